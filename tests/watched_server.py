@@ -72,14 +72,14 @@ def token(of: EngineRequest, reason: FinishReason | None = None, *, finite: bool
     return Update(of, RowResult((3,) if finite else (), finite=finite), reason)
 
 
-def experts(tokens: list[list[int]], **others) -> ExpertCounts:
+def experts(tokens: list[list[int]]) -> ExpertCounts:
     """Counts of `tokens[layer][physical expert]`."""
     return ExpertCounts(
         tokens_per_expert=np.array(tokens),
-        rows_sent=others.get("rows_sent", np.array([5, 6, 7, 8])),
-        rounds=others.get("rounds", 2),
-        dispatch_bytes=others.get("dispatch_bytes", 4096),
-        padding_share=others.get("padding_share", 0.25),
+        rows_sent=np.array([5, 6, 7, 8]),
+        rounds=2,
+        dispatch_bytes=4096,
+        padding_share=0.25,
         logical_load=np.array(tokens),
         physical_to_logical=np.tile(np.arange(len(tokens[0])), (len(tokens), 1)),
     )
@@ -125,15 +125,8 @@ class WatchedServer:
         @app.middleware("http")
         async def guard(asked: Request, call_next):
             private = asked.url.path != "/" and not asked.url.path.startswith("/page/")
-            if (
-                private
-                and self.api_key
-                and asked.headers.get("authorization")
-                not in (
-                    f"Bearer {self.api_key}",
-                    "Bearer admin",
-                )
-            ):
+            known = (f"Bearer {self.api_key}", "Bearer admin")
+            if private and self.api_key and asked.headers.get("authorization") not in known:
                 return JSONResponse({"error": {"message": "no valid key was given"}}, 401)
             if private and self.status != 200:
                 return JSONResponse({"error": {"message": "not now"}}, self.status)
@@ -178,9 +171,8 @@ class WatchedServer:
     async def _completion_events(self):
         for _, text in self.answers:
             yield _event({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
-        yield _event(
-            {"error": {"message": "the engine has failed", "type": "server_error", "param": None, "code": None}}
-        )
+        error = {"message": "the engine has failed", "type": "server_error", "param": None, "code": None}
+        yield _event({"error": error})
         yield "data: [DONE]\n\n"
 
 

@@ -41,20 +41,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("coordinator-address", "num-processes", "process-id", "start-timeout", "heartbeat-timeout"):
         parser.add_argument(f"--{name}", type=str if name == "coordinator-address" else int)
-    parser.add_argument("--model")
     parser.add_argument("--layouts", type=json.loads)
     given = vars(parser.parse_args())
-    model, layouts = given.pop("model"), given.pop("layouts")
-    first = EngineArgs(model=model, mesh=layouts[0][0], **FEW_SHAPES, **layouts[0][3], **given)
+    layouts = [EngineArgs(**FEW_SHAPES | layout, **given) for layout in given.pop("layouts")]
+    first = layouts[0]
     group = join_group(first, host_options(first))
     from dsjax.engine.elastic.follower import Follower
     from dsjax.engine.setup.loading import load_model
     from dsjax.engine.stream.leader import EndMessage
 
     found = []
-    for generation, (mesh, dispatch, sampled, options) in enumerate(layouts):
+    for generation, args in enumerate(layouts):
         group.generation = generation
-        args = EngineArgs(mesh=mesh, dispatch=dispatch, **FEW_SHAPES, **{"model": model} | options, **given)
         loaded = load_model(args, group)
         if not group.is_leader:
             Follower(group).follow(loaded.executor)
@@ -65,9 +63,9 @@ def main() -> None:
             {
                 "greedy": [
                     continuations(engine, each, GREEDY)
-                    for each in ([PROMPTS, OTHERS, PROMPTS] if options else [PROMPTS])
+                    for each in ([PROMPTS, OTHERS, PROMPTS] if args.host_cache_bytes else [PROMPTS])
                 ],
-                "sampled": continuations(engine, PROMPTS[:2], SAMPLED) if sampled else None,
+                "sampled": continuations(engine, PROMPTS[:2], SAMPLED),
                 "rebalances": getattr(engine.core.statistics().get("balance"), "rebalances", None),
                 "fetched": [
                     load.tiers["host"].fetched if "host" in load.tiers else None for load in engine.core.loads()

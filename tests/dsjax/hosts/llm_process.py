@@ -13,7 +13,7 @@ from typing import Any
 from dsjax import LLM, SamplingParams
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3])]
-PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
 
 
 def generate(llm: LLM) -> list[list[int]]:

@@ -1,14 +1,9 @@
 """Questions that all processes of a generation answer, here as threads over a store in memory."""
 
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
 from group_in_threads import MemoryStore
 
 from dsjax.hosts import HostOptions
@@ -23,8 +18,11 @@ def two() -> list[HostGroup]:
     return [HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, store) for index in (0, 1)]
 
 
-def test_questions_are_answered_by_all_in_the_order_of_their_ids():
+def test_questions_are_answered_by_all_in_the_order_of_their_ids_and_who_has_another_value_is_named():
     first, second = two()
+    second.agreement.tell("kernels", "plain")
+    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\) has kernels plain, process 0 has native"):
+        first.agreement.alike("kernels", "kernels", "native")
     answers: list = []
     other = threading.Thread(target=lambda: answers.append(second.agreement.ask("pages", 7)))
     other.start()
@@ -68,13 +66,6 @@ def test_who_waits_for_an_answer_of_a_generation_that_is_over_waits_no_more():
     first.enter(Announcement(1, [0, 1]))
     waiting.join(60)
     assert errors == ["generation 0 was given up while process 1 (host, pid 11) was waited for"]
-
-
-def test_who_has_another_value_is_named():
-    first, second = two()
-    second.agreement.tell("kernels", "plain")
-    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\) has kernels plain, process 0 has native"):
-        first.agreement.alike("kernels", "kernels", "native")
 
 
 def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_another():

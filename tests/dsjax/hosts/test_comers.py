@@ -1,10 +1,6 @@
 """A process that comes back under the id of one that is gone. `test_two_process_server.py` has real ones."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from group_in_threads import MemoryStore
 

@@ -39,7 +39,9 @@ def test_a_copy_of_the_checkpoint_is_alike_and_other_weights_are_not(checkpoint,
     }
 
 
-@pytest.mark.parametrize("change", [{"page_size": 8}, {"kernels": "plain"}, {"dispatch": "gather"}, {"seed": 3}])
+@pytest.mark.parametrize(
+    "change", [{"page_size": 8}, {"kernels": "plain"}, {"dispatch": "gather"}, {"mesh": "dp=2"}, {"seed": 3}]
+)
 def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_need_not(checkpoint, change):
     name = next(iter(change))
     differ = {key for key, value in alike(checkpoint, **change).items() if value != alike(checkpoint)[key]}

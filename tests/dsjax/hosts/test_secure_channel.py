@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import threading
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from dsjax.hosts.secure_channel import (
     TamperedError,
     connect,
 )
+from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.tls import ClusterTls
 
 GREETING = len(PROTOCOL) + 32 + 1 + len("pages") + 32
@@ -145,39 +147,19 @@ def test_a_member_that_asks_for_what_a_port_has_not_is_told():
             assert channel.service == "chunks"
 
 
-class Changes:
-    """Ways to change what a caller sends after its greeting: `frames` are whole ones, of two messages."""
-
-    @staticmethod
-    def flipped(first: bytes, second: bytes) -> bytes:
-        return first[:-1] + bytes([first[-1] ^ 1]) + second
-
-    @staticmethod
-    def flipped_mac(first: bytes, second: bytes) -> bytes:
-        return first[:5] + bytes([first[5] ^ 1]) + first[6:] + second
-
-    @staticmethod
-    def replayed(first: bytes, second: bytes) -> bytes:
-        return first + first
-
-    @staticmethod
-    def reordered(first: bytes, second: bytes) -> bytes:
-        return second + first
-
-    @staticmethod
-    def dropped(first: bytes, second: bytes) -> bytes:
-        return second
-
-    @staticmethod
-    def shortened(first: bytes, second: bytes) -> bytes:
-        return (3).to_bytes(4, "little") + first[4 : HEADER + 3] + second
-
-    @staticmethod
-    def oversized(first: bytes, second: bytes) -> bytes:
-        return (0xFFFFFFFF).to_bytes(4, "little") + first[4:] + second
+CHANGES = {
+    "flipped": lambda first, second: first[:-1] + bytes([first[-1] ^ 1]) + second,
+    "flipped MAC": lambda first, second: first[:5] + bytes([first[5] ^ 1]) + first[6:] + second,
+    "replayed": lambda first, second: first + first,
+    "reordered": lambda first, second: second + first,
+    "dropped": lambda first, second: second,
+    "shortened": lambda first, second: (3).to_bytes(4, "little") + first[4 : HEADER + 3] + second,
+    "oversized": lambda first, second: (0xFFFFFFFF).to_bytes(4, "little") + first[4:] + second,
+}
+"""Ways to change what a caller sends after its greeting: two whole frames, each of a message."""
 
 
-@pytest.mark.parametrize("change", [name for name in vars(Changes) if not name.startswith("_")])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("is_large", [False, True], ids=["message", "large"])
 def test_frames_that_are_not_what_was_sent_end_the_connection(change, is_large):
     frames: list[bytes] = []
@@ -191,7 +173,7 @@ def test_frames_that_are_not_what_was_sent_end_the_connection(change, is_large):
         if len(joined) < 2 * (HEADER + 4):
             return b""
         assert len(joined) == 2 * (HEADER + 4)
-        return getattr(Changes, change)(joined[: HEADER + 4], joined[HEADER + 4 :])
+        return CHANGES[change](joined[: HEADER + 4], joined[HEADER + 4 :])
 
     received: list[bytes] = []
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -231,13 +213,11 @@ def test_a_message_is_no_block_and_a_block_no_message():
         assert isinstance(ended.get(timeout=60), TamperedError)
 
 
-def test_a_length_alone_takes_no_memory(monkeypatch):
+def test_a_length_alone_takes_no_memory():
     one, other = socket.socketpair()
     channel = SecureChannel(one, one, "pages", b"1", b"2")
     other.sendall((1 << 30).to_bytes(4, "little") + bytes(32 + 10))
     other.shutdown(socket.SHUT_WR)
-    import tracemalloc
-
     tracemalloc.start()
     with other, pytest.raises(EOFError):
         channel.receive(1 << 31)
@@ -262,8 +242,6 @@ def test_a_key_that_was_made_for_this_user_serves_loopback_alone(monkeypatch):
     with socket.socket() as probe:
         probe.bind(("0.0.0.0", 0))
         probe.listen()
-        from dsjax.hosts.secure_listener import SecureListener
-
         with pytest.raises(UserError, match="beyond the loopback interface"):
             SecureListener(probe, local, {}, "test")
 

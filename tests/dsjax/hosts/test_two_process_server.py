@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,12 +13,8 @@ from unittest import mock
 
 import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
 from listening_sockets import all_loopback, listening_addresses
-from processes import Group
-from worded_checkpoint import write_worded_checkpoint
+from served_group import KEY, PROMPTS, SIZES, ServedGroup
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
@@ -28,57 +23,43 @@ from dsjax.model.transformer import abstract_parameters
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {
-    "max_num_seqs": 1,  # few shapes to compile
-    "max_num_batched_tokens": 8,
-    "prefill_chunk": 8,
-    "page_size": 4,
-    "max_model_len": 96,
-    "link_monitor_interval": 1,
-}
-PROMPTS = ["the queue", "def main(", "a b c d e f", "x"]
+OPTIONS = SIZES | {"link_monitor_interval": 1}
 CLUSTER_KEY = "a-secret-that-nobody-may-be-shown-0123456789"
-KEY = {"Authorization": "Bearer admin"}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_worded_checkpoint(tmp_path_factory.mktemp("worded"))
-
-
-@pytest.fixture(scope="module")
-def alone(checkpoint, kernels):
-    llm = LLM(str(checkpoint), batch_invariant=True, **OPTIONS)
+def alone(worded, kernels):
+    llm = LLM(str(worded), batch_invariant=True, **OPTIONS)
     yield llm
     llm.shutdown()
 
 
-class Served:
+class Served(ServedGroup):
     """The group, and the addresses of both processes."""
 
     def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
-        flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
-        command = ["-m", "dsjax.serve", "--model", str(checkpoint), "--served-model-name", "tiny", "--port", "0"]
         with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
-            command += ["--mesh", "dp=4", "--batch-invariant", "--admin-api-key", "admin"]
-            self.group = Group([*command, *flags], 2, heartbeat=20)  # for which a process that hangs is waited for
-        self.group.wait_for(0, "serving tiny at", 300)
-        self.leader = re.search(r"serving tiny at (http://[\d.:]+)", self.group.output[0]).group(1)
+            # A process that hangs is waited for as long as a heartbeat's timeout.
+            super().__init__({"model": checkpoint, "mesh": "dp=4"} | OPTIONS, heartbeat=8)
+        self.wait_until_ready()
+        self.find_follower()
+
+    def find_follower(self) -> None:
         self.follower = re.search(r"/metrics at (http://[\d.:]+)", self.group.output[1]).group(1)
 
-    def complete(self, **body) -> httpx.Response:
-        body = {"model": "tiny", "max_tokens": 6, "temperature": 0, **body}
-        return httpx.post(f"{self.leader}/v1/completions", json=body, timeout=240)
+    def read_bytes(self) -> float:
+        """Bytes of weights that changed meshes have read from the checkpoint."""
+        return self.metric("dsjax_generation_weight_bytes_total", 'source="read"')
 
-    def count(self, name: str) -> float:
-        text = httpx.get(f"{self.follower}/metrics").text
-        return float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE).group(1))
+    def changes(self, reason: str) -> float:
+        """How often the mesh has changed for this reason."""
+        return self.metric("dsjax_generation_changes_total", f'reason="{reason}"')
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint, kernels):
-    served = Served(checkpoint)
+def served(worded, kernels):
+    served = Served(worded)
     yield served
     served.group.end()
 
@@ -86,14 +67,13 @@ def served(checkpoint, kernels):
 def test_a_group_on_loopback_listens_on_loopback_alone(served):
     for process in served.group.processes:
         addresses = listening_addresses(process.pid)
-        assert (
-            len(addresses) >= 3
-        )  # HTTP, links and gloo; process 0 has the rendezvous and JAX's coordination service too
+        # HTTP, links and gloo; process 0 has the rendezvous and JAX's coordination service too.
+        assert len(addresses) >= 3
         assert all_loopback(addresses), addresses
 
 
 def test_the_cluster_key_is_shown_nowhere(served):
-    addresses = (served.leader.removesuffix("/v1"), served.follower)
+    addresses = (served.url, served.follower)
     paths = {route for route in httpx.get(f"{addresses[0]}/openapi.json").json()["paths"] if "{" not in route}
     assert "/server_info" in paths
     for address in addresses:
@@ -105,7 +85,7 @@ def test_the_cluster_key_is_shown_nowhere(served):
 
 
 def test_each_process_shows_its_link_to_the_other(served):
-    for address, labels in ((served.leader.removesuffix("/v1"), 'peer="1"'), (served.follower, 'process="1",peer="0"')):
+    for address, labels in ((served.url, 'peer="1"'), (served.follower, 'process="1",peer="0"')):
         deadline, found = time.monotonic() + 60, []
         while not found:  # the first look is after a second
             assert time.monotonic() < deadline
@@ -116,11 +96,16 @@ def test_each_process_shows_its_link_to_the_other(served):
         assert re.search(rf"^dsjax_link_probes_total{{.*{labels}}} [1-9]", text, re.MULTILINE)
 
 
-def test_completions_are_those_of_one_process(served, alone):
-    expected = alone.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
+def test_completions_are_those_of_one_process_streamed_and_whole(served, alone):
+    expected = [one.outputs[0].text for one in alone.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))]
     answer = served.complete(prompt=PROMPTS)
     assert answer.status_code == 200, answer.text
-    assert [choice["text"] for choice in answer.json()["choices"]] == [e.outputs[0].text for e in expected]
+    assert [choice["text"] for choice in answer.json()["choices"]] == expected
+    events = [
+        line.removeprefix("data: ") for line in served.complete(prompt=PROMPTS[1], stream=True).text.split("\n\n")
+    ]
+    assert events[-2:] == ["[DONE]", ""]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-2]) == expected[1]
 
 
 def test_seeded_samples_with_their_log_probabilities_are_those_of_one_process(served, alone):
@@ -141,51 +126,29 @@ def test_prompts_are_scored(served, alone):
 
 
 def test_grammars_are_kept(served):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    answer = served.complete(
-        prompt="x", max_tokens=40, structured_outputs={"json": schema, "disable_any_whitespace": True}
-    )
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"json": schema | {"additionalProperties": False}, "disable_any_whitespace": True}
+    answer = served.complete(prompt="x", max_tokens=40, structured_outputs=form)
     assert isinstance(json.loads(answer.json()["choices"][0]["text"])["a"], bool)
 
 
-def test_streams_say_what_whole_answers_say(served):
-    whole = served.complete(prompt=PROMPTS[1]).json()["choices"][0]["text"]
-    body = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 6, "temperature": 0, "stream": True}
-    with httpx.stream("POST", f"{served.leader}/v1/completions", json=body, timeout=60) as answer:
-        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
-
-
 def test_experts_are_counted_over_all_processes(served):
-    assert httpx.post(f"{served.leader}/start_expert_distribution_record", headers=KEY).status_code == 200
-    served.complete(prompt=PROMPTS)
-    found = httpx.post(f"{served.leader}/dump_expert_distribution_record", headers=KEY).json()
-    httpx.post(f"{served.leader}/stop_expert_distribution_record", headers=KEY)
-    sums = [sum(layer) for layer in found["tokens_per_expert"]]
-    assert sums[0] == sums[1] > 0
-    assert len(found["rows_sent"]) == 4
+    served.check_experts_are_counted()
 
 
 def test_the_follower_says_that_it_follows(served):
-    before = served.count("dsjax_follower_commands_total")
+    before = served.metric("dsjax_follower_commands_total", url=served.follower)
     served.complete(prompt="x")
-    assert served.count("dsjax_follower_commands_total") > before
-    assert served.count("dsjax_follower_ready") == 1
+    assert served.metric("dsjax_follower_commands_total", url=served.follower) > before
+    assert served.metric("dsjax_follower_ready", url=served.follower) == 1
     assert httpx.get(f"{served.follower}/health").status_code == 200
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
     assert httpx.get(f"{served.follower}/v1/models").status_code == 404
 
 
 def test_nothing_is_compiled_while_serving_and_pages_come_back(served):
-    assert httpx.post(f"{served.leader}/flush_cache", headers=KEY).status_code == 200
-    text = httpx.get(f"{served.leader}/metrics").text
-    assert re.search(r"^dsjax_compilations_after_warm_up_total{.*} 0$", text, re.MULTILINE)
+    assert served.post("/flush_cache").status_code == 200
+    assert served.metric("dsjax_compilations_after_warm_up_total") == 0
 
 
 # From here on the mesh changes: the order of these tests is theirs.
@@ -194,11 +157,11 @@ MIXED = [
     {"prompt": PROMPTS[0]},
     {"prompt": PROMPTS[1], "temperature": 1, "seed": 5},
     {"prompt": PROMPTS[2], "repetition_penalty": 1.3, "presence_penalty": 0.4},
-    {"prompt": PROMPTS[3], "structured_outputs": {"regex": "[a-z ]{60,80}"}, "temperature": 0.7, "seed": 9},
+    {"prompt": PROMPTS[3], "structured_outputs": {"regex": "[a-z ]{40,48}"}, "temperature": 0.7, "seed": 9},
 ]
 
 
-COMMON = {"max_tokens": 80, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+COMMON = {"max_tokens": 48, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 
 class Streams:
@@ -217,7 +180,7 @@ class Streams:
 
     def _read(self, index: int, request: dict) -> None:
         body = {"model": "tiny", "stream": True, **COMMON, **request}
-        with httpx.stream("POST", f"{self.served.leader}/v1/completions", json=body, timeout=300) as answer:
+        with httpx.stream("POST", f"{self.served.url}/v1/completions", json=body, timeout=300) as answer:
             for line in answer.iter_lines():
                 if not line or line == "data: [DONE]":
                     continue
@@ -255,29 +218,6 @@ def undisturbed(alone):
     return [made(request) for request in MIXED]
 
 
-def metric(served, name: str) -> float:
-    text = httpx.get(f"{served.leader}/metrics").text
-    return float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE).group(1))
-
-
-def changes(served, reason: str) -> float:
-    text = httpx.get(f"{served.leader}/metrics").text
-    return float(
-        re.search(rf'^dsjax_generation_changes_total{{.*reason="{reason}".*}} (\S+)$', text, re.MULTILINE).group(1)
-    )
-
-
-def scale(served, mesh: str) -> httpx.Response:
-    return httpx.post(f"{served.leader}/scale", json={"mesh": mesh}, headers=KEY, timeout=300)
-
-
-def weight_bytes(served) -> dict[str, float]:
-    """Where the weights of changed meshes have come from."""
-    text = httpx.get(f"{served.leader}/metrics").text
-    found = re.findall(r'^dsjax_generation_weight_bytes_total{.*source="(\w+)".*} (\S+)$', text, re.MULTILINE)
-    return {source: float(counted) for source, counted in found}
-
-
 def expert_bytes(served) -> int:
     """Bytes of all routed experts, as they lie on the devices."""
     config = load_config(served.checkpoint)
@@ -286,88 +226,81 @@ def expert_bytes(served) -> int:
 
 
 def test_a_mesh_that_cannot_be_is_refused_and_changes_nothing(served):
-    for mesh, message in (
-        ("dp=5", "mesh dp=5 wants 5 devices, and this server has 4"),
-        ("tp=3", "heads are not divisible by tp=3"),
-        ("4", "expected axis=size"),
-    ):
-        answer = scale(served, mesh)
-        assert answer.status_code == 400, answer.text
-        assert message in answer.json()["error"]["message"]
-    assert httpx.post(f"{served.leader}/scale", json={"mesh": "dp=2"}).status_code == 401
-    assert metric(served, "dsjax_generation") == 0
+    answer = served.post("/scale", mesh="dp=5")
+    assert answer.status_code == 400, answer.text
+    assert "mesh dp=5 wants 5 devices, and this server has 4" in answer.json()["error"]["message"]
+    assert served.metric("dsjax_generation") == 0
 
 
 def test_streams_stay_open_and_are_those_of_one_device_to_the_bit_while_the_mesh_shrinks_and_grows(served, undisturbed):
     streams = Streams(served, MIXED)
     streams.first.wait(240)
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(scale(served, "dp=2")))
+    asking = threading.Thread(target=lambda: answers.append(served.post("/scale", mesh="dp=2")))
     asking.start()
-    while httpx.get(f"{served.leader}/ready").status_code != 503:
+    while httpx.get(f"{served.url}/ready").status_code != 503:
         assert asking.is_alive()
-    assert "not ready: " in httpx.get(f"{served.leader}/ready").text
-    assert scale(served, "dp=4").status_code == 409
+    assert "not ready: " in httpx.get(f"{served.url}/ready").text
+    assert served.post("/scale", mesh="dp=4").status_code == 409
     late = Streams(served, MIXED[:1])  # comes while nothing computes
     asking.join(300)
     assert answers[0].status_code == 200, answers[0].text
     found = answers[0].json()
     assert [found[name] for name in ("mesh", "devices", "processes", "generation")] == ["dp=2", 2, 1, 1]
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "standing by"}
-    answer = scale(served, "dp=4")
+    answer = served.post("/scale", mesh="dp=4")
     assert answer.status_code == 200, answer.text
     assert streams.join() == undisturbed
     assert late.join() == undisturbed[:1]
-    info = httpx.get(f"{served.leader}/server_info").json()
+    info = httpx.get(f"{served.url}/server_info").json()
     assert [info["mesh"], info["num_processes"], len(info["ranks"])] == ["dp=4", 2, 4]
-    assert metric(served, "dsjax_generation") == 2
-    assert weight_bytes(served)["read"] == 0  # who left gave its experts, and got them back
-    assert weight_bytes(served)["received"] > 0
+    assert served.metric("dsjax_generation") == 2
+    assert served.read_bytes() == 0  # who left gave its experts, and got them back
+    assert served.metric("dsjax_generation_weight_bytes_total", 'source="received"') > 0
 
 
-def test_a_follower_killed_in_a_step_costs_nobody_a_token(served, undisturbed):
+def test_a_follower_killed_in_a_step_costs_nobody_a_token_and_joins_again_under_its_id(served, undisturbed):
     streams = Streams(served, MIXED)
     streams.first.wait(240)
     served.group.processes[1].send_signal(signal.SIGKILL)
     assert streams.join() == undisturbed
-    assert metric(served, "dsjax_generation_devices") == 2
-    assert metric(served, "dsjax_generation_devices_wanted") == 4
-    assert weight_bytes(served)["read"] == expert_bytes(served) // 2  # those of its devices, which nobody else had
+    assert served.metric("dsjax_generation_devices") == 2
+    assert served.metric("dsjax_generation_devices_wanted") == 4
+    assert served.read_bytes() == expert_bytes(served) // 2  # those of its devices, which nobody else had
     assert re.search(r"process 1 \(.*, pid \d+\) has gone away", served.group.output[0])
     assert "Traceback" not in served.group.output[0]
-
-
-def test_a_follower_that_is_started_again_joins_under_its_id(served, undisturbed):
     comes_back(served, undisturbed)
 
 
 def comes_back(served, undisturbed) -> None:
-    read = weight_bytes(served)["read"]
+    """Start the follower again while requests go on, and wait until it is in the mesh."""
+    read = served.read_bytes()
     served.group.start_again(1)
     deadline = time.monotonic() + 300
-    while metric(served, "dsjax_generation_devices") < 4:
+    while served.metric("dsjax_generation_devices") < 4:
         assert Streams(served, MIXED).join() == undisturbed
         assert time.monotonic() < deadline, served.group.last_words()
     assert Streams(served, MIXED).join() == undisturbed
-    assert weight_bytes(served)["read"] == read  # the others have all that it needs
+    assert served.read_bytes() == read  # the others have all that it needs
     served.group.wait_for(1, "/metrics at ")
-    served.follower = re.search(r"/metrics at (http://[\d.:]+)", served.group.output[1]).group(1)
+    served.find_follower()
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
 
 
 def test_a_follower_that_is_told_to_end_leaves_when_the_others_go_on_without_it(served, undisturbed):
-    losses, printed = changes(served, "loss"), len(served.group.output[0])
-    read = weight_bytes(served)["read"]
+    losses, printed = served.changes("loss"), len(served.group.output[0])
+    read = served.read_bytes()
     streams = Streams(served, MIXED)
     streams.first.wait(240)
     served.group.processes[1].send_signal(signal.SIGTERM)
     assert streams.join() == undisturbed
     assert served.group.processes[1].wait(120) == 0, served.group.last_words()
-    assert metric(served, "dsjax_generation_devices") == 2
-    assert (changes(served, "leave"), changes(served, "loss")) == (1, losses)
+    assert served.metric("dsjax_generation_devices") == 2
+    assert served.changes("leave") == 1
+    assert served.changes("loss") == losses
     assert "leaves, as it was told to end" in served.group.output[0][printed:]
     assert "has gone away" not in served.group.output[0][printed:]
-    assert weight_bytes(served)["read"] == read, "it gave its weights before it went"
+    assert served.read_bytes() == read, "it gave its weights before it went"
     assert Streams(served, MIXED).join() == undisturbed
     comes_back(served, undisturbed)
 
@@ -377,14 +310,14 @@ def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undi
     streams.first.wait(240)
     served.group.processes[1].send_signal(signal.SIGSTOP)
     assert streams.join() == undisturbed
-    assert metric(served, "dsjax_generation_devices") == 2
+    assert served.metric("dsjax_generation_devices") == 2
     served.group.processes[1].send_signal(signal.SIGCONT)
     assert served.group.processes[1].wait(120) == 1
     assert "was aborted" in served.group.output[1]
 
 
 def test_the_group_ends_as_it_should_though_a_member_is_missing(served):
-    pages = {load["used_pages"] for load in httpx.get(f"{served.leader}/get_load").json()["ranks"]}
+    pages = {load["used_pages"] for load in httpx.get(f"{served.url}/get_load").json()["ranks"]}
     assert pages == {0}
     served.group.processes[0].send_signal(signal.SIGTERM)
     assert served.group.codes(120) == [0, 1], served.group.last_words()

@@ -1,15 +1,19 @@
 """A real server on a real port, over the fake executor of the engine's tests."""
 
+import contextlib
+import os
+import socket
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
 from fake_executor import FakeExecutor
+from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine
@@ -76,8 +80,40 @@ class LiveServer:
     def post(self, path: str, body=None, **options) -> httpx.Response:
         return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=60, **options)
 
+    def post_later(self, path: str, body=None) -> Future:
+        """The answer that comes while the test goes on."""
+        pool = ThreadPoolExecutor(1)
+        answer = pool.submit(self.post, path, body)
+        pool.shutdown(wait=False)
+        return answer
+
     def get(self, path: str, **options) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        """A bare connection, over which the bytes were sent."""
+        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
+        connection.sendall(sent)
+        return connection
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each sample of a metric, as a scrape shows them."""
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return [(each.labels, each.value) for family in families for each in family.samples if each.name == name]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
+
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        """End the server in order, without a page in use."""
+        if not failed[0]:
+            wait_until(lambda: self.pages_in_use == 0 and self.engine.num_unfinished == 0)
+        self.signal()
+        assert self.join() == 0
 
     def signal(self) -> None:
         self.server.handle_exit(15, None)
@@ -93,6 +129,20 @@ class LiveServer:
             self.exit_code = self.server.serve_behind() if behind else self.server.serve_on(listener)
         except Exception as error:
             self.failure = error
+
+
+@contextlib.contextmanager
+def started(script: str, *arguments: object) -> Iterator[subprocess.Popen]:
+    """A Python process that runs a script, which finds the modules of these tests; at the end it is killed."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "engine"), *map(str, here.parents[1:3])])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:

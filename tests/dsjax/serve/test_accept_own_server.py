@@ -4,61 +4,35 @@ import json
 
 import pytest
 from commands import run
-from live_server import LiveServer
 from watched_server import experts, load, step
 
 from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
 
-CRITERIA = """
-name = "own"
-description = "Promises of a small server"
 
-[measurements.load]
-kind = "load"
-title = "Four sessions"
-sessions = 4
-seconds = 1.5
-input_tokens = 12
-output_tokens = 6
-windows = 3
+def criterion(name: str, measurement: str, value: str, bound: str) -> str:
+    return f'[[criteria]]\nid = "{name}"\nmeasurement = "{measurement}"\nvalue = "{value}"\n{bound}\nsource = "§1"\n'
 
-[measurements.balance]
-kind = "balance"
-title = "Balance"
-sessions = 4
-seconds = 1.0
-input_tokens = 12
-output_tokens = 6
 
-[[criteria]]
-id = "memory"
-measurement = "load"
-value = "memory_share"
-below = 0.9
-source = "§1"
+def measurement(kind: str, more: str = "") -> str:
+    return (
+        f'[measurements.{kind}]\nkind = "{kind}"\ntitle = "Four sessions"\nsessions = 4\nseconds = 0.8\n'
+        f"input_tokens = 12\noutput_tokens = 6\n{more}\n"
+    )
 
-[[criteria]]
-id = "restarts"
-measurement = "load"
-value = "restarts"
-at_most = 0
-source = "§1"
 
-[[criteria]]
-id = "errors"
-measurement = "load"
-value = "error_share"
-at_most = 0
-source = "§1"
-
-[[criteria]]
-id = "even"
-measurement = "balance"
-value = "rank_variation"
-below = 0.2
-source = "§1"
-"""
+CRITERIA = "\n".join(
+    (
+        'name = "own"\ndescription = "Promises of a small server"\n',
+        measurement("load", "windows = 3"),
+        measurement("balance"),
+        criterion("memory", "load", "memory_share", "below = 0.9"),
+        criterion("restarts", "load", "restarts", "at_most = 0"),
+        criterion("errors", "load", "error_share", "at_most = 0"),
+        criterion("even", "balance", "rank_variation", "below = 0.2"),
+    )
+)
 
 
 @pytest.fixture
@@ -66,15 +40,9 @@ def accept(tmp_path):
     """Runs the command; its exit status and report."""
 
     def invoke(url, *options):
-        (tmp_path / "criteria.toml").write_text(CRITERIA)
-        arguments = [
-            "--base-url",
-            url,
-            "--criteria",
-            str(tmp_path / "criteria.toml"),
-            "--results",
-            str(tmp_path / "out"),
-        ]
+        criteria = tmp_path / "criteria.toml"
+        criteria.write_text(CRITERIA)
+        arguments = ["--base-url", url, "--criteria", str(criteria), "--results", str(tmp_path / "out")]
         ended = run("dsjax", "accept", *arguments, "--ignore-eos", *options)
         assert ended.returncode != 2, ended.stderr
         return ended.returncode, json.loads((tmp_path / "out" / "report.json").read_text())
@@ -86,58 +54,34 @@ def found(body):
     return {one["id"]: (one["verdict"], one["value"]) for one in body["criteria"]}
 
 
+@pytest.fixture
+def served(start_server):
+    """Starts a server of four ranks with metrics of its own."""
+    options = ServeOptions(admin_api_key="root")
+    return lambda metrics: start_server(num_ranks=4, max_chunk=16, pages_per_rank=257, metrics=metrics, options=options)
+
+
 @pytest.mark.parametrize(("used", "status", "verdict"), [(60, 0, "met"), (95, 3, "missed")])
-def test_memory_restarts_and_errors_are_tested_by_the_server_s_own_metrics(accept, used, status, verdict):
-    metrics = Metrics("tiny", 4, 128, device_memory=lambda: [("0", used, 100), ("1", 10, 100)])
-    server = LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, metrics=metrics)
-    try:
-        code, body = accept(server.url, "--only", "load", "--vocab-size", "200")
-        assert code == status
-        assert found(body) == {"memory": (verdict, used / 100), "restarts": ("met", 0), "errors": ("met", 0)}
-        values = body["measurements"]["load"]["values"]
-        assert values["output_tokens_per_s"] > 0
-    finally:
-        server.signal()
-        server.join()
+def test_memory_restarts_and_errors_are_tested_by_the_server_s_own_metrics(accept, served, used, status, verdict):
+    server = served(Metrics("tiny", 4, 128, device_memory=lambda: [("0", used, 100), ("1", 10, 100)]))
+    code, body = accept(server.url, "--only", "load", "--vocab-size", "200")
+    assert code == status
+    assert found(body) == {"memory": (verdict, used / 100), "restarts": ("met", 0), "errors": ("met", 0)}
+    assert body["measurements"]["load"]["values"]["output_tokens_per_s"] > 0
 
 
-def test_experts_loads_are_those_that_the_balancer_s_window_shows(accept):
-    metrics = Metrics("tiny", 4, 128, experts_per_device=2)
-    server = LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, metrics=metrics)
-    try:
-        code, body = accept(server.url, "--only", "even", "--vocab-size", "200")
-        assert code == 4
-        assert "the experts' load is not recorded" in body["criteria"][0]["reason"]
-        metrics.on_step(step([load(0)], balance=BalanceStats(windows=1, rank_tokens=(3, 5))))
-        code, body = accept(server.url, "--only", "even", "--vocab-size", "200", "--fresh")
-        assert (code, found(body)["even"]) == (3, ("missed", 0.25))
-        metrics.on_step(step([load(0)], experts=experts([[5] * 8])))
-        code, body = accept(server.url, "--only", "even", "--vocab-size", "200", "--fresh")
-        assert (code, found(body)["even"]) == (0, ("met", 0.0)), "a record outweighs the window"
-    finally:
-        server.signal()
-        server.join()
-
-
-@pytest.mark.slow
-def test_a_served_engine_with_balancing_is_tested_in_all_but_faults_and_links(accept):
-    """The demo on four emulated devices, as a user serves it: TTFT, load, memory, balance, rebalances, a mesh that is scaled."""
-    from test_mesh_server import DEMO, Command
-
-    if not any(DEMO.glob("*.safetensors")):
-        pytest.skip("the demo model's weights are not here")
-    eplb = '{"num_redundant_experts": 8, "window_size": 5, "step_interval": 10, "payback": 0}'
-    sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--cache-tokens", "512", "--max-model-len", "128"]
-    server = Command("--mesh", "dp=4", "--admin-api-key", "admin", "--enable-eplb", "--eplb-config", eplb, *sizes)
-    try:
-        code, body = accept(server.url, "--admin-api-key", "admin", "--only", "load,balance")
-        assert found(body)["errors"] == ("met", 0)
-        assert found(body)["restarts"] == ("met", 0)
-        assert 0 < found(body)["memory"][1] < 1
-        assert found(body)["even"][0] in ("met", "missed")
-        balance = body["measurements"]["balance"]
-        assert set(balance["values"]) >= {"rank_variation", "expert_variation", "balancedness", "steps"}
-        assert 0 < balance["values"]["balancedness"] <= 1
-        assert code in (0, 3)
-    finally:
-        assert server.stop() == 0, server.output
+def test_experts_loads_are_those_that_the_balancer_s_window_shows(accept, served, monkeypatch):
+    metrics, recordings = Metrics("tiny", 4, 128, experts_per_device=2), []
+    server = served(metrics)
+    monkeypatch.setattr(server.executor, "set_recording", recordings.append)
+    code, body = accept(server.url, "--only", "even", "--vocab-size", "200")
+    assert code == 4
+    assert "the experts' load is not recorded" in body["criteria"][0]["reason"]
+    metrics.on_step(step([load(0)], balance=BalanceStats(windows=1, rank_tokens=(3, 5))))
+    code, body = accept(server.url, "--only", "even", "--vocab-size", "200", "--fresh")
+    assert (code, found(body)["even"]) == (3, ("missed", 0.25))
+    metrics.on_step(step([load(0)], experts=experts([[5] * 8])))
+    assert recordings == []
+    code, body = accept(server.url, "--only", "even", "--vocab-size", "200", "--fresh", "--admin-api-key", "root")
+    assert (code, found(body)["even"]) == (0, ("met", 0.0)), "a record outweighs the window"
+    assert recordings == [True, False]

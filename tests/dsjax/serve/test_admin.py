@@ -1,7 +1,6 @@
-"""What an administrator can do, and what `/get_load` and `/server_info` tell."""
+"""What an administrator can do."""
 
 import json
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from live_server import wait_until
+from live_server import LiveServer, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 from dsjax.engine.experts.eplb import EplbConfig, RebalanceUnderWayError
@@ -24,11 +23,25 @@ LONG = {"prompt": list(range(20, 60)), "max_tokens": 200, "temperature": 0}
 ADMIN = {"Authorization": "Bearer root"}
 
 
-@pytest.fixture
-def server(start_server, tmp_path):
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="module")
+def server(profiles):
     tokenizer = tool_tokenizer()
-    options = ServeOptions(admin_api_key="root", profile_dir=str(tmp_path))
-    return start_server(tokenizer=tokenizer, executor=ScriptedExecutor(tokenizer, num_ranks=2), options=options)
+    executor, metrics = ScriptedExecutor(tokenizer, num_ranks=2), Metrics("tiny", 2, 512)
+    options = ServeOptions(admin_api_key="root", profile_dir=str(profiles))
+    with LiveServer(tokenizer=tokenizer, executor=executor, options=options, metrics=metrics) as live:
+        yield live
+
+
+@pytest.fixture(autouse=True)
+def at_full_speed(request):
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").executor.step_seconds = 0
 
 
 def admin(server, path: str, body=None):
@@ -45,44 +58,46 @@ def test_a_flushed_cache_gives_no_hits(server):
     assert cached() == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [{"request_id": "mine"}, {"request_id": "cmpl-mine"}, {"abort_all": True}])
-def test_a_request_can_be_aborted_by_either_of_its_ids(server, stream, body):
-    server.executor.step_seconds = 0.05
-    results = []
-    ask = {**LONG, "stream": stream, "request_id": "mine"}
-    thread = threading.Thread(target=lambda: results.append(server.post(COMPLETIONS, ask)), daemon=True)
-    thread.start()
+@pytest.mark.parametrize(
+    ("body", "stream"),
+    [
+        ({"request_id": "mine"}, True),
+        ({"request_id": "cmpl-mine"}, False),
+        ({"abort_all": True}, True),
+    ],
+)
+def test_a_request_can_be_aborted_by_either_of_its_ids(server, body, stream):
+    server.executor.step_seconds, before = 0.05, server.executor.steps
+    asked = server.post_later(COMPLETIONS, {**LONG, "stream": stream, "request_id": "mine"})
     wait_until(lambda: server.pages_in_use > 0)
     assert admin(server, "/abort_request", {"request_id": "other"}).json() == {"aborted": 0}
     assert admin(server, "/abort_request", body).json() == {"aborted": 1}
-    thread.join(60)
-    assert '"code":"aborted"' in results[0].text
-    assert results[0].status_code == (200 if stream else 503)
+    answer = asked.result(60)
+    assert '"code":"aborted"' in answer.text
+    assert answer.status_code == (200 if stream else 503)
     wait_until(lambda: server.pages_in_use == 0)
-    assert server.executor.steps < 60
-
-
-@pytest.mark.parametrize("body", [{}, {"request_id": "a", "abort_all": True}])
-def test_what_to_abort_must_be_said_once(server, body):
-    assert admin(server, "/abort_request", body).status_code == 400
+    assert server.executor.steps < before + 60
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("path", "body", "said"),
     [
-        ({}, "expected mesh, expert_mesh or afd_address"),
-        ({"mesh": "dp=2", "afd_address": "127.0.0.1:1"}, "change one side and then the other"),
+        ("/abort_request", {}, "request_id"),
+        ("/abort_request", {"request_id": "a", "abort_all": True}, "request_id"),
+        ("/scale", {}, "expected mesh, expert_mesh or afd_address"),
+        ("/scale", {"mesh": "dp=2", "afd_address": "127.0.0.1:1"}, "change one side and then the other"),
+        ("/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"}, "no experts in other processes"),
+        ("/rebalance_experts", None, "no_eplb"),
+        ("/dump_expert_distribution_record", None, "nothing was recorded"),
     ],
 )
-def test_what_to_scale_must_be_said_once(server, body, said):
-    assert said in admin(server, "/scale", body).json()["error"]["message"]
+def test_what_cannot_be_done_is_refused_with_the_reason(server, path, body, said):
+    answer = admin(server, path, body)
+    assert answer.status_code == 400
+    assert said in answer.text
 
 
 def test_another_side_of_experts_takes_over_where_they_are_in_other_processes(server, monkeypatch):
-    answer = admin(server, "/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"})
-    assert answer.status_code == 400
-    assert "no experts in other processes" in answer.json()["error"]["message"]
     asked = []
     facts = SimpleNamespace(
         mesh="dp=2", expert_mesh="ep=4", num_devices=2, num_processes=1, cache_tokens=64, max_model_len=512
@@ -95,12 +110,6 @@ def test_another_side_of_experts_takes_over_where_they_are_in_other_processes(se
     answer = admin(server, "/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"})
     assert asked == [("ep=4", "127.0.0.1:1"), "begun", "begun"]
     assert (answer.json()["expert_mesh"], answer.json()["generation"], answer.json()["seconds"]) == ("ep=4", 1, 2.5)
-
-
-def test_a_server_without_balancing_says_how_to_get_it(server):
-    answer = admin(server, "/rebalance_experts")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_eplb")
-    assert server.post("/rebalance_experts").status_code == 401
 
 
 def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):
@@ -121,7 +130,6 @@ def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch
 
 
 def test_experts_are_recorded_between_start_and_stop(server, tmp_path):
-    assert admin(server, "/dump_expert_distribution_record").status_code == 400
     assert admin(server, "/start_expert_distribution_record").json() == {"status": "recording"}
     dumped = admin(server, "/dump_expert_distribution_record").json()
     assert dumped["tokens_per_expert"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -133,16 +141,6 @@ def test_experts_are_recorded_between_start_and_stop(server, tmp_path):
     assert admin(server, "/stop_expert_distribution_record").json() == {"status": "stopped"}
     assert admin(server, "/dump_expert_distribution_record").json() == dumped, "the last record stays"
     assert server.get("/server_info").json()["experts"] == dumped
-
-
-def test_a_profile_is_written_where_the_server_was_told(server, tmp_path):
-    assert admin(server, "/stop_profile").status_code == 400
-    assert admin(server, "/start_profile").json() == {"status": "profiling"}
-    assert admin(server, "/start_profile").status_code == 400
-    server.post(COMPLETIONS, {**LONG, "max_tokens": 2})
-    # The fake devices run no program, so there is nothing to have a share of.
-    assert admin(server, "/stop_profile").json() == {"status": "written", "exchange_share": None}
-    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_the_share_of_exchanges_is_of_operations_each_counted_once():
@@ -165,32 +163,24 @@ def test_the_share_of_exchanges_is_of_operations_each_counted_once():
     assert sum_of([(None, 1.0)]).exchange_share is None
 
 
-def test_a_profile_of_devices_that_exchange_has_a_share_and_metrics_show_it(start_server, tmp_path):
+def test_a_profile_is_written_where_the_server_was_told_and_metrics_show_its_share_of_exchanges(server, profiles):
     """A program with a collective on eight devices runs while the server profiles."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     summed = jax.jit(jax.shard_map(lambda x: jax.lax.psum(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
     summed(jnp.ones((64, 64))).block_until_ready()
-    metrics = Metrics("tiny", 1, 128)
-    server = start_server(options=ServeOptions(admin_api_key="root", profile_dir=str(tmp_path)), metrics=metrics)
     assert "dsjax_exchange_time_share" not in server.get("/metrics?name[]=dsjax_exchange_time_share").text
-    assert admin(server, "/start_profile").status_code == 200
+    assert admin(server, "/stop_profile").status_code == 400
+    assert admin(server, "/start_profile").json() == {"status": "profiling"}
+    assert admin(server, "/start_profile").status_code == 400
     for _ in range(5):
         summed(jnp.ones((64, 64))).block_until_ready()
     share = admin(server, "/stop_profile").json()["exchange_share"]
     assert 0 < share < 1
+    metrics = server.serving.metrics
     assert metrics.registry.get_sample_value("dsjax_exchange_time_share", {"model_name": "tiny"}) == share
+    assert list(profiles.rglob("*.xplane.pb"))
 
 
 def test_without_a_directory_nothing_is_profiled(start_server):
     closed = start_server(options=ServeOptions(admin_api_key="root"))
     assert admin(closed, "/start_profile").json()["error"]["code"] == "no_profile_dir"
-
-
-def test_load_and_information(server):
-    (first, second) = server.get("/get_load").json()["ranks"]
-    assert (first["rank"], second["rank"], first["used_pages"]) == (0, 1, 0)
-    assert first["usable_pages"] == 256
-    info = server.get("/server_info").json()
-    assert info["models"] == ["tiny", "alias"]
-    assert info["options"]["has_admin_api_key"] is True
-    assert "api_keys" not in info["options"]

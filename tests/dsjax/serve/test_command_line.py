@@ -4,8 +4,7 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 from commands import run
@@ -26,18 +25,6 @@ from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError
-
-
-def test_no_command_imports_jax_before_the_devices_are_arranged():
-    code = "import dsjax, dsjax.cli, sys; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_help_shows_speculative_decoding_and_how_to_schedule_without_asynchrony():
-    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    assert "--speculative-config" in text
-    assert "num_speculative_tokens" in text
-    assert "--no-async-scheduling" in text
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
@@ -77,22 +64,15 @@ def test_info_writes_documented_json(tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == facts
 
 
-def test_info_counts_the_cache_of_a_device_for_the_layers_of_its_stage_alone():
-    done = CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--mesh", "pp=2,tp=8", "--json", "-"])
-    device = json.loads(done.stdout)["device"]
-    assert device["stages"] == 2
-    assert device["cache_bytes_per_token"] == 31 * 1152, "61 layers are 31 and 30"
-    shown = CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--mesh", "pp=2,tp=8"]).stdout
-    assert "35,712 bytes a token of a DP rank in bf16, on each device of the stage" in " ".join(shown.split())
-
-
-def test_info_tells_the_bytes_of_a_device_of_a_mesh():
+def test_info_counts_bytes_of_a_device_of_a_mesh_and_the_cache_for_the_layers_of_its_stage_alone():
     facts = describe("deepseek-v3", "dp=32")
     assert facts["device"]["devices"] == 32
     assert sum(facts["device"]["weight_bytes"]["bf16"].values()) == 75_104_624_640
     text = CliRunner().invoke(app, ["info", "--model", "deepseek-v3", "--mesh", "dp=32"], env={"COLUMNS": "80"}).output
     for shown in ("3 dense layers, 58 MoE layers", "75,104,624,640", "70,272 bytes a token", "671,026,419,200"):
         assert shown in text
+    device = describe("deepseek-v3", "pp=2,tp=8")["device"]
+    assert (device["stages"], device["cache_bytes_per_token"]) == (2, 31 * 1152), "61 layers are 31 and 30"
     with pytest.raises(MeshError, match="128 attention heads are not divisible by tp=3"):
         describe("deepseek-v3", "tp=3")
 
@@ -126,17 +106,7 @@ def make_engine() -> LLMEngine:
     return LLMEngine(make_parts())
 
 
-def test_generate_writes_prompts_and_continuations_in_order():
-    out, engine = io.StringIO(), make_engine()
-    params = SamplingParams(temperature=0, max_tokens=9, output_kind=OutputKind.DELTA)
-    prompts = ["def main", "import", "x"]
-    write_continuations(out, engine, prompts, params)
-    tokenizer = engine.tokenizer
-    texts = [p + tokenizer.decode(expected_tokens(tokenizer.encode(p), 9)) for p in prompts]
-    assert out.getvalue() == "\n\n".join(texts) + "\n"
-
-
-def test_generate_writes_the_other_prompts_when_one_fails_and_says_which():
+def test_generate_writes_prompts_and_continuations_in_order_and_says_which_failed():
     out, engine = io.StringIO(), make_engine()
     engine.core.executor.non_finite.add(7)
     add_request, seeds = engine.add_request, {"1": 7}
@@ -145,27 +115,20 @@ def test_generate_writes_the_other_prompts_when_one_fails_and_says_which():
         add_request(request_id, prompt, dataclasses.replace(params, seed=seeds.get(request_id)))
 
     engine.add_request = add_with_seed
-    params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
-    failures = write_continuations(out, engine, ["ab", "cd", "ef"], params)
+    params = SamplingParams(temperature=0, max_tokens=9, output_kind=OutputKind.DELTA)
+    prompts, tokenizer = ["def main", "import", "x"], engine.tokenizer
+    failures = write_continuations(out, engine, prompts, params)
     assert list(failures) == [1]
     assert "not finite" in failures[1]
-    first, second, third = out.getvalue().split("\n\n")
-    assert (first[:2], second, third[:2]) == ("ab", "cd", "ef")
-    assert len(third) > 2
+    first, third = (p + tokenizer.decode(expected_tokens(tokenizer.encode(p), 9)) for p in (prompts[0], prompts[2]))
+    assert out.getvalue() == f"{first}\n\nimport\n\n{third}\n"
 
 
 def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
-    import dsjax.cli.generate as command
-    import dsjax.engine.llm
-
-    class Broken:
-        engine = make_engine()
-
-        def __init__(self, **options):
-            """Takes any."""
-
-    monkeypatch.setattr(dsjax.engine.llm, "LLM", Broken)
-    monkeypatch.setattr(command, "write_continuations", lambda *_, **__: {0: "the values are not finite"})
+    engine = make_engine()
+    monkeypatch.setattr("dsjax.engine.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
+    failed = {0: "the values are not finite"}
+    monkeypatch.setattr("dsjax.cli.generate.write_continuations", lambda *_, **__: failed)
     result = CliRunner().invoke(app, ["generate", "--prompt", "x"])
     assert result.exit_code == 1
     assert result.stderr == "error: prompt 1 of 1 was not finished: the values are not finite\n"
@@ -178,14 +141,11 @@ def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
         (["-", "-"], b"a", "standard input can be read once"),
     ],
 )
-def test_generate_refuses_a_standard_input_that_has_no_text(prompts, given, message):
+def test_generate_refuses_a_standard_input_that_has_no_text(monkeypatch, prompts, given, message):
     options = [word for prompt in prompts for word in ("--prompt", prompt)]
     result = CliRunner().invoke(app, ["generate", *options], input=given)
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
-
-
-def test_generate_refuses_a_standard_input_that_is_closed(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input, which is closed"):
         _standard_input()
@@ -231,41 +191,41 @@ FACTS = EngineFacts(
 )
 
 
+def screen(**changed) -> str:
+    """What the start-up screen shows of `FACTS` with changes, in one line."""
+    console = Console(file=io.StringIO(), width=160)
+    show_facts(console, dataclasses.replace(FACTS, **changed))
+    return " ".join(console.file.getvalue().split())
+
+
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
+RANGES = [[1, 8, 2], [9, 64, 1], [65, 4096, 0]]
+
+
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("changed", "line"),
     [
-        (None, None),
-        ({"num_speculative_tokens": 2}, "the MTP module drafts 2 tokens a row"),
+        ({"speculation": DRAFTS}, "the MTP module drafts 2 tokens a row"),
         (
-            {
-                "num_speculative_tokens": 2,
-                "num_speculative_tokens_per_batch_size": [[1, 8, 2], [9, 64, 1], [65, 4096, 0]],
-            },
+            {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": RANGES}},
             "a row: 2 with 1 to 8, 1 with 9 to 64, 0 with 65 or more running on a rank",
+        ),
+        ({"activation_scheme": "dynamic"}, "activations are quantised"),
+        (
+            {"prefill_meshes": ["dp=2"], "prefill_sizes": PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)},
+            "up to 4 prompts under way, and a step up to 16,384 tokens, 8,192 of one prompt; its cache holds 32,000; "
+            "prompts of 1,000 tokens or more are computed where they are decoded",
         ),
     ],
 )
-def test_the_start_up_screen_says_what_is_drafted(given, line):
-    console = Console(file=io.StringIO(), width=160)
-    config = given and dataclasses.asdict(SpeculativeConfig.parse({"method": "mtp", **given}))
-    facts = dataclasses.replace(FACTS, speculation=config)
-    show_facts(console, facts)
-    text = console.file.getvalue()
-    assert ("speculative decoding" in text) == (line is not None)
-    assert line is None or line in text
-    assert facts.to_json()["speculation"] == config
+def test_the_start_up_screen_has_a_line_for_what_is_not_usual(changed, line):
+    if "speculation" in changed:
+        changed = {"speculation": dataclasses.asdict(SpeculativeConfig.parse(changed["speculation"]))}
+    assert line in screen(**changed)
+    assert line not in screen()
 
 
-def test_the_start_up_screen_says_that_activations_are_quantised():
-    for scheme, said in (("dynamic", True), ("none", False)):
-        console = Console(file=io.StringIO(), width=160)
-        show_facts(console, dataclasses.replace(FACTS, activation_scheme=scheme))
-        assert ("activations are quantised" in console.file.getvalue()) == said
-
-
-@pytest.mark.parametrize(
-    ("shape", "devices"), [((1, 4, 8), 32), ((1, 32, 1), 32), ((8, 1, 4), 32), ((1, 1, 1), 1), ((1, 144, 1), 144)]
-)
+@pytest.mark.parametrize(("shape", "devices"), [((1, 4, 8), 32), ((8, 1, 4), 32), ((1, 1, 1), 1), ((1, 144, 1), 144)])
 def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
     console = Console(file=io.StringIO(), width=120)
     facts = dataclasses.replace(
@@ -291,7 +251,6 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
         for number in re.findall(r"(?<=[\[· ])\d+(?=[·\]])", line)
     }
     assert shown >= set(range(min(devices, 16)))
-    assert FACTS.to_json()["cache_tokens"] == 131_072
 
 
 def test_the_warm_up_bar_counts():
@@ -324,18 +283,5 @@ def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_a
         parts.warm_up(progress)
     lines = console.file.getvalue().splitlines()
     for name in ("decode engine", "prefill engine"):
-        lines_of_engine = [line for line in lines if line.startswith(f"compiling shapes of {name}: ")]
-        assert "3 of 3" in lines_of_engine[-1]
+        assert "3 of 3" in [line for line in lines if line.startswith(f"compiling shapes of {name}: ")][-1]
     assert len(lines) == len(set(lines)), "nothing is said twice"
-
-
-def test_the_start_up_screen_says_what_engines_beside_take_that_compute_prompts():
-    console = Console(file=io.StringIO(), width=160)
-    sizes = PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)
-    show_facts(console, dataclasses.replace(FACTS, prefill_meshes=["dp=2"], prefill_sizes=sizes))
-    text = " ".join(console.file.getvalue().split())
-    assert (
-        "up to 4 prompts under way, and a step up to 16,384 tokens, 8,192 of one prompt; its cache holds 32,000" in text
-    )
-    assert "prompts of 1,000 tokens or more are computed where they are decoded" in text
-    assert FACTS.to_json()["prefill_sizes"] is None

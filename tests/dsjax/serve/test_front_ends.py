@@ -9,17 +9,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from fake_executor import FakeExecutor
-from live_server import LiveServer, wait_until
-from prometheus_client.parser import text_string_to_metric_families
+from live_server import LiveServer, started, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 from test_admin import test_a_flushed_cache_gives_no_hits, test_a_request_can_be_aborted_by_either_of_its_ids
 from test_lifecycle import (
@@ -54,16 +50,21 @@ ADMIN = {"Authorization": "Bearer root"}
 @pytest.fixture(scope="module")
 def server():
     sizes = {"num_ranks": 4, "max_rows_decode": 8, "max_chunk": 16, "pages_per_rank": 257, "max_model_len": 512}
-    live = LiveServer(
-        front_ends=2,
-        executor=FakeExecutor(**sizes),
-        options=ServeOptions(admin_api_key="root"),
-        metrics=Metrics("tiny", 4, 512),
-    )
-    yield live
-    wait_until(lambda: live.pages_in_use == 0 and live.engine.num_unfinished == 0)
-    live.signal()
-    assert live.join(60) == 0
+    options, metrics = ServeOptions(admin_api_key="root"), Metrics("tiny", 4, 512)
+    with LiveServer(front_ends=2, executor=FakeExecutor(**sizes), options=options, metrics=metrics) as live:
+        yield live
+        children = [link.process for link in live.serving.front_ends.links]
+    assert [child.poll() for child in children] == [0, 0], "they end with the server"
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    """A server with keys whose model calls tools."""
+    tokenizer = tool_tokenizer()
+    sizes = {"executor": ScriptedExecutor(tokenizer), "tokenizer": tokenizer, "eos": (tokenizer.eos_id,)}
+    options = ServeOptions(api_keys=("one",), admin_api_key="root")
+    with LiveServer(front_ends=1, stream_interval=3, options=options, **sizes) as live:
+        yield live
 
 
 @pytest.fixture(autouse=True)
@@ -74,96 +75,67 @@ def at_full_speed(request):
 
 
 @pytest.fixture
-def start_server():
+def start_server(start_server):
     """Starts servers with one front end, which is as far from the engine as two, or with as many as a test wants."""
-    started: list[LiveServer] = []
-
-    def start(front_ends=1, **options) -> LiveServer:
-        started.append(LiveServer(front_ends=front_ends, **options))
-        return started[-1]
-
-    yield start
-    for live in started:
-        if live.exit_code is None and live.failure is None:
-            live.executor.step_seconds = 0
-            live.signal()
-            live.join(60)
-
-
-def processes(server) -> list[subprocess.Popen]:
-    return [link.process for link in server.serving.front_ends.links]
-
-
-def total(server, name: str, **labels: str) -> float:
-    """The sum over ranks, as a scrape shows it."""
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(server.get("/metrics").text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
+    return lambda front_ends=1, **options: start_server(front_ends=front_ends, **options)
 
 
 def test_both_processes_serve_and_neither_has_loaded_jax(server):
-    seen = set()
-    for link in server.serving.front_ends.links:
-        maps = Path(f"/proc/{link.process.pid}/maps").read_text()
-        assert "jaxlib" not in maps
-    before = {link.index: sum(s[3] for s in link.samples) for link in server.serving.front_ends.links}
+    links = server.serving.front_ends.links
+    assert not any("jaxlib" in Path(f"/proc/{link.process.pid}/maps").read_text() for link in links)
+    before = [sum(sample[3] for sample in link.samples) for link in links]
     for _ in range(24):  # a connection each, which the system spreads
         assert server.post("/v1/completions", SHORT).status_code == 200
     server.get("/metrics")
-    for link in server.serving.front_ends.links:
-        if sum(s[3] for s in link.samples) > before[link.index]:
-            seen.add(link.index)
-    assert seen == {0, 1}
+    assert all(sum(sample[3] for sample in link.samples) > old for link, old in zip(links, before, strict=True))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_metrics_are_those_of_all_processes_together(server, stream):
+def test_metrics_are_those_of_all_processes_together(server):
     names = ("vllm:generation_tokens_total", "vllm:request_success_total", "vllm:e2e_request_latency_seconds_count")
-    before = [total(server, name) for name in names]
-    answered = total(server, "http_requests_total", handler="/v1/completions")
-    for _ in range(8):
-        server.post("/v1/completions", {**SHORT, "n": 2, "stream": stream})
-    assert [total(server, name) - b for name, b in zip(names, before, strict=True)] == [96, 16, 16]
-    assert total(server, "http_requests_total", handler="/v1/completions") - answered == 8
-    assert server.get("/history").json()["points"][-1]["generation_tokens"] == total(server, names[0])
+    before = [server.total(name) for name in names]
+    answered = server.total("http_requests_total", handler="/v1/completions")
+    for number in range(8):
+        server.post("/v1/completions", {**SHORT, "n": 2, "stream": number % 2 == 0})
+    assert [server.total(name) - b for name, b in zip(names, before, strict=True)] == [96, 16, 16]
+    assert server.total("http_requests_total", handler="/v1/completions") - answered == 8
+    assert server.get("/history").json()["points"][-1]["generation_tokens"] == server.total(names[0])
 
 
-def test_a_client_that_leaves_frees_its_pages_and_is_counted(start_server):
-    server = start_server(step_seconds=0.02, metrics=Metrics("tiny", 1, 128))
+def test_a_client_that_leaves_frees_its_pages_and_is_counted(server):
+    server.executor.step_seconds = 0.02
+    aborted = server.total("vllm:request_success_total", finished_reason="abort")
     with httpx.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=60) as answer:
         next(answer.iter_lines())
         assert server.pages_in_use > 0
     wait_until(lambda: server.pages_in_use == 0)
     assert server.engine.num_unfinished == 0
-    assert total(server, "vllm:request_success_total", finished_reason="abort") == 1
+    assert server.total("vllm:request_success_total", finished_reason="abort") == aborted + 1
 
 
-def test_tool_calls_prompt_logprobs_and_structured_output_come_through(start_server):
-    tokenizer = tool_tokenizer()
-    said = (
+def test_tool_calls_prompt_logprobs_and_structured_output_come_through(keyed):
+    keyed.executor.script = (
         "</think>ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
-    executor = ScriptedExecutor(tokenizer, said)
-    server = start_server(executor=executor, tokenizer=tokenizer, eos=(tokenizer.eos_id,), stream_interval=3)
+
+    def post(path: str, body: dict) -> httpx.Response:
+        return keyed.post(path, body, headers={"Authorization": "Bearer one"})
+
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 60}
-    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    message = post("/v1/chat/completions", body).json()["choices"][0]["message"]
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
-    server.executor.script = ""
+    keyed.executor.script = ""
     echo = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1}
-    scores = server.post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]
+    scores = post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]
     assert scores == [None, *(-float(k) for k in range(1, len(scores)))]
     form = {"prompt": "ab", "max_tokens": 40, "structured_outputs": {"regex": "[0-9]{3}-[0-9]{4}"}, "n": 2}
-    for choice in server.post("/v1/completions", form).json()["choices"]:
+    for choice in post("/v1/completions", form).json()["choices"]:
         assert re.fullmatch("[0-9]{3}-[0-9]{4}", choice["text"])
-    wrong = server.post("/v1/completions", {**form, "structured_outputs": {"regex": "("}})
+    wrong = post("/v1/completions", {**form, "structured_outputs": {"regex": "("}})
     assert wrong.status_code == 400
     pieces = {"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=pieces, timeout=60) as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    lines = post("/v1/completions", pieces).text.split("\n\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert [len(event["choices"][0]["token_ids"]) for event in events] == [1, 3, 3, 1]
 
 
@@ -172,25 +144,20 @@ def test_what_waits_is_limited_over_all_processes(start_server):
     options = ServeOptions(max_queued_requests=2, max_queued_tokens=6)
     metrics = Metrics("tiny", 1, 128)
     server = start_server(front_ends=2, step_seconds=0.05, max_rows_decode=1, options=options, metrics=metrics)
-    answers: list[httpx.Response] = []
-    first = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", {**SHORT, "max_tokens": 60})))
-    first.start()
+    asked = [server.post_later("/v1/completions", {**SHORT, "max_tokens": 60})]
     wait_until(lambda: server.pages_in_use > 0)
-    threads = [threading.Thread(target=lambda: answers.append(server.post("/v1/completions", SHORT))) for _ in range(7)]
-    for thread in threads:
-        thread.start()
-    for thread in [first, *threads]:
-        thread.join(60)
+    asked += [server.post_later("/v1/completions", SHORT) for _ in range(7)]
+    answers = [each.result(60) for each in asked]
     refused = [answer for answer in answers if answer.status_code == 429]
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
     assert all(answer.json()["error"]["code"] == "queue_full" and answer.headers["retry-after"] for answer in refused)
-    assert total(server, "dsjax_requests_rejected_total", reason="queue_full") == 5
+    assert server.total("dsjax_requests_rejected_total", reason="queue_full") == 5
     assert (
-        total(server, "vllm:request_success_total", finished_reason="abort") == 0
+        server.total("vllm:request_success_total", finished_reason="abort") == 0
     )  # what was refused never was a request
 
 
-def test_requests_are_checked_by_the_limits_of_the_mesh_of_now(start_server):
+def test_the_mesh_of_now_is_what_requests_are_checked_by_and_what_a_new_front_end_hears_of(start_server, monkeypatch):
     live = start_server(max_model_len=64, metrics=Metrics("tiny", 1, 64))
     request = {"prompt": [5] * 40, "max_tokens": 4, "ignore_eos": True}
     assert live.post("/v1/completions", request).status_code == 200
@@ -206,82 +173,60 @@ def test_requests_are_checked_by_the_limits_of_the_mesh_of_now(start_server):
     assert "32" in live.post("/v1/completions", request).json()["error"]["message"]
     assert live.get("/v1/models").json()["data"][0]["max_model_len"] == 32
     assert live.get("/ready").status_code == 200
+    scheduler, front_ends = live.parts.core.scheduler, live.serving.front_ends
+    monkeypatch.setattr(scheduler, "ranks", scheduler.ranks * 3)
+    (link,), told, send = front_ends.links, [], FrontEnd.send
+    monkeypatch.setattr(FrontEnd, "send", lambda self, message: (told.append(message), send(self, message)))
+    link.process.kill()
+    wait_until(lambda: link not in front_ends.links and front_ends.links[0].listens.is_set())
+    assert [message.num_ranks for message in told if isinstance(message, Welcome)] == [3]
 
 
-def test_keys_are_asked_for_by_every_process_and_for_what_is_forwarded(start_server):
-    server = start_server(options=ServeOptions(api_keys=("one",), admin_api_key="root"))
-    for _ in range(6):
-        assert server.get("/v1/models").status_code == 401
-        assert server.get("/server_info").status_code == 401
-        assert server.post("/flush_cache", headers={"Authorization": "Bearer one"}).status_code == 401
-    info = server.get("/server_info", headers=ADMIN).json()
+def test_keys_are_asked_for_by_every_process_and_for_what_is_forwarded(keyed):
+    for _ in range(3):
+        assert keyed.get("/v1/models").status_code == 401
+        assert keyed.get("/server_info").status_code == 401
+        assert keyed.post("/flush_cache", headers={"Authorization": "Bearer one"}).status_code == 401
+    info = keyed.get("/server_info", headers=ADMIN).json()
     assert info["admin"]
     assert info["options"]["num_api_keys"] == 1
-    assert server.post("/flush_cache", headers=ADMIN).status_code == 200
-    assert server.get("/ready").status_code == 200
+    assert keyed.post("/flush_cache", headers=ADMIN).status_code == 200
+    assert keyed.get("/ready").status_code == 200
 
 
-def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_back(start_server):
-    server = start_server(front_ends=2, step_seconds=0.02, metrics=Metrics("tiny", 1, 128))
+def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_back(server):
     for _ in range(4):
         server.post("/v1/completions", SHORT)
-    made = total(server, "vllm:generation_tokens_total")
-    answers: list[str] = []
-
-    def read() -> None:
-        try:
-            with httpx.stream(
-                "POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=120
-            ) as got:
-                answers.append("".join(got.iter_text()))
-        except httpx.HTTPError as error:
-            answers.append(type(error).__name__)
-
-    threads = [threading.Thread(target=read) for _ in range(12)]
-    for thread in threads:
-        thread.start()
+    server.executor.step_seconds = 0.02
+    made = server.total("vllm:generation_tokens_total")
+    answers = [server.post_later("/v1/completions", {**LONG, "stream": True}) for _ in range(12)]
     wait_until(lambda: server.engine.num_unfinished == 12)
-    (victim, other) = server.serving.front_ends.links
+    other, victim = sorted(server.serving.front_ends.links, key=lambda link: len(link.requests))
     lost = len(victim.requests)
     os.kill(victim.process.pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-    assert sum(text.endswith("data: [DONE]\n\n") for text in answers) == 12 - lost
+    whole = [answer.result().text for answer in answers if answer.exception(60) is None]
+    assert sum(text.endswith("data: [DONE]\n\n") for text in whole) == 12 - lost
     wait_until(lambda: server.pages_in_use == 0 and server.engine.num_unfinished == 0)
     # What waits for a successor's door is served: the listening socket never closed.
     wait_until(lambda: all(link.listens.is_set() for link in server.serving.front_ends.links))
-    assert victim.process.pid not in {process.pid for process in processes(server)}
+    assert victim not in server.serving.front_ends.links
     assert other in server.serving.front_ends.links
     for _ in range(12):
         assert server.post("/v1/completions", SHORT).status_code == 200
-    assert total(server, "vllm:generation_tokens_total") >= made, "what the dead one had counted is kept"
+    assert server.total("vllm:generation_tokens_total") >= made, "what the dead one had counted is kept"
+    made = server.total("vllm:generation_tokens_total")
+    os.kill(other.process.pid, signal.SIGKILL)
+    wait_until(lambda: other not in server.serving.front_ends.links)
+    wait_until(lambda: all(link.listens.is_set() for link in server.serving.front_ends.links))
+    assert server.total("vllm:generation_tokens_total") == made, "and what the next one had"
 
 
 def test_a_rank_that_a_router_names_is_the_one_that_computes(server):
-    made = total(server, "vllm:generation_tokens_total", engine="3")
+    made = server.total("vllm:generation_tokens_total", engine="3")
     for rank, status in (("3", 200), ("4", 400)):
         answer = server.post("/v1/completions", SHORT, headers={"X-Data-Parallel-Rank": rank})
         assert answer.status_code == status
-    assert total(server, "vllm:generation_tokens_total", engine="3") == made + 6
-
-
-def test_a_front_end_that_starts_after_the_mesh_has_grown_knows_every_rank(start_server, monkeypatch):
-    server = start_server(front_ends=1, metrics=Metrics("tiny", 1, 128))
-    scheduler = server.parts.core.scheduler
-    monkeypatch.setattr(scheduler, "ranks", scheduler.ranks * 3)
-    (link,) = server.serving.front_ends.links
-    told, send = [], FrontEnd.send
-
-    def recorded(self, message):
-        told.append(message)
-        send(self, message)
-
-    monkeypatch.setattr(FrontEnd, "send", recorded)
-    link.process.kill()
-    wait_until(
-        lambda: link not in server.serving.front_ends.links and server.serving.front_ends.links[0].listens.is_set()
-    )
-    assert [message.num_ranks for message in told if isinstance(message, Welcome)] == [3]
+    assert server.total("vllm:generation_tokens_total", engine="3") == made + 6
 
 
 SCRIPT = """
@@ -296,7 +241,7 @@ configure_logging("error")
 executor = FakeExecutor(num_ranks=2)
 parts = EngineParts(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
 executor.warm_up = lambda progress: None
-listeners = bind_shared("127.0.0.1", 0, 2)
+listeners = bind_shared("127.0.0.1", 0, 1)
 print(listeners[0].getsockname()[1], flush=True)
 model = types.SimpleNamespace(parts=parts, facts=FACTS)
 console = Console(file=io.StringIO())
@@ -304,27 +249,18 @@ sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", fron
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_when_the_engine_s_process_ends_all_end(number):
+def test_when_the_engine_s_process_is_killed_all_end():
     """Through the command's own `serve_model`."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "engine"), *map(str, here.parents[1:3])])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    try:
+    with started(SCRIPT) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
         wait_until(lambda: is_ready(url), 120)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(children) == 2
+        assert len(children) == 1
         body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
-        process.send_signal(number)
-        assert process.wait(60) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        wait_until(lambda: not any(alive(child) for child in children))
-    finally:
         process.kill()
-        process.wait()
+        process.wait(60)
+        wait_until(lambda: not any(alive(child) for child in children))
 
 
 def is_ready(url: str) -> bool:

@@ -29,8 +29,16 @@ def chat(**fields):
     return {"messages": MESSAGES, "max_tokens": 2, **fields}
 
 
+def says(content, **fields) -> dict:
+    return chat(messages=[{"role": "user", "content": content, **fields}])
+
+
 def deep(levels: int) -> bytes:
     return b'{"prompt": ' + b"[" * levels + b"]" * levels + b"}"
+
+
+def tool(**function) -> dict:
+    return {"type": "function", "function": {"name": "f", **function}}
 
 
 def nested(levels: int) -> dict:
@@ -40,316 +48,199 @@ def nested(levels: int) -> dict:
     return schema
 
 
-NOT_JSON = [
-    ("nothing", b"", 422),
-    ("half an object", b"{", 400),
-    ("an array", b"[]", 422),
-    ("a string", b'"prompt"', 422),
-    ("a body that is null", b"null", 422),
-    ("a body that is a number", b"5", 422),
-    ("NaN", b"NaN", 400),
-    ("NaN inside", b'{"prompt": "a", "temperature": NaN}', 400),
-    ("Infinity inside", b'{"prompt": "a", "temperature": Infinity}', 400),
-    ("-Infinity inside", b'{"prompt": "a", "top_p": -Infinity}', 400),
-    ("a float beyond floats", b'{"prompt": "a", "temperature": 1e999}', 422),
-    ("NaN in a schema", b'{"prompt": "a", "guided_json": {"minimum": NaN}}', 400),
-    ("a float beyond floats in a schema", b'{"prompt": "a", "guided_json": {"minimum": 1e999}}', 400),
-    ("5,000 digits", b'{"prompt": ' + b"9" * 5000 + b"}", 400),
-    ("300 digits", b'{"prompt": "a", "seed": ' + b"9" * 300 + b"}", 400),
-    ("200 levels", deep(199), 422),
-    ("1,000 levels", deep(1000), 400),
-    ("100,000 levels", deep(100_000), 400),
-    ("100,000 levels of objects", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
-    ("levels that never close", b'{"prompt": ' + b"[" * 100_000, 400),
-    ("UTF-16", json.dumps(completion()).encode("utf-16"), 400),
-    ("UTF-16 without a mark", json.dumps(completion()).encode("utf-16-le"), 400),
-    ("UTF-32", json.dumps(completion()).encode("utf-32"), 400),
-    ("Latin-1", '{"prompt": "é"}'.encode("latin-1"), 400),
-    ("an overlong encoding", b'{"prompt": "\xc0\xaf"}', 400),
-    ("a byte order mark", b"\xef\xbb\xbf" + json.dumps(completion()).encode(), 400),
-    ("half a surrogate pair", b'{"prompt": "\\ud800"}', 400),
-    ("the other half", b'{"prompt": "\\udc00"}', 400),
-    ("half a pair in a name", b'{"\\ud800": 1, "prompt": "a"}', 400),
-    ("a control character in a string", b'{"prompt": "a\nb"}', 400),
-    ("a trailing comma", b'{"prompt": "a",}', 400),
-    ("a comment", b'{"prompt": "a"} // ok', 400),
-    ("two objects", b'{"prompt": "a"}{"prompt": "b"}', 400),
-    ("single quotes", b"{'prompt': 'a'}", 400),
-    ("pickle", b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x8c\x04eval\x93.", 400),
-    ("YAML", b"prompt: a\n", 400),
-    ("XML", b'<?xml version="1.0"?><prompt>a</prompt>', 400),
-    ("zero bytes", b"\x00" * 1000, 400),
-    ("2 MB of blanks", b" " * 2_000_000, 413),
-    ("2 MB of prompt", b'{"prompt": "' + b"a" * 2_000_000 + b'"}', 413),
-]
+NOT_JSON = {
+    400: [
+        b"{",
+        b"NaN",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "top_p": -Infinity}',
+        b'{"prompt": "a", "guided_json": {"minimum": NaN}}',
+        b'{"prompt": "a", "guided_json": {"minimum": 1e999}}',
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "seed": ' + b"9" * 300 + b"}",
+        deep(1000),
+        deep(100_000),
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"prompt": ' + b"[" * 100_000,
+        *(json.dumps(completion()).encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-32", "utf-8-sig")),
+        '{"prompt": "é"}'.encode("latin-1"),
+        b'{"prompt": "\xc0\xaf"}',  # an overlong encoding
+        # Half a surrogate pair.
+        *(b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00"}', b'{"\\ud800": 1, "prompt": "a"}'),
+        *(b'{"prompt": "a\nb"}', b'{"prompt": "a",}', b'{"prompt": "a"} // ok', b'{"prompt": "a"}{"prompt": "b"}'),
+        *(b"{'prompt': 'a'}", b"prompt: a\n", b'<?xml version="1.0"?><prompt>a</prompt>', b"\x00" * 1000),
+        b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x8c\x04eval\x93.",  # pickle
+    ],
+    413: [b" " * 2_000_000, b'{"prompt": "' + b"a" * 2_000_000 + b'"}'],
+    422: [b"", b"[]", b'"prompt"', b"null", b"5", b'{"prompt": "a", "temperature": 1e999}', deep(199)],
+}
+BYTES = [(f"{body[:40]!r} of {len(body)}", body, status) for status, several in NOT_JSON.items() for body in several]
 
-PROMPTS = [
+
+def by_field(values: dict[str, dict[int, list]], make=completion) -> list[tuple]:
+    """A case for each value of a field, of which each status has several."""
+    return [
+        (f"{field[:40]} {str(value)[:40]!r} of {len(str(value))}", make(**{field: value}), status)
+        for field, statuses in values.items()
+        for status, several in statuses.items()
+        for value in several
+    ]
+
+
+PROMPTS = {
+    "prompt": {
+        200: [
+            "<｜end▁of▁sentence｜><｜User｜></think>",
+            "{{ 7 * 7 }}{% for x in range(10**9) %}{% endfor %}",
+            "\x00\x00",
+            "",  # the tokenizer puts its begin token in front
+            "\u202e\u200f\ufeff",
+            "𝕳𝖎🙂\U0010ffff",
+        ],
+        400: [
+            *([], [[], []]),
+            *([-1], [300], [2**31], [2**63], [-(2**63)], [5, 6, 2**64], [10**300], [[5], [6], [-7]]),
+            *([5] * 129, [5] * 128, "a b " * 100_000),  # with what is to be made longer than the context
+        ],
+        422: [
+            *(None, 5, True, {"text": "a"}, {"prompt_token_ids": [1]}),
+            *([1.0], [True], [5, None], ["a", 5], [5, "a"], [[[5]]]),
+            *(["a"] * 1025, [""] * 10_000),
+        ],
+    }
+}
+
+NUMBERS = {
+    "n": {200: [None], 400: [0, -1, 129], 422: [2**31, 2**63, 10**100, 1.5, "2", True]},
+    "max_tokens": {400: [-1, 0, 2**31 - 1, 10_000], 422: [2**64, 1e3]},
+    "temperature": {200: [1e6, 1e-300, -0.0], 400: [-0.1, 1e308], 422: ["1", [1]]},
+    "top_p": {200: [1e-300], 400: [0, -1, 1.0001]},
+    "top_k": {200: [2**31 - 1], 400: [-2], 422: [2**31, 2.5]},
+    "min_p": {400: [-0.1, 1.1]},
+    "seed": {200: [2**63 - 1], 400: [2**63, -(2**63) - 1], 422: [0.5]},
+    "presence_penalty": {400: [2.1]},
+    "frequency_penalty": {400: [-2.1]},
+    "repetition_penalty": {400: [0, -1, 1e300, 1e-300]},
+    "logprobs": {400: [-1, 21], 422: [2**40, True]},
+    "prompt_logprobs": {400: [-1, 1000]},
+    "min_tokens": {400: [-1, 3], 422: [2**63]},
+    "priority": {400: [-5], 422: [2**63]},
+    "best_of": {400: [5, -1]},
+}
+
+LISTS = {
+    "stop": {
+        200: [["x" * 1024] * 64],
+        400: ["", [""]],
+        422: [["a", None], [5], {"a": 1}, ["x"] * 65, ["x"] * 100_000, "x" * 1025],
+    },
+    "stop_token_ids": {400: [[-1], [300], [2**70]], 422: [[1.5], 5, [5] * 1025]},
+    "allowed_token_ids": {400: [[], [300], [-1], [2**63]], 422: ["all"]},
+    "bad_words": {400: [[""], ["  "]], 422: [["x"] * 1025, ["x" * 257], [5]]},
+    "logit_bias": {
+        400: [{"a": 1}, {"-1": 1}, {"300": 1}, {"99999999999999999999": 1}, {"５": 1}, {"": 1}, {"1.5": 1}, {"5": 101}],
+        422: [{"5": "1"}, {"5": None}, [[5, 1]], {str(i): 1 for i in range(4097)}],
+    },
+    "stream_options": {400: [{"include_usage": True}], 422: [{"include_everything": True}, []]},
+}
+
+NAMES = {
+    "best_off": {422: [1]},
+    "x" * 100_000: {422: [1]},
+    "__class__": {422: ["x"]},
+    "model": {404: ["gpt-4", "../../etc/passwd"], 422: ["m" * 257, 5]},
+    "user": {422: ["u" * 257]},
+    "cache_salt": {422: ["s" * 257, "", 5]},
+    "request_id": {422: ["i" * 129, "", "a\r\nSet-Cookie: b", "a\n", "é"]},
+    "suffix": {400: ["after"]},
+    "stream": {422: ["true"]},
+    "echo": {422: ["yes"]},
+}
+
+FORMS = {
+    "structured_outputs": {400: [{"regex": "a", "choice": ["a"]}, {}], 422: [{"yaml": "a"}]},
+    "guided_regex": {400: ["([", "(?<=a)b", "((a{1,1000}){1,1000}){1,1000}"], 422: ["a" * 70_000]},
+    "guided_grammar": {400: ["start: (", 'a: "b"'], 422: ["#" * 70_000]},
+    "guided_choice": {400: [[], [""]], 422: [["a"] * 1025]},
+    "guided_json": {
+        (200, 400): [nested(90)],
+        400: [
+            "{",
+            {"type": "thing"},
+            {"$ref": "#/nothing"},
+            {"$ref": "http://example.com/schema"},
+            {"enum": ["x" * 100] * 1000},
+            {"type": "integer", "minimum": 5, "maximum": 3},
+        ],
+        422: [5],
+    },
+}
+
+CHAT_FIELDS = {
+    "response_format": {400: [{"type": "json_schema"}], 422: [{}, {"type": "grammar"}]},
+    "messages": {
+        422: [
+            *([], "hi", {"role": "user", "content": "hi"}, [None], [{"content": "hi"}]),
+            [{"role": "root", "content": "hi"}],
+            MESSAGES * 5000,
+            [{**MESSAGES[0], "secret": 1}],
+        ]
+    },
+    "chat_template": {422: ["{{ messages }}"]},
+    "chat_template_kwargs": {
+        200: [{"range": 5, "namespace": None, "loop": []}],
+        (200, 400): [{"self": 1, "caller": 2, "varargs": 3}],  # Jinja's own names
+        400: [{"messages": []}],
+        422: [[1]],
+    },
+    "tools": {
+        400: [[TOOL, TOOL], [tool(description="x" * 100_000)]],
+        422: [
+            *([{}], [{**TOOL, "type": "retrieval"}], [{"type": "function", "function": {}}]),
+            *([tool(name='"\nstart: /.*/')], [tool(name="f" * 65)], [tool(parameters=[])]),
+            [tool(name=f"f{i}") for i in range(129)],
+        ],
+    },
+    "tool_choice": {400: ["required"]},
+    "functions": {400: [[{"name": "f"}]]},
+    "function_call": {400: ["auto", {"name": "f"}]},
+    "modalities": {400: [["text", "audio"]]},
+    "audio": {400: [{"voice": "a", "format": "wav"}]},
+    "web_search_options": {400: [{}]},
+    "max_completion_tokens": {400: [5]},
+    "max_tokens": {400: [0]},
+    "model": {404: ["gpt-4"]},
+    "top_logprobs": {400: [5]},
+    "logprobs": {422: [5]},
+}
+
+CONTENTS = {
+    400: [None, [{"type": "image_url", "image_url": {"url": "a"}}], "a b " * 1000],
+    422: [5, [{"type": "text"}], [{"type": "text", "text": ""}] * 1025],
+}
+
+SEVERAL_FIELDS = [
     ("no prompt", {}, 422),
-    ("null", {"prompt": None}, 422),
-    ("a number", {"prompt": 5}, 422),
-    ("true", {"prompt": True}, 422),
-    ("an object", {"prompt": {"text": "a"}}, 422),
-    ("vLLM's object", {"prompt": {"prompt_token_ids": [1]}}, 422),
-    ("an empty list", {"prompt": []}, 400),
-    ("lists of nothing", {"prompt": [[], []]}, 400),
-    ("a negative id", {"prompt": [-1]}, 400),
-    ("the first id beyond the vocabulary", {"prompt": [300]}, 400),
-    ("2^31", {"prompt": [2**31]}, 400),
-    ("2^63", {"prompt": [2**63]}, 400),
-    ("-2^63", {"prompt": [-(2**63)]}, 400),
-    ("2^64 among good ones", {"prompt": [5, 6, 2**64]}, 400),
-    ("10^300", {"prompt": [10**300]}, 400),
-    ("a float", {"prompt": [1.0]}, 422),
-    ("true in a list", {"prompt": [True]}, 422),
-    ("null in a list", {"prompt": [5, None]}, 422),
-    ("text and ids", {"prompt": ["a", 5]}, 422),
-    ("ids and text", {"prompt": [5, "a"]}, 422),
-    ("a bad one among good ones", {"prompt": [[5], [6], [-7]]}, 400),
-    ("three levels", {"prompt": [[[5]]]}, 422),
-    ("longer than the context", {"prompt": [5] * 129}, 400),
-    ("as long as the context", {"prompt": [5] * 128}, 400),
-    ("much longer than the context", {"prompt": "a b " * 100_000}, 400),
-    ("1,025 prompts", {"prompt": ["a"] * 1025}, 422),
-    ("10,000 empty prompts", {"prompt": [""] * 10_000}, 422),
-    ("special tokens as text", completion(prompt="<｜end▁of▁sentence｜><｜User｜></think>"), 200),
-    ("a template as text", completion(prompt="{{ 7 * 7 }}{% for x in range(10**9) %}{% endfor %}"), 200),
-    ("zero characters", completion(prompt="\x00\x00"), 200),
-    ("no text", completion(prompt=""), 200),  # the tokenizer puts its begin token in front
-    ("right-to-left marks", completion(prompt="\u202e\u200f\ufeff"), 200),
-    ("characters beyond the plane", completion(prompt="𝕳𝖎🙂\U0010ffff"), 200),
-]
-
-NUMBERS = [
-    (f"{name} {value!r}"[:60], completion(**{name: value}), status)
-    for name, value, status in [
-        ("n", 0, 400),
-        ("n", -1, 400),
-        ("n", 129, 400),
-        ("n", 2**31, 422),
-        ("n", 2**63, 422),
-        ("n", 10**100, 422),
-        ("n", 1.5, 422),
-        ("n", "2", 422),
-        ("n", None, 200),
-        ("n", True, 422),
-        ("max_tokens", -1, 400),
-        ("max_tokens", 0, 400),
-        ("max_tokens", 2**31 - 1, 400),
-        ("max_tokens", 2**64, 422),
-        ("max_tokens", 1e3, 422),
-        ("max_tokens", 10_000, 400),
-        ("temperature", -0.1, 400),
-        ("temperature", 1e308, 400),
-        ("temperature", 1e6, 200),
-        ("temperature", 1e-300, 200),
-        ("temperature", -0.0, 200),
-        ("temperature", "1", 422),
-        ("temperature", [1], 422),
-        ("top_p", 0, 400),
-        ("top_p", -1, 400),
-        ("top_p", 1.0001, 400),
-        ("top_p", 1e-300, 200),
-        ("top_k", -2, 400),
-        ("top_k", 2**31 - 1, 200),
-        ("top_k", 2**31, 422),
-        ("top_k", 2.5, 422),
-        ("min_p", -0.1, 400),
-        ("min_p", 1.1, 400),
-        ("seed", 2**63, 400),
-        ("seed", -(2**63) - 1, 400),
-        ("seed", 2**63 - 1, 200),
-        ("seed", 0.5, 422),
-        ("presence_penalty", 2.1, 400),
-        ("frequency_penalty", -2.1, 400),
-        ("repetition_penalty", 0, 400),
-        ("repetition_penalty", -1, 400),
-        ("repetition_penalty", 1e300, 400),
-        ("repetition_penalty", 1e-300, 400),
-        ("logprobs", -1, 400),
-        ("logprobs", 21, 400),
-        ("logprobs", 2**40, 422),
-        ("logprobs", True, 422),
-        ("prompt_logprobs", -1, 400),
-        ("prompt_logprobs", 1000, 400),
-        ("min_tokens", -1, 400),
-        ("min_tokens", 3, 400),
-        ("min_tokens", 2**63, 422),
-        ("priority", 2**63, 422),
-        ("priority", -5, 400),
-        ("best_of", 5, 400),
-        ("best_of", -1, 400),
-    ]
-]
-
-LISTS = [
-    (f"{name} {str(value)[:40]} of {len(str(value))}", completion(**{name: value}), status)
-    for name, value, status in [
-        ("stop", "", 400),
-        ("stop", [""], 400),
-        ("stop", ["a", None], 422),
-        ("stop", [5], 422),
-        ("stop", {"a": 1}, 422),
-        ("stop", ["x"] * 65, 422),
-        ("stop", ["x"] * 100_000, 422),
-        ("stop", "x" * 1025, 422),
-        ("stop", ["x" * 1024] * 64, 200),
-        ("stop_token_ids", [-1], 400),
-        ("stop_token_ids", [300], 400),
-        ("stop_token_ids", [2**70], 400),
-        ("stop_token_ids", [1.5], 422),
-        ("stop_token_ids", 5, 422),
-        ("stop_token_ids", [5] * 1025, 422),
-        ("allowed_token_ids", [], 400),
-        ("allowed_token_ids", [300], 400),
-        ("allowed_token_ids", [-1], 400),
-        ("allowed_token_ids", [2**63], 400),
-        ("allowed_token_ids", "all", 422),
-        ("bad_words", [""], 400),
-        ("bad_words", ["  "], 400),
-        ("bad_words", ["x"] * 1025, 422),
-        ("bad_words", ["x" * 257], 422),
-        ("bad_words", [5], 422),
-        ("logit_bias", {"a": 1}, 400),
-        ("logit_bias", {"-1": 1}, 400),
-        ("logit_bias", {"300": 1}, 400),
-        ("logit_bias", {"99999999999999999999": 1}, 400),
-        ("logit_bias", {"５": 1}, 400),
-        ("logit_bias", {"": 1}, 400),
-        ("logit_bias", {"1.5": 1}, 400),
-        ("logit_bias", {"5": 101}, 400),
-        ("logit_bias", {"5": "1"}, 422),
-        ("logit_bias", {"5": None}, 422),
-        ("logit_bias", [[5, 1]], 422),
-        ("logit_bias", {str(i): 1 for i in range(4097)}, 422),
-        ("stream_options", {"include_usage": True}, 400),
-        ("stream_options", {"include_everything": True}, 422),
-        ("stream_options", [], 422),
-    ]
-]
-
-NAMES = [
-    ("an unknown field", completion(best_off=1), 422),
     ("many unknown fields", completion(**{f"field{i}": i for i in range(2000)}), 422),
-    ("a field with a very long name", completion(**{"x" * 100_000: 1}), 422),
-    ("a field of Python's", completion(__class__="x", __init__=1), 422),
-    ("an unknown model", completion(model="gpt-4"), 404),
-    ("a path as a model", completion(model="../../etc/passwd"), 404),
-    ("a long model", completion(model="m" * 257), 422),
-    ("a number as a model", completion(model=5), 422),
-    ("a long user", completion(user="u" * 257), 422),
-    ("a long salt", completion(cache_salt="s" * 257), 422),
-    ("an empty salt", completion(cache_salt=""), 422),
-    ("a number as a salt", completion(cache_salt=5), 422),
-    ("a long id", completion(request_id="i" * 129), 422),
-    ("an empty id", completion(request_id=""), 422),
-    ("an id with a line break", completion(request_id="a\r\nSet-Cookie: b"), 422),
-    ("an id that ends in a line break", completion(request_id="a\n"), 422),
-    ("an id outside ASCII", completion(request_id="é"), 422),
-    ("a suffix", completion(suffix="after"), 400),
-    ("streams as text", completion(stream="true"), 422),
-    ("echo as text", completion(echo="yes"), 422),
-]
-
-FORMS = [
     ("two forms", completion(guided_regex="a", guided_choice=["a"]), 400),
-    ("two forms in one", completion(structured_outputs={"regex": "a", "choice": ["a"]}), 400),
-    ("no form", completion(structured_outputs={}), 400),
-    ("an unknown form", completion(structured_outputs={"yaml": "a"}), 422),
-    ("a regex that is none", completion(guided_regex="(["), 400),
-    ("a regex that looks behind", completion(guided_regex="(?<=a)b"), 400),
-    ("a regex of great cost", completion(guided_regex="((a{1,1000}){1,1000}){1,1000}"), 400),
-    ("a regex too long", completion(guided_regex="a" * 70_000), 422),
-    ("a grammar that is none", completion(guided_grammar="start: ("), 400),
-    ("a grammar without a start", completion(guided_grammar='a: "b"'), 400),
-    ("a grammar too long", completion(guided_grammar="#" * 70_000), 422),
-    ("no choice", completion(guided_choice=[]), 400),
-    ("an empty choice", completion(guided_choice=[""]), 400),
-    ("too many choices", completion(guided_choice=["a"] * 1025), 422),
-    ("a schema of the wrong kind", completion(guided_json=5), 422),
-    ("a schema that is no JSON", completion(guided_json="{"), 400),
-    ("a schema with an unknown type", completion(guided_json={"type": "thing"}), 400),
-    ("a schema that refers to nothing", completion(guided_json={"$ref": "#/nothing"}), 400),
-    ("a schema from elsewhere", completion(guided_json={"$ref": "http://example.com/schema"}), 400),
-    ("a deep schema", completion(guided_json=nested(90)), (200, 400)),
-    ("a large schema", completion(guided_json={"enum": ["x" * 100] * 1000}), 400),
-    ("an impossible schema", completion(guided_json={"type": "integer", "minimum": 5, "maximum": 3}), 400),
-    ("a format without its schema", chat(response_format={"type": "json_schema"}), 400),
-    ("a format of no kind", chat(response_format={}), 422),
-    ("a format of another kind", chat(response_format={"type": "grammar"}), 422),
 ]
 
 CHATS = [
     ("no messages", {}, 422),
-    ("an empty conversation", chat(messages=[]), 422),
-    ("messages as text", chat(messages="hi"), 422),
-    ("messages as an object", chat(messages={"role": "user", "content": "hi"}), 422),
-    ("null as a message", chat(messages=[None]), 422),
-    ("a message without a role", chat(messages=[{"content": "hi"}]), 422),
-    ("an unknown role", chat(messages=[{"role": "root", "content": "hi"}]), 422),
-    ("no content", chat(messages=[{"role": "user", "content": None}]), 400),
-    ("a number as content", chat(messages=[{"role": "user", "content": 5}]), 422),
-    (
-        "a picture",
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]),
-        400,
-    ),
-    ("a part without text", chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 422),
-    ("1,025 parts", chat(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]), 422),
-    ("5,000 messages", chat(messages=MESSAGES * 5000), 422),
-    ("an unknown field in a message", chat(messages=[{**MESSAGES[0], "secret": 1}]), 422),
-    (
-        "calls by a user",
-        chat(messages=[{**MESSAGES[0], "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]),
-        400,
-    ),
-    ("reasoning by a user", chat(messages=[{**MESSAGES[0], "reasoning": "why"}]), 400),
-    ("a call id by a user", chat(messages=[{**MESSAGES[0], "tool_call_id": "a"}]), 400),
-    ("a template", chat(chat_template="{{ messages }}"), 422),
-    ("a template among its variables", chat(chat_template_kwargs={"messages": []}), 400),
-    (
-        "a variable that breaks the template",
-        chat(chat_template_kwargs={"range": 5, "namespace": None, "loop": []}),
-        200,
-    ),
-    ("Jinja's own names as variables", chat(chat_template_kwargs={"self": 1, "caller": 2, "varargs": 3}), (200, 400)),
-    ("variables that are no object", chat(chat_template_kwargs=[1]), 422),
-    ("tools that are none", chat(tools=[{}]), 422),
-    ("a tool of another kind", chat(tools=[{**TOOL, "type": "retrieval"}]), 422),
-    ("a tool without a name", chat(tools=[{"type": "function", "function": {}}]), 422),
-    ("a tool whose name is a grammar", chat(tools=[{"type": "function", "function": {"name": '"\nstart: /.*/'}}]), 422),
-    ("a tool with a long name", chat(tools=[{"type": "function", "function": {"name": "f" * 65}}]), 422),
-    ("two tools of one name", chat(tools=[TOOL, TOOL]), 400),
-    ("129 tools", chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]), 422),
-    (
-        "a tool of 100 kB",
-        chat(tools=[{"type": "function", "function": {"name": "f", "description": "x" * 100_000}}]),
-        400,
-    ),
-    (
-        "parameters that are no object",
-        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]),
-        422,
-    ),
-    (
-        "parameters that are no schema",
-        chat(
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
-            tool_choice="required",
-        ),
-        400,
-    ),
-    ("a choice of no tools", chat(tool_choice="required"), 400),
+    *by_field({"content": CONTENTS}, says),
+    ("calls by a user", says("a", tool_calls=[{"function": {"name": "f", "arguments": ""}}]), 400),
+    ("reasoning by a user", says("a", reasoning="why"), 400),
+    ("a call id by a user", says("a", tool_call_id="a"), 400),
+    ("parameters that are no schema", chat(tools=[tool(parameters={"type": "thing"})], tool_choice="required"), 400),
     ("a choice of another tool", chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400),
     ("an unknown choice", chat(tools=[TOOL], tool_choice="maybe"), 422),
     ("a choice and a form", chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400),
-    ("two limits", chat(max_completion_tokens=5), 400),
-    ("a limit of 0", chat(max_tokens=0), 400),
-    ("top_logprobs alone", chat(top_logprobs=5), 400),
+    ("a limit of 0 of completions", {"messages": MESSAGES, "max_completion_tokens": 0}, 400),
+    ("fewer top_logprobs than none", chat(logprobs=True, top_logprobs=-1), 400),
     ("too many top_logprobs", chat(logprobs=True, top_logprobs=21), 400),
-    ("logprobs as a number", chat(logprobs=5), 422),
     ("both ways to go on", chat(continue_final_message=True, add_generation_prompt=True), 400),
     ("prompt_logprobs in a stream", chat(prompt_logprobs=1, stream=True), 400),
-    ("longer than the context", chat(messages=[{"role": "user", "content": "a b " * 1000}]), 400),
 ]
 
 TOKENS = [
@@ -369,14 +260,10 @@ TOKENS = [
 ]
 
 CASES = [
-    *[(C, *case) for case in NOT_JSON],
-    *[(H, *case) for case in NOT_JSON if case[2] == 400 and not case[1].startswith(b'{"prompt": "a", ')],
-    *[(C, *case) for case in PROMPTS],
-    *[(C, *case) for case in NUMBERS],
-    *[(C, *case) for case in LISTS],
-    *[(C, *case) for case in NAMES],
-    *[(H if "messages" in case[1] else C, *case) for case in FORMS],
-    *[(H, *case) for case in CHATS],
+    *[(C, *case) for case in BYTES],
+    *[(H, *case) for case in BYTES if case[2] == 400 and not case[1].startswith(b'{"prompt": "a", ')],
+    *[(C, *case) for case in (*by_field(PROMPTS | NUMBERS | LISTS | NAMES | FORMS), *SEVERAL_FIELDS)],
+    *[(H, *case) for case in (*by_field(CHAT_FIELDS, chat), *CHATS)],
     *TOKENS,
 ]
 
@@ -384,13 +271,11 @@ CASES = [
 @pytest.fixture(scope="module")
 def server():
     options = ServeOptions(max_body_bytes=1_500_000, request_timeout=1.0)
-    live = LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, options=options)
-    before = answers(live)
-    yield live
-    nothing_is_left(live)
-    assert answers(live) == before
-    live.signal()
-    assert live.join() == 0
+    with LiveServer(num_ranks=4, max_rows_decode=8, max_chunk=16, pages_per_rank=257, options=options) as live:
+        before = answers(live)
+        yield live
+        nothing_is_left(live)
+        assert answers(live) == before
 
 
 def answers(live: LiveServer) -> list:
@@ -410,29 +295,43 @@ def nothing_is_left(live: LiveServer) -> None:
     )
 
 
-def check(answer: httpx.Response, status) -> None:
+def check(answer: httpx.Response, status) -> dict:
+    """Check the status, and give the error of an answer that has one."""
     assert answer.status_code in (status if isinstance(status, tuple) else (status,)), answer.text[:500]
-    if answer.status_code >= 400:
-        error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert len(error["message"]) < 4000
-        for internal in ("Traceback", ".py", "site-packages", "0x7f", "dsjax/"):
-            assert internal not in error["message"]
+    if answer.status_code < 400:
+        return {}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert len(error["message"]) < 4000
+    for internal in ("Traceback", ".py", "site-packages", "0x7f", "dsjax/"):
+        assert internal not in error["message"]
+    return error
 
 
-def test_there_are_about_200_cases():
-    assert len(CASES) + len(HEADERS) >= 200
-    assert len({(path, name) for path, name, _, _ in CASES}) == len(CASES)
+def is_to_blame(field: str | None, path: str, body) -> bool:
+    """Whether an error of this body may name a field: one that the case changes, where it does not change all."""
+    if isinstance(body, bytes):
+        return field is None or field.encode() in body
+    base = chat() if "messages" in body else completion()
+    changed = [name for name in body if body[name] != base.get(name)] or ["prompt", "messages", "tokens"]
+    changed += ["messages"] * (path == T)
+    return field is not None and any(name.startswith(field) for name in changed)  # a very long name is cut off
 
 
-@pytest.mark.parametrize(("path", "name", "body", "status"), CASES, ids=[f"{c[0]}: {c[1]}" for c in CASES])
-def test_a_hostile_body_is_answered_as_it_should_be(server, path, name, body, status):
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{c[0]}: {c[1]}" for c in CASES])
+def test_a_hostile_body_is_answered_as_it_should_be_and_the_field_to_blame_is_named(server, number):
+    """Every second request for tokens asks for a stream, which does not begin where there is an error."""
+    path, _, body, status = CASES[number]
+    if number % 2 and path in (C, H) and isinstance(body, dict) and not body.keys() & {"stream", "stream_options"}:
+        body = {**body, "stream": True}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    check(httpx.post(server.url + path, content=content, headers=headers, timeout=120), status)
+    error = check(httpx.post(server.url + path, content=content, headers=JSON, timeout=120), status)
+    too_long = error.get("code") == "context_length_exceeded"  # by the prompt and the limit together
+    assert not error or too_long or is_to_blame(error["param"], path, CASES[number][2]), error
 
 
 GOOD = json.dumps(completion()).encode()
+JSON = {"Content-Type": "application/json"}
 HEADERS = [
     ("POST", C, {"Content-Type": "text/plain"}, GOOD, 422),
     ("POST", C, {"Content-Type": "application/x-www-form-urlencoded"}, b"prompt=a", 422),
@@ -440,29 +339,23 @@ HEADERS = [
     ("POST", C, {"Content-Type": "application/json; charset=utf-16"}, GOOD, 200),
     ("POST", C, {"Content-Type": "application/vnd.api+json"}, GOOD, 200),
     ("POST", C, {}, GOOD, 422),
-    ("POST", C, {"Content-Type": "application/json", "Content-Encoding": "gzip"}, b"\x1f\x8b\x08" + b"\x00" * 30, 400),
-    ("POST", C, {"Content-Type": "application/json", "X-Request-ID": "a" * 129}, GOOD, 400),
-    ("POST", C, {"Content-Type": "application/json", "X-Request-ID": "a b"}, GOOD, 400),
-    ("POST", C, {"Content-Type": "application/json", "X-Session-Affinity": "s" * 300}, GOOD, 422),
-    ("POST", C, {"Content-Type": "application/json", "X-Session-Affinity": ""}, GOOD, 422),
-    ("POST", C, {"Content-Type": "application/json", "X-Data-Parallel-Rank": "-1"}, GOOD, 422),
-    ("POST", C, {"Content-Type": "application/json", "X-Data-Parallel-Rank": "first"}, GOOD, 422),
-    ("POST", C, {"Content-Type": "application/json", "X-Data-Parallel-Rank": "9" * 40}, GOOD, 400),
-    ("POST", C, {"Content-Type": "application/json", "Authorization": "Bearer x"}, GOOD, 200),
-    ("POST", C, {"Content-Type": "application/json", "Accept": "text/html"}, GOOD, 200),
-    ("POST", C, {"Content-Type": "application/json", "Upgrade": "websocket", "Connection": "Upgrade"}, GOOD, 200),
-    (
-        "POST",
-        C,
-        {"Content-Type": "application/json", "Upgrade": "h2c", "Connection": "Upgrade, HTTP2-Settings"},
-        GOOD,
-        200,
-    ),
+    ("POST", C, {**JSON, "Content-Encoding": "gzip"}, b"\x1f\x8b\x08" + b"\x00" * 30, 400),
+    ("POST", C, {**JSON, "X-Request-ID": "a" * 129}, GOOD, 400),
+    ("POST", C, {**JSON, "X-Request-ID": "a b"}, GOOD, 400),
+    ("POST", C, {**JSON, "X-Session-Affinity": "s" * 300}, GOOD, 422),
+    ("POST", C, {**JSON, "X-Session-Affinity": ""}, GOOD, 422),
+    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "-1"}, GOOD, 422),
+    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "first"}, GOOD, 422),
+    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "9" * 40}, GOOD, 400),
+    ("POST", C, {**JSON, "Authorization": "Bearer x"}, GOOD, 200),
+    ("POST", C, {**JSON, "Accept": "text/html"}, GOOD, 200),
+    ("POST", C, {**JSON, "Upgrade": "websocket", "Connection": "Upgrade"}, GOOD, 200),
+    ("POST", C, {**JSON, "Upgrade": "h2c", "Connection": "Upgrade, HTTP2-Settings"}, GOOD, 200),
     ("GET", "/health", {"Upgrade": "websocket", "Connection": "Upgrade"}, b"", 200),
     ("CONNECT", "/health", {}, b"", 400),
     ("GET", "/health", {"A": "a" * 100_000}, b"", 400),
     ("GET", C, {}, b"", 405),
-    ("PUT", C, {"Content-Type": "application/json"}, GOOD, 405),
+    ("PUT", C, JSON, GOOD, 405),
     ("DELETE", "/v1/models/tiny", {}, b"", 405),
     ("HEAD", C, {}, b"", 405),
     ("OPTIONS", C, {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}, b"", 405),
@@ -501,11 +394,6 @@ def test_hostile_heads_are_answered_as_they_should_be(server, method, path, head
 # On bare sockets.
 
 
-def connect(server) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
-
-
 def message(body: dict, extra: str = "") -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {C} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{extra}Content-Length: {len(content)}\r\n\r\n"
@@ -533,8 +421,7 @@ LONG_STREAM = completion(max_tokens=110, stream=True, n=3)
     ],
 )
 def test_what_is_not_http_is_closed_and_never_a_5xx(server, sent):
-    with connect(server) as connection:
-        connection.sendall(sent)
+    with server.connect(sent) as connection:
         received = b""
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(65536):
@@ -546,34 +433,38 @@ def test_what_is_not_http_is_closed_and_never_a_5xx(server, sent):
 STAGES = ["head", "end of head", "body", "whole", "first bytes", "events"]
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["close", "reset"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_client_that_goes_away_at_any_stage_leaves_nothing(server, stage, stream, reset):
+def test_a_client_that_goes_away_at_any_stage_leaves_nothing(server, stage, stream):
+    reset = stream ^ (
+        STAGES.index(stage) % 2 == 0
+    )  # closed and reset: both with every stage, and with both kinds of answer
     server.executor.step_seconds = 0.01
     try:
         sent = message({**LONG_STREAM, "stream": stream})
         head = sent.index(b"\r\n\r\n") + 4
         cut = {"head": head // 2, "end of head": head, "body": len(sent) - 5}.get(stage, len(sent))
         steps = server.executor.steps
-        connection = connect(server)
-        connection.sendall(sent[:cut])
+        connection = server.connect(sent[:cut])
         if cut == len(sent):
             wait_until(lambda: server.pages_in_use > 0)
         if stream and stage in ("first bytes", "events"):
             assert connection.recv(10 if stage == "first bytes" else 2000).startswith(b"HTTP/1.1 2")
+        under_way = server.executor.steps
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
         wait_until(lambda: server.pages_in_use == 0)
-        assert server.executor.steps < steps + 60, "it did not run to its end"
+        # One step may run while the disconnect arrives, then at most two; a head without its body computes nothing.
+        begun = server.executor.steps - steps if cut < len(sent) else server.executor.steps - under_way
+        assert begun <= 3, "it did not run to its end"
     finally:
         server.executor.step_seconds = 0
     nothing_is_left(server)
 
 
 def test_a_reader_that_never_reads_holds_up_nobody(server):
-    connections = [connect(server) for _ in range(8)]
+    connections = [server.connect() for _ in range(8)]
     for connection in connections:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.sendall(message({**LONG_STREAM, "logprobs": 20}))
@@ -585,22 +476,17 @@ def test_a_reader_that_never_reads_holds_up_nobody(server):
 
 
 def test_a_reader_that_reads_slowly_gets_everything(server):
-    with connect(server) as connection:
+    with server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.sendall(message({**completion(max_tokens=60, stream=True, logprobs=20)}, "Connection: close\r\n"))
-        received = b""
-        while part := connection.recv(512):
-            received += part
-            time.sleep(0.001)
+        connection.sendall(message(completion(max_tokens=60, stream=True, logprobs=20), "Connection: close\r\n"))
+        received = b"".join(iter(lambda: time.sleep(0.001) or connection.recv(512), b""))
     assert received.rstrip(b"\r\n0").endswith(b"data: [DONE]")
     nothing_is_left(server)
 
 
 def test_200_half_sent_requests_hold_up_nobody_and_are_given_up(server):
     sent = message(LONG_STREAM)
-    connections = [connect(server) for _ in range(200)]
-    for index, connection in enumerate(connections):
-        connection.sendall(sent[: min(10 + index, len(sent) - 1)])
+    connections = [server.connect(sent[: min(10 + index, len(sent) - 1)]) for index in range(200)]
     assert server.post(C, completion()).status_code == 200
     for connection in connections:
         while connection.recv(4096):
@@ -621,7 +507,7 @@ def test_a_flood_of_every_kind_at_once_changes_no_answer(server):
                     continue  # slow to send
                 if stop.is_set():
                     return
-                client.post(path, content=content, headers={"Content-Type": "application/json"})
+                client.post(path, content=content, headers=JSON)
 
     threads = [threading.Thread(target=flood, args=(offset,), daemon=True) for offset in range(4)]
     for thread in threads:

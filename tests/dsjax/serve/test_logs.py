@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import socket
 
 import httpx
 import pytest
@@ -40,12 +39,8 @@ def test_a_request_has_one_line_with_its_id_status_tokens_and_times(server, line
     body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     server.post("/v1/completions", {**body, "stream": stream}, headers={"X-Request-ID": "mine-7"})
     line = one(lines)
-    assert (line["request_id"], line["method"], line["path"], line["status"]) == (
-        "mine-7",
-        "POST",
-        "/v1/completions",
-        200,
-    )
+    expected = {"request_id": "mine-7", "method": "POST", "path": "/v1/completions", "status": 200}
+    assert line.items() >= expected.items()
     assert (line["completions"], line["prompt_tokens"], line["output_tokens"]) == (4, 10, 24)
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"] < 120
     assert line["preemptions"] == 0
@@ -88,9 +83,7 @@ def test_a_client_that_leaves_is_written_down_as_499_with_what_was_made_for_it(s
 
 
 def test_a_path_with_line_breaks_stays_in_its_line(server, lines, caplog):
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"GET /a%0AINFO%20forged HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    with server.connect(b"GET /a%0AINFO%20forged HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as connection:
         connection.recv(1024)
     line = one(lines)
     assert line["path"] == "/a\nINFO forged"
@@ -112,11 +105,8 @@ def test_records_of_any_kind_are_one_json_object_a_line():
 
 def test_configure_logging_sets_the_process_up_and_refuses_unknown_levels(capsys):
     root = logging.getLogger()
-    before = (
-        root.handlers[:],
-        root.level,
-        {name: logging.getLogger(name).level for name in ("dsjax", "sharding", "uvicorn")},
-    )
+    names = ("dsjax", "sharding", "uvicorn")
+    before = root.handlers[:], root.level, {name: logging.getLogger(name).level for name in names}
     try:
         configure_logging("warning", as_json=True)
         logging.getLogger("dsjax.serve").info("not shown")

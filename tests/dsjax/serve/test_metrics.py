@@ -1,5 +1,6 @@
 """Scripted steps on a clock that tests turn: what the registry then holds, to the observation."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import httpx
@@ -12,18 +13,23 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax.engine.afd.link_counts import LinkCounts
-from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.elastic.generations import ChangeCounts
 from dsjax.engine.experts.eplb import BalanceStats
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.tiers.page_tiers import TierCounts
 from dsjax.engine.transfer.remote_prefill import TransferCounts
+from dsjax.hosts.interfaces import Interface
+from dsjax.hosts.link_monitor import LinkState
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
+from sharding import MeshSpec
 
 LABELS = {"model_name": "tiny"}
 
@@ -33,38 +39,14 @@ PROMETHEUS_3 = (
 )
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=100.0)
 
 
 @pytest.fixture
 def metrics(clock) -> Metrics:
-    return Metrics("tiny", 4, 4096, experts_per_device=2, clock=clock)
-
-
-def test_the_link_to_each_process_with_experts_is_shown():
-    links = SimpleNamespace(counts=[LinkCounts(True, 2, 3.5, 40, 4000, 5000), LinkCounts(False, 0, 0.0, 7, 70, 80)])
-    metrics = Metrics("tiny", 1, 4096, expert_links=lambda: links)
-    first, second = {"expert_process": "0"}, {"expert_process": "1"}
-    name = "dsjax_expert_process"
-    assert [value(metrics, f"{name}_connected", **one) for one in (first, second)] == [1, 0]
-    assert value(metrics, f"{name}_losses_total", **first) == 2
-    assert value(metrics, f"{name}_last_gap_seconds", **first) == 3.5
-    assert [value(metrics, f"{name}_{what}_total", **second) for what in ("calls", "sent_bytes", "received_bytes")] == [
-        7,
-        70,
-        80,
-    ]
-    assert value(Metrics("tiny", 1, 4096), f"{name}_connected", **first) is None
+    return Metrics("tiny", 4, 4096, experts_per_device=2, clock=lambda: clock.now)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -78,6 +60,9 @@ def histogram(metrics: Metrics, name: str, rank: int = 0) -> tuple[float, float]
 
 
 def test_latencies_are_those_of_the_scripted_times(metrics, clock):
+    metrics.on_updates([token(request("one token", rank=1), FinishReason.STOP)])
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_count", engine="1") is None
+    assert histogram(metrics, "request_decode_time_seconds", 1) == (1, 0.0)
     # Arrives at 100, scheduled at 101, tokens at 103, 104, 106 and 110, the last one ends it.
     one = request("a", arrival=100.0, scheduled=101.0, prompt=30, cached=16)
     for now, reason in ((103.0, None), (104.0, None), (106.0, None), (110.0, FinishReason.LENGTH)):
@@ -115,48 +100,6 @@ def test_requests_that_waited_differently_are_each_entered_with_their_own_gap(me
     assert value(metrics, "vllm:generation_tokens_total", engine="3") == 2
 
 
-def drafts(metrics: Metrics) -> dict[str, float | None]:
-    name = "vllm:spec_decode_num"
-    counts = {what: value(metrics, f"{name}_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens")}
-    positions = {
-        str(place): value(metrics, f"{name}_accepted_tokens_per_pos_total", position=str(place)) for place in range(3)
-    }
-    return {**counts, **positions}
-
-
-def test_drafts_are_summed_over_steps_and_positions():
-    metrics = Metrics("tiny", 2, 4096, most_drafts=2)
-    assert drafts(metrics) == {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "0": 0, "1": 0, "2": None}
-    metrics.on_step(step([load(0)], drafts=DraftCounts(5, 10, 6, (4, 2))))
-    metrics.on_step(step([load(0)], drafts=DraftCounts(3, 3, 1, (1,))))
-    metrics.on_step(step([load(0)]))
-    assert drafts(metrics) == {"drafts": 8, "draft_tokens": 13, "accepted_tokens": 7, "0": 5, "1": 2, "2": None}
-
-
-def test_a_server_that_drafts_nothing_shows_no_sample_of_drafts(metrics):
-    metrics.on_step(step([load(0)]))
-    assert set(drafts(metrics).values()) == {None}
-
-
-def test_accepted_drafts_of_rows_are_one_less_than_the_tokens_that_they_made_unless_they_failed():
-    rows = [
-        RowResult((5, 6, 7), num_drafts=2),
-        RowResult((5,), num_drafts=2),
-        RowResult((5, 6), num_drafts=1),
-        RowResult((9,)),
-    ]
-    failed = RowResult((5,), finite=False, num_drafts=2)  # the position behind its first draft was reached
-    counts = DraftCounts.of([RankResults(rows, []), RankResults([failed], [])])
-    assert (counts.num_drafts, counts.num_draft_tokens) == (4, 7)
-    assert (counts.num_accepted_tokens, counts.accepted_per_position) == (4, (3, 1))
-
-
-def test_one_token_alone_has_no_time_per_output_token(metrics, clock):
-    metrics.on_updates([token(request("a"), FinishReason.STOP)])
-    assert value(metrics, "vllm:request_time_per_output_token_seconds_count", engine="0") is None
-    assert histogram(metrics, "request_decode_time_seconds") == (1, 0.0)
-
-
 def test_a_value_equal_to_a_bound_lies_in_its_bucket(metrics, clock):
     for index, seconds in enumerate((0.001, 0.0011, 0.25, 3000.0)):
         clock.now = 100.0 + seconds
@@ -175,7 +118,8 @@ def test_ends_of_every_kind_are_counted_once(metrics, clock):
     clock.now += 1
     metrics.on_ended([stopped], FinishReason.STOP)  # a stop string, found after the step
     metrics.on_updates([token(failed, FinishReason.ERROR, finite=False)])
-    metrics.on_ended([left, never], FinishReason.ABORT)  # clients that went away, one before its first token
+    never.rank, never.first_scheduled_time = -1, None
+    metrics.on_ended([left, never], FinishReason.ABORT)  # clients that went away, one before its request had a rank
     counts = {
         reason.value: value(metrics, "vllm:request_success_total", engine="0", finished_reason=reason.value)
         for reason in FinishReason
@@ -204,11 +148,6 @@ def test_an_error_that_is_not_the_models_values_is_no_corruption_and_no_token(me
     assert value(metrics, "vllm:request_success_total", engine="2", finished_reason="error") == 2
     assert value(metrics, "vllm:corrupted_requests_total", engine="2") == 0
     assert value(metrics, "vllm:generation_tokens_total", engine="2") == 0
-
-
-def test_a_client_that_leaves_before_its_request_has_a_rank_is_counted(metrics):
-    metrics.on_ended([request("a", rank=-1, scheduled=None)], FinishReason.ABORT)
-    assert value(metrics, "vllm:request_success_total", engine="0", finished_reason="abort") == 1
 
 
 def test_parts_of_a_prompts_logprobs_are_not_tokens(metrics, clock):
@@ -259,102 +198,25 @@ def test_experts_are_shown_by_place_and_balancedness_in_both_meanings(metrics):
     assert value(metrics, "dsjax_dispatch_padding_share") == 0.25
 
 
-def test_experts_that_follow_the_load_are_shown_as_the_engine_adds_them_up(metrics):
-    assert value(metrics, "dsjax_eplb_rebalances_total") is None, "experts stay where they are"
-    metrics.on_step(step([], balance=BalanceStats()))
-    assert value(metrics, "dsjax_eplb_rebalances_total") == 0
-    assert value(metrics, "dsjax_eplb_balancedness", of="sums") is None, "no window yet"
-    stats = BalanceStats(3, 0.75, 0.5, (10, 20), 2, 1, 5, 40, 4000, 9, 0.25, 1.5, 4)
-    metrics.on_step(step([], balance=stats))
-    assert value(metrics, "dsjax_eplb_balancedness", of="sums") == 0.75
-    assert value(metrics, "dsjax_eplb_balancedness", of="layers") == 0.5
-    assert value(metrics, "dsjax_eplb_rank_tokens", ep_rank="1") == 20
-    assert value(metrics, "dsjax_eplb_moved_bytes_total") == 4000
-    assert value(metrics, "dsjax_eplb_exchange_seconds_total") == 0.25
-    assert value(metrics, "dsjax_eplb_layers_left") == 4
-    metrics.on_step(step([]))
-    assert value(metrics, "dsjax_eplb_rebalances_total") == 2
-
-
 def test_rejections_and_answers_are_counted_by_reason_and_route(metrics):
-    metrics.on_rejected("queued_requests")
-    metrics.on_rejected("queued_requests")
+    for reason in ("queued_requests", "queued_tokens", "queued_requests"):
+        metrics.on_rejected(reason)
     metrics.on_response("/v1/completions", "POST", 429)
     assert value(metrics, "dsjax_requests_rejected_total", reason="queued_requests") == 2
     labels = {"handler": "/v1/completions", "method": "POST", "status": "4xx"}
     assert metrics.registry.get_sample_value("http_requests_total", labels) == 1
 
 
-def test_names_and_bounds_are_vllms(metrics, clock):
-    one = request("a", arrival=99.0, scheduled=99.5)
-    metrics.on_updates([token(one)])
-    clock.now += 1
-    metrics.on_updates([token(one, FinishReason.STOP)])
-    metrics.on_step(step([load(0)], decode=1))
-    families = {family.name: family for family in read_text(metrics.render().decode())}
-    kinds = {name: family.type for name, family in families.items() if name.startswith("vllm:")}
-    assert kinds == {
-        **dict.fromkeys(
-            ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"), "gauge"
-        ),
-        **dict.fromkeys(
-            (
-                "vllm:prefix_cache_queries",
-                "vllm:external_prefix_cache_hits",
-                "vllm:external_prefix_cache_queries",
-                "vllm:prefix_cache_hits",
-                "vllm:num_preemptions",
-                "vllm:prompt_tokens",
-                "vllm:prompt_tokens_cached",
-                "vllm:generation_tokens",
-                "vllm:request_success",
-                "vllm:corrupted_requests",
-                "vllm:spec_decode_num_drafts",
-                "vllm:spec_decode_num_draft_tokens",
-                "vllm:spec_decode_num_accepted_tokens",
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-            ),
-            "counter",
-        ),
-        **dict.fromkeys(
-            (
-                "vllm:iteration_tokens_total",
-                "vllm:time_to_first_token_seconds",
-                "vllm:inter_token_latency_seconds",
-                "vllm:request_time_per_output_token_seconds",
-                "vllm:e2e_request_latency_seconds",
-                "vllm:request_queue_time_seconds",
-                "vllm:request_inference_time_seconds",
-                "vllm:request_prefill_time_seconds",
-                "vllm:request_decode_time_seconds",
-                "vllm:request_prompt_tokens",
-                "vllm:request_generation_tokens",
-                "vllm:request_params_max_tokens",
-                "vllm:request_prefill_kv_computed_tokens",
-            ),
-            "histogram",
-        ),
-    }
-
-    def bounds(name: str) -> list[float]:
-        samples = families[f"vllm:{name}"].samples
-        return [float(sample.labels["le"]) for sample in samples if sample.name.endswith("_bucket")][:-1]
-
-    latency = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
-    between = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
-    first = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160]
-    assert bounds("time_to_first_token_seconds") == [*first, 640, 2560]
-    assert bounds("inter_token_latency_seconds") == between
-    assert bounds("request_time_per_output_token_seconds") == between
-    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
-        assert bounds(f"{name}_seconds") == latency
-    assert bounds("iteration_tokens_total") == [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-    assert bounds("request_prompt_tokens") == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
-    assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100]
+def test_bounds_of_tokens_go_as_far_as_the_model(metrics):
+    metrics.on_updates([token(request("a"), FinishReason.STOP)])
+    families = {family.name: family.samples for family in read_text(metrics.render().decode())}
+    bounds = [float(each.labels["le"]) for each in families["vllm:request_prompt_tokens"] if "le" in each.labels]
+    assert bounds[:-1] == one_two_five(4096) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+    assert one_two_five(100)[-1] == 100
 
 
 def test_bytes_hits_and_waits_are_told_by_tier():
-    metrics = Metrics("m", 2, 100, page_bytes=100)
+    metrics = Metrics("tiny", 2, 100, page_bytes=100)
     loads = [load(0, used=2, cached=3, usable=10), load(1, used=1, usable=10)]
     loads = [
         one._replace(
@@ -366,52 +228,65 @@ def test_bytes_hits_and_waits_are_told_by_tier():
     waits = [("disk", 0.3), ("disk", 0.1), ("host", 0.002), ("prefill", 0.4)]
     transfers = TransferCounts(asked=9, completed=5, given_up=1, pages=70, under_way=3)
     metrics.on_step(step(loads, disk=disk, page_waits=waits, transfers=transfers))
-    shown = samples(read_text(metrics.render().decode()))
 
-    def value(name, **labels):
-        return next(
-            v
-            for n, labels_of_sample, v in shown
-            if n == name and dict(labels_of_sample) == {"model_name": "m", **labels}
-        )
+    def of(name: str, **labels: str) -> float:
+        return value(metrics, name, **labels)
 
-    assert [value("dsjax_cache_tier_bytes", tier=tier) for tier in ("device", "host", "disk")] == [600, 800, 896]
-    assert [value("dsjax_cache_tier_limit_bytes", tier=tier) for tier in ("device", "host", "disk")] == [
+    assert [of("dsjax_cache_tier_bytes", tier=tier) for tier in ("device", "host", "disk")] == [600, 800, 896]
+    assert [of("dsjax_cache_tier_limit_bytes", tier=tier) for tier in ("device", "host", "disk")] == [
         2000,
         1000,
         1152,
     ]
-    assert value("dsjax_prefix_cache_hits_total", tier="device", engine="1") == 31
-    assert value("vllm:external_prefix_cache_queries_total", engine="1") == 80 - 31
-    assert value("vllm:external_prefix_cache_hits_total", engine="1") == 30
-    assert value("dsjax_cache_fetch_seconds_sum", tier="disk") == pytest.approx(0.4)
-    assert value("dsjax_cache_fetch_seconds_count", tier="host") == 1
-    assert value("dsjax_cache_fetch_seconds_sum", tier="prefill") == pytest.approx(0.4)
-    assert [value("dsjax_transfers_total", outcome=what) for what in ("completed", "given_up", "refused")] == [5, 1, 0]
-    assert (value("dsjax_transfer_pages_total"), value("dsjax_transfers_under_way")) == (70, 3)
-    assert [value("dsjax_disk_failures_total", operation=what) for what in ("read", "write", "late")] == [1, 0, 2]
+    assert of("dsjax_prefix_cache_hits_total", tier="device", engine="1") == 31
+    assert of("vllm:external_prefix_cache_queries_total", engine="1") == 80 - 31
+    assert of("vllm:external_prefix_cache_hits_total", engine="1") == 30
+    assert of("dsjax_cache_fetch_seconds_sum", tier="disk") == pytest.approx(0.4)
+    assert of("dsjax_cache_fetch_seconds_count", tier="host") == 1
+    assert of("dsjax_cache_fetch_seconds_sum", tier="prefill") == pytest.approx(0.4)
+    assert [of("dsjax_transfers_total", outcome=what) for what in ("completed", "given_up", "refused")] == [5, 1, 0]
+    assert (of("dsjax_transfer_pages_total"), of("dsjax_transfers_under_way")) == (70, 3)
+    assert [of("dsjax_disk_failures_total", operation=what) for what in ("read", "write", "late")] == [1, 0, 2]
 
 
 def filled() -> Metrics:
     """Every family has samples, some with odd labels and numbers."""
+    smaller = SimpleNamespace(
+        number=1,
+        busy=False,
+        ahead=None,
+        spec=MeshSpec(dp_size=3),
+        wanted=MeshSpec(dp_size=4),
+        facts=SimpleNamespace(num_processes=3),
+        counts=ChangeCounts(weight_bytes=Counter(kept=5)),
+    )
+    to_experts = SimpleNamespace(counts=[LinkCounts(True, 2, 3.5, 40, 4000, 5000)])
     metrics = Metrics(
-        'a "model"\\n\nof lines', 2, 100, experts_per_device=2, most_drafts=2, device_memory=lambda: [("0", 90, 100)]
+        'a "model"\\n\nof lines',
+        2,
+        100,
+        experts_per_device=2,
+        most_drafts=2,
+        device_memory=lambda: [("0", 90, 100)],
+        links=lambda: {1: LinkState(50e-6, 90e-6, 1e9, 9, 0, 99, 1)},
+        interfaces=lambda: [Interface("eth0", 3, 4, 3e9)],
+        generations=smaller,
+        parked=ParkedRequests(),
+        expert_links=lambda: to_experts,
     )
     one = request("a", rank=1)
     metrics.on_updates([token(one)])
     metrics.on_updates([token(one, FinishReason.STOP)])
-    below, balance = TierCounts(1, 4, 3, 1, 2), BalanceStats(windows=1, rank_tokens=(3, 4))
-    loads = [
-        load(0),
-        load(1, used=1, usable=3)._replace(tiers={"host": below}, hits={"device": 7, "host": 4, "disk": 2}, queried=20),
-    ]
-    waits = {
+    tiers = {"tiers": {"host": TierCounts(1, 4, 3, 1, 2)}, "hits": {"device": 7, "host": 4, "disk": 2}}
+    others = {
+        "balance": BalanceStats(windows=1, rank_tokens=(3, 4)),
         "disk": DiskCounts(*range(11)),
+        "drafts": DraftCounts(3, 6, 4, (3, 1)),
         "transfers": TransferCounts(9),
         "page_waits": [("host", 0.003), ("disk", 0.2)],
     }
-    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), balance=balance, **waits))
-    metrics.show_exchange_share(0.3)
+    loads = [load(0), load(1, used=1, usable=3)._replace(**tiers, queried=20)]
+    metrics.on_step(step(loads, decode=1, experts=experts([[1, 2, 3, 4]]), **others))
     metrics.on_rejected("x")
     metrics.on_response("/v1/{name}", "GET", 200)
     metrics.show_exchange_share(0.25)

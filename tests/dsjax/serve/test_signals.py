@@ -1,14 +1,13 @@
 """A server in a process of its own, and real signals."""
 
-import os
+import contextlib
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
+from live_server import started
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -52,32 +51,19 @@ sys.exit(serve_model(model, Console(file=io.StringIO()), listener, ("tiny",), fl
 
 @pytest.fixture
 def start():
-    here = Path(__file__).parent
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def run(step_seconds: float, shutdown_timeout: float, script: str = SCRIPT) -> tuple[subprocess.Popen, str]:
-        path = os.pathsep.join([str(here), str(here.parent / "engine"), *map(str, here.parents[1:3])])
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(step_seconds), str(shutdown_timeout)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        started.append(process)
-        return process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        def run(step_seconds: float, shutdown_timeout: float, script: str = SCRIPT) -> tuple[subprocess.Popen, str]:
+            process = stack.enter_context(started(script, step_seconds, shutdown_timeout))
+            return process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
 
-    yield run
-    for process in started:
-        process.kill()
-        process.wait()
+        yield run
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_idle_server_ends_cleanly_at_a_signal(start, number):
+def test_an_idle_server_ends_cleanly_at_a_signal(start):
     process, url = start(0, 5)
     assert httpx.get(f"{url}/health").status_code == 200
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     assert process.wait(240) == 0
 
 
@@ -91,27 +77,21 @@ def test_a_second_signal_ends_at_once_even_while_a_step_hangs(start):
         assert process.wait(240) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_warm_up_ends_after_the_shape_that_is_being_compiled(start, number):
+def test_a_signal_during_warm_up_ends_after_the_shape_that_is_being_compiled(start):
     process, _ = start(0.2, 10, WARMING_SCRIPT)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (0, "")
     assert len(out.splitlines()) <= 5, "a shape that begins before the signal arrives is finished, and no more"
 
 
-def test_a_second_signal_does_not_wait_for_the_shape_that_is_being_compiled(start):
-    process, _ = start(1000, 100, WARMING_SCRIPT)
+@pytest.mark.parametrize(("shutdown_timeout", "signals"), [(100, 2), (0.2, 1)])
+def test_a_long_shape_is_not_waited_for_after_a_second_signal_or_the_shutdown_timeout(start, shutdown_timeout, signals):
+    process, _ = start(1000, shutdown_timeout, WARMING_SCRIPT)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None, "the first waits for the shape"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=240)
-    assert (process.returncode, errors) == (0, "")
-
-
-def test_a_shape_that_takes_longer_than_the_shutdown_timeout_is_not_waited_for(start):
-    process, _ = start(1000, 0.2, WARMING_SCRIPT)
-    process.send_signal(signal.SIGTERM)
+    if signals == 2:
+        time.sleep(0.5)
+        assert process.poll() is None, "the first waits for the shape"
+        process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (0, "")

@@ -1,17 +1,13 @@
 """A step that hangs ends the process with a diagnosis; one that does not is left alone."""
 
 import io
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
-from live_server import wait_until
+from live_server import started, wait_until
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.request import Request, Status
@@ -71,14 +67,8 @@ def test_a_step_that_hangs_is_told_of_with_its_rows_and_every_stack():
         assert done == ["told", HANG_EXIT_CODE]
         out.seek(0)
         text = out.read()
-    for expected in (
-        "a step of the prefill engine has",
-        "--step-timeout 0.2",
-        "rank 1: 1 rows",
-        "cmpl-stuck: slot",
-        "0 of 3 tokens",
-        "test_watchdog.py",
-    ):
+    assert "a step of the prefill engine has" in text
+    for expected in ("--step-timeout 0.2", "rank 1: 1 rows", "cmpl-stuck: slot", "0 of 3 tokens", "test_watchdog.py"):
         assert expected in text
 
 
@@ -114,16 +104,7 @@ sys.exit(Server(serving, shutdown_timeout=60, log_level="error", on_ready=ready)
 
 @pytest.mark.parametrize("hangs", ["the engine", "the prefill engine"])
 def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it(hangs):
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[2])])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, hangs],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
+    with started(SCRIPT, hangs) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
         with httpx.stream(
             "POST", f"{url}/v1/completions", json={"prompt": "a" * 40, "stream": True}, timeout=60
@@ -136,6 +117,3 @@ def test_the_process_ends_with_a_code_of_its_own_and_clients_hear_of_it(hangs):
         assert f"a step of {hangs} has been running" in err
         assert "rank 0: 1 rows" in err
         assert "fake_executor.py" in err, "the stack of the step that hangs"
-    finally:
-        process.kill()
-        process.wait()

@@ -1,0 +1,15 @@
+"""Where the tests of hosts find what they share with those of the engine; and the tiny checkpoint with a tokenizer."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory):
+    from worded_checkpoint import write_worded_checkpoint
+
+    return write_worded_checkpoint(tmp_path_factory.mktemp("worded"))
