@@ -1,9 +1,7 @@
 """Processes of an attention side, as threads, that wait for each other at each layer over real connections."""
 
-import contextlib
 import struct
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +11,10 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "hosts"))
 from deployments import listening
 from held_processes import KEY, groups
 from processes import free_port
+from waits import until
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import Errand
@@ -94,82 +92,62 @@ def test_where_one_cannot_be_reached_the_others_say_so(pool):
             one.result(60)
 
 
-def test_one_of_another_generation_is_not_let_in(pool):
-    two = groups(2, start=1)
+@pytest.mark.parametrize(("generation", "process"), [(5, 1), (0, 0), (0, 2)])
+def test_one_of_another_generation_or_that_says_to_be_another_than_may_come_is_not_let_in(pool, generation, process):
+    two = groups(2)
     made = pool.submit(AttentionProcesses, two[0])
     port, _ = two[1].agreement.ask("attention processes", 0)
-    two[1].agreement.tell("attention connections")
     with connect(("127.0.0.1", port), "attention", KEY) as channel:
-        channel.send(struct.pack("<QQ", 5, 1))
-        with pytest.raises(GroupError, match=r"processes \[1\] of the attention side do not connect to 0"):
-            made.result(60)
-
-
-@contextlib.contextmanager
-def waits_end(group):
-    """Whatever still waits for the last process hears then that it has gone."""
-    try:
-        yield
-    finally:
-        last = group.options.num_processes - 1
-        group.lost.setdefault(last, GroupError(f"process {last} has gone away"))
-
-
-@pytest.mark.parametrize("process", [0, 2])
-def test_one_that_says_to_be_another_than_may_come_is_not_let_in(pool, process):
-    two = groups(2)
-    with waits_end(two[0]):
-        made = pool.submit(AttentionProcesses, two[0])
-        port, _ = two[1].agreement.ask("attention processes", 0)
-        with connect(("127.0.0.1", port), "attention", KEY) as channel:
-            channel.send(struct.pack("<QQ", 0, process))
-            until(lambda: channel.has_ended)
-        with connect(("127.0.0.1", port), "attention", KEY) as channel:
-            channel.send(struct.pack("<QQ", 0, 1))
-            two[1].agreement.tell("attention connections")
-            made.result(60).close()
+        channel.send(struct.pack("<QQ", generation, process))
+        until(lambda: channel.has_ended)
+    with connect(("127.0.0.1", port), "attention", KEY) as channel:
+        channel.send(struct.pack("<QQ", 0, 1))
+        two[1].agreement.tell("attention connections")
+        made.result(60).close()
 
 
 def test_a_process_comes_once(pool):
     three = groups(3)
     made = pool.submit(AttentionProcesses, three[0])
-    with waits_end(three[0]):
-        port, *_ = pool.map(lambda group: group.agreement.ask("attention processes", 0)[0], three[1:])
-        one, other = (connect(("127.0.0.1", port), "attention", KEY) for _ in range(2))
-        with one, other:
-            for channel in (one, other):
-                channel.send(struct.pack("<QQ", 0, 1))
-            until(lambda: one.has_ended or other.has_ended)
-            assert not (one.has_ended and other.has_ended)
+    port, *_ = pool.map(lambda group: group.agreement.ask("attention processes", 0)[0], three[1:])
+    one, other = (connect(("127.0.0.1", port), "attention", KEY) for _ in range(2))
+    with one, other:
+        for channel in (one, other):
+            channel.send(struct.pack("<QQ", 0, 1))
+        until(lambda: one.has_ended or other.has_ended)
+        assert not (one.has_ended and other.has_ended)
+    three[0].lost[2] = GroupError("process 2 has gone away")
     with pytest.raises(GroupError, match="process 2 has gone away"):
         made.result(60)
 
 
-def until(holds):
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+@pytest.fixture
+def experts_at():
+    """The sides of experts at an address that some of two processes call; they are closed afterwards."""
+    made = []
+
+    def make(address: str, processes=(0, 1)) -> list[RemoteExperts]:
+        for process in processes:
+            side = RemoteExperts(MeshSpec(dp_size=1), {}, [address], [KEY], waits=True, patience=600, silence=30)
+            side.member = process, 2
+            made.append(side)
+        return made
+
+    yield make
+    for side in made:
+        side.close()
 
 
-def experts_at(address: str, process: int) -> RemoteExperts:
-    side = RemoteExperts(MeshSpec(dp_size=1), {}, [address], [KEY], waits=True, patience=600, silence=30)
-    side.member = process, 2
-    return side
-
-
-def test_the_next_side_of_experts_is_called_as_the_one_before_by_a_number_of_its_own():
-    before, after = (experts_at("127.0.0.1:1", 1) for _ in range(2))
+def test_the_next_side_of_experts_is_called_as_the_one_before_by_a_number_of_its_own(experts_at):
+    before, after = experts_at("127.0.0.1:1", (1, 1))
     before.generation = 3
     after.follows(before)
     first, second = before._hello(0), after._hello(0)
     assert (first.change, second.change) == (0, 1)
     assert second == msgspec.structs.replace(first, change=1)
-    for side in (before, after):
-        side.close()
 
 
-def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
+def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool, experts_at):
     """Its step has failed, and the process lives: the others hear of it though they wait for its rows at a process with experts."""
     joint = JointCalls(2)
 
@@ -187,28 +165,23 @@ def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
             joint.leave(process)
 
     with listening(serve, services=(SERVICE,)) as listener:
-        sides = [experts_at(f"127.0.0.1:{listener.port}", process) for process in range(2)]
-        try:
-            for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
-                side.connect()
-                side.join(others)
-            waits = sides[0].links[0].begin(lambda: Errand(Call("stack", 0, 1, 1, b"")))
-            until(lambda: joint._parts)
-            sides[1].give_up()
-            waits.result(60)
-            with pytest.raises(RuntimeError, match="process 1 of the attention side was waited for at a layer"):
-                sides[0].tell(0), sides[0].agree(0)
-        finally:
-            for side in sides:
-                side.close()
+        sides = experts_at(f"127.0.0.1:{listener.port}")
+        for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
+            side.connect()
+            side.join(others)
+        waits = sides[0].links[0].begin(lambda: Errand(Call("stack", 0, 1, 1, b"")))
+        until(lambda: joint._parts)
+        sides[1].give_up()
+        waits.result(60)
+        with pytest.raises(RuntimeError, match="process 1 of the attention side was waited for at a layer"):
+            sides[0].tell(0), sides[0].agree(0)
 
 
 def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_yet_ends_the_wait(
-    pool, monkeypatch, caplog
+    pool, experts_at, monkeypatch, caplog
 ):
     monkeypatch.setattr(loading, "expert_space", lambda *_: {})
-    two, address = groups(2), f"127.0.0.1:{free_port()}"
-    sides = [experts_at(address, process) for process in range(2)]
+    two, sides = groups(2), experts_at(f"127.0.0.1:{free_port()}")
     steps = [
         SimpleNamespace(apart=side, placement=SimpleNamespace(physical_to_logical=side.placement)) for side in sides
     ]
@@ -216,25 +189,17 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
         pool.submit(loading._connect_experts, None, step, Path(), b"side", group, True)
         for step, group in zip(steps, two, strict=True)
     ]
-    try:
-        two[0].on_change = lambda error: None
-        until(lambda: caplog.text.count("it is waited for") >= 2)
-        two[0]._lose(two[0].members[1])
-        with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
-            started[0].result(60)
-    finally:
-        for side in sides:
-            side.close()
+    two[0].on_change = lambda error: None
+    until(lambda: caplog.text.count("it is waited for") >= 2)
+    two[0]._lose(two[0].members[1])
+    with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
+        started[0].result(60)
 
 
-def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool):
-    sides = [experts_at("127.0.0.1:1", process) for process in range(2)]
+def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool, experts_at):
+    sides = experts_at("127.0.0.1:1")
     sides[0].abandon()
-    try:
-        for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
-            side.join(others)
-        with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
-            pool.submit(sides[1].agree, 0).result(60)
-    finally:
-        for side in sides:
-            side.close()
+    for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
+        side.join(others)
+    with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
+        pool.submit(sides[1].agree, 0).result(60)

@@ -1,106 +1,67 @@
 """Experts on devices of their own change no bit of what one device gives: the tests of `afd/layer_programs.py`, too."""
 
 import json
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from layouts import answer, prompts, write_checkpoint
+from balanced_model import generate
 
-from dsjax import LLM, SamplingParams
-from dsjax.engine.afd.layer_programs import CompiledPass, OnHost
-from dsjax.engine.schedule.page_events import BlockRemoved, BlockStored
+from dsjax import LLM
+from dsjax.engine.afd.layer_programs import CompiledPass
+from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.model.apart import Passing, Routed
 from sharding import MeshError
 from sharding.dispatch import between
 from sharding.dispatch.between import Between
 
-DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+SIZES = {
+    "dtype": "float32",
+    "mla_prefill": "CC",
+    "mla_decode": "CC",
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 48,
+    "prefill_chunk": 16,
+    "page_size": 4,
+}
+"""In one form: what is computed again after a preemption is a prompt."""
 SIDES = {"attention_mesh": "dp=2", "expert_mesh": "ep=3", "redundant_experts": 4}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("apart"), mtp=True)
-
-
-@pytest.mark.slow  # compiles two engines
-def test_prompts_in_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_to_the_bit(
-    checkpoint, monkeypatch
-):
-    rounds = []
-    own = Between.rounds
-    monkeypatch.setattr(Between, "rounds", lambda self, counts: rounds.append(own(self, counts)) or rounds[-1])
-    monkeypatch.setattr(between, "default_capacity", lambda tokens, *_, **__: min(tokens, 2))
-    options = DRAFTS | {
-        "cache_tokens": 140
-    }  # a third of what all take; in one form: what is computed again is a prompt
-    one = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=6, **options)
-    halved = {
-        "enable_dbo": True,
-        "dbo_decode_token_threshold": 2,
-        "dbo_prefill_token_threshold": 2,
-        "num_afd_stages": 3,
-    }
-    apart = answer(checkpoint, "dp=2", "auto", "CC", "CC", new_tokens=6, **options, **SIDES, **halved)
-    assert one.exact
-    assert apart.exact
-    assert {1, 2} < set(rounds)  # with room for two rows, one round, two, and more were needed
-    np.testing.assert_array_equal(apart.logits, one.logits)
-    assert apart.tokens == one.tokens
-    assert apart.logprobs == one.logprobs
-
-
-class Told:
-    """An event sink that keeps what it is told."""
-
-    def __init__(self):
-        self.events = []
-
-    def publish(self, rank, events):
-        self.events += [(rank, event) for event in events]
-
-    def close(self):
-        pass
-
-
-def scored(checkpoint, **options):
-    """Log-probabilities of prompts, made tokens, events of pages, and the places of experts, of an engine whose cache is too small."""
-    told = Told()
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "cache_tokens": 64}
-    llm = LLM(str(checkpoint), dtype="float32", event_sink=told, redundant_experts=4, **sizes, **options)
-    params = SamplingParams(
-        temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=2
-    )
+def made(llm):
+    """Continuations of all prompts, with log-probabilities, of an engine with few shapes, which this ends."""
+    llm.executor.buckets = Buckets((6,), (Rectangle(3, 16),), mixed=False, speculation=llm.executor.buckets.speculation)
     try:
         assert llm.executor.model.is_exact
-        outputs = llm.generate(prompts()[4:], params)
-        scores = [
-            [entry and {token: one.logprob for token, one in entry.items()} for entry in output.prompt_logprobs]
-            for output in outputs
-        ]
-        made = [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
-        return scores, made, told.events, llm.executor.device.model.placement.physical_to_logical
+        return generate(llm)
     finally:
         llm.shutdown()
 
 
-@pytest.mark.slow  # compiles two engines
-def test_prompt_scores_events_of_pages_and_experts_placed_by_a_file_are_those_of_one_device(checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def one_device(checkpoint):
+    return made(LLM(str(checkpoint), mesh="dp=1", **SIZES))
+
+
+@pytest.mark.slow  # compiles an engine
+def test_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_to_the_bit(
+    checkpoint, one_device, tmp_path, monkeypatch
+):
+    """Experts are placed as a file says, and the cache is too small for all requests."""
+    rounds, own = [], Between.rounds
+    monkeypatch.setattr(Between, "rounds", lambda self, counts: rounds.append(own(self, counts)) or rounds[-1])
+    monkeypatch.setattr(between, "default_capacity", lambda tokens, *_, **__: min(tokens, 2))
     rows = np.stack([np.random.default_rng(layer).permutation([*range(32), 1, 5, 5, 30]) for layer in range(2)])
     path = tmp_path / "location.json"
     path.write_text(json.dumps(ExpertLocation("tiny", None, rows).to_json()))
-    one = scored(checkpoint)
-    apart = scored(checkpoint, attention_mesh="dp=1", expert_mesh="ep=4", init_expert_location=str(path))
-    np.testing.assert_array_equal(apart[3][:2], rows)
-    assert (one[3][:2] != rows).any()
-    assert apart[:3] == one[:3]
-    assert {type(event) for _, event in one[2]} == {BlockStored, BlockRemoved}
-    assert all(
-        len(scores) == len(prompt["prompt_token_ids"]) for scores, prompt in zip(one[0], prompts()[4:], strict=True)
-    )
+    options = {"num_afd_stages": 3, "init_expert_location": str(path), "cache_tokens": 76}
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    halves = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    apart = LLM(str(checkpoint), **SIZES, **SIDES, **options, **drafts, **halves)
+    np.testing.assert_array_equal(apart.executor.device.model.placement.physical_to_logical[:2], rows)
+    assert made(apart) == one_device
+    assert {1, 2} < set(rounds)  # with room for two rows, one round, two, and more were needed
+    assert any(rank.num_preemptions for rank in apart.engine.core.scheduler.ranks)
 
 
 def test_each_side_has_its_own_parameters_and_no_others(checkpoint):
@@ -163,19 +124,3 @@ def test_of_two_halves_the_one_attends_while_experts_compute_the_other():
     assert started.index("attend b0") > started.index("compute a0")
     assert started[first_of_b + 2 : first_of_b + 4] == ["receive a", "attend a1"]  # behind b's shared experts
     assert on_attention[-2:] == ["receive a", "receive b"]
-
-
-def test_several_threads_that_want_an_array_on_the_host_copy_it_once():
-    copies = []
-
-    class Slow:
-        def __array__(self, dtype=None, copy=None):
-            copies.append(1)
-            time.sleep(0.02)
-            return np.arange(3)
-
-    counts = OnHost(Slow())
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: counts.values, range(4)))
-    assert len(copies) == 1
-    assert all(values is found[0] for values in found)

@@ -1,10 +1,10 @@
 """Calls of several attention processes for one layer: computed together, and nobody is waited for who does not come."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from waits import until
 
 from dsjax.engine.afd.joint_calls import JointCalls, Part
 
@@ -36,13 +36,6 @@ def joint():
     for process in range(3):
         joint.enter(process)
     return joint
-
-
-def until(holds):
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def wait_here(joint, *processes):

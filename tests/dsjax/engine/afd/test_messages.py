@@ -1,11 +1,12 @@
 """What a process with experts says to messages that cannot be, and to sides that do not go with it."""
 
-import socket
-import time
+import contextlib
 
 import numpy as np
 import pytest
 from layouts import write_checkpoint
+from processes import free_port
+from waits import until
 
 from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Take, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
@@ -17,18 +18,12 @@ FIRST = 2
 """The second of two processes with two devices each."""
 
 
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
     args = EngineArgs(
         model=str(write_checkpoint(tmp_path_factory.mktemp("experts"))),
         afd_role="expert",
-        afd_address=f"{free_address()},{free_address()}",
+        afd_address=f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
         afd_server_rank=1,
         attention_mesh="dp=2",
         expert_mesh="ep=4",
@@ -54,14 +49,40 @@ def enter(process, side=b"one", /, *, rows=None, first=FIRST, **place):
     return channel, receive(channel, Welcome).error
 
 
-def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(process):
-    channel, error = enter(process, first=0)
+@contextlib.contextmanager
+def entered(process, side=b"one", /, **place):
+    """An attention side that is let in, and leaves: its channel."""
+    channel, error = enter(process, side, **place)
+    assert not error
+    with channel:
+        yield channel
+    until(lambda: not side or side not in process._sides)
+
+
+@contextlib.contextmanager
+def both_entered(process, side, **place):
+    """The two processes of an attention side, which leave: their channels."""
+    with contextlib.ExitStack() as stack:
+        channels = [enter(process, side, process=number, processes=2, **place)[0] for number in range(2)]
+        for channel in channels:
+            stack.enter_context(channel)
+        yield channels
+    until(lambda: not process._joint and not process._sides)
+
+
+def refusal(process, side=b"one", /, **place):
+    """Why a side is not let in; nothing where it is, which leaves then."""
+    channel, error = enter(process, side, **place)
     channel.close()
+    until(lambda: error or side not in process._sides)
+    return error
+
+
+def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(process):
+    error = refusal(process, first=0)
     assert "it has the experts' devices from 2 on" in error
     assert "from 0 on here; give --afd-address in the same order on both" in error
-    channel, error = enter(process)
-    channel.close()
-    assert not error
+    assert not refusal(process)
 
 
 def ask(channel, message):
@@ -72,8 +93,7 @@ def ask(channel, message):
 def test_experts_are_given_by_their_names_and_not_by_their_places(process):
     slot = process._writer.own.start
     held = int(process._writer.rows[0, slot])
-    channel, _ = enter(process, b"")
-    with channel:
+    with entered(process, b"") as channel:
         stale = ask(channel, Take(0, [slot], [held + 1]))
         assert f"slots [{slot}] of layer 0 hold experts [{held}], expected [{held + 1}]" in stale
         assert not ask(channel, Take(0, [slot], [held]))
@@ -99,21 +119,15 @@ def test_what_is_staged_keeps_the_name_under_which_it_was_asked_for(process, mon
 def test_experts_are_placed_for_a_side_that_is_alone(process):
     rows = process._writer.rows.copy()
     other = np.roll(rows[0], 1)
-    first, error = enter(process, b"one")
-    second, too = enter(process, b"two")
-    assert not error + too
-    with first:
-        with second:
+    with entered(process, b"one") as first:
+        with entered(process, b"two") as second:
             assert not ask(second, Place(0, rows[0].tobytes()))  # as before steps begin
             assert "experts can be moved for one that is alone" in ask(second, Place(0, other.tobytes()))
             np.testing.assert_array_equal(process._writer.rows, rows)
-        until(lambda: set(process._sides) == {b"one"})
         assert not ask(first, Place(0, other.tobytes()))
-        late, error = enter(process, b"two", rows=process._writer.rows)
-        late.close()
+        error = refusal(process, b"two", rows=process._writer.rows)
         assert "another attention side is connected, which has experts moved" in error
         assert not ask(first, Place(0, rows[0].tobytes()))
-    until(lambda: not process._sides)
 
 
 def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_anew(process, monkeypatch):
@@ -129,117 +143,70 @@ def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_an
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return write(*arguments)
 
-    channel, error = enter(process)
-    assert not error
-    with channel, monkeypatch.context() as patch:
+    with entered(process) as channel, monkeypatch.context() as patch:
         patch.setattr(writer, "_write", fail_at_the_second_array)
         assert "out of memory" in ask(channel, Place(0, other.tobytes()))
-    until(lambda: not process._sides)
     with pytest.raises(ValueError, match=rf"slots \[{slot}\] of layer 0 hold experts \[-1\]"):
         writer.give(0, [slot], [int(rows[0, slot])])
-    again, error = enter(process, rows=rows)
-    again.close()
-    assert not error
+    assert not refusal(process, rows=rows)
     for path, value in writer.take(0, slot).items():
         np.testing.assert_array_equal(np.asarray(value), before[path])
-    until(lambda: not process._sides)
-
-
-def until(holds):
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back(process):
     rows = process._writer.rows.copy()
     moved = np.roll(rows, 1, axis=1)
-    new, error = enter(process, b"group", rows=moved, generation=2)
-    assert not error
-    late, refused = enter(process, b"group", rows=rows, generation=1)
-    late.close()
-    assert "generation 1 of the attention side, which goes on with generation 2" in refused
-    np.testing.assert_array_equal(process._writer.rows, moved)
-    new.close()
-    until(lambda: not process._sides)
-    other, error = enter(process, b"another", rows=rows)  # whose generations are its own
-    other.close()
-    assert not error
-    until(lambda: not process._sides)
+    with entered(process, b"group", rows=moved, generation=2):
+        refused = refusal(process, b"group", rows=rows, generation=1)
+        assert "generation 1 of the attention side, which goes on with generation 2" in refused
+        np.testing.assert_array_equal(process._writer.rows, moved)
+    assert not refusal(process, b"another", rows=rows)  # whose generations are its own
 
 
 def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_is_called(process):
     """The side that is prepared knows nothing of experts that are moved meanwhile on the one of now."""
     rows = process._writer.rows.copy()
-    now, error = enter(process, b"scales", rows=np.roll(rows, 1, axis=1))
-    assert not error
-    coming, refused = enter(process, b"scales", rows=rows, change=1)
-    coming.close()
-    assert "it is already on a side of experts that this attention side is connected to" in refused
-    np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
-    now.close()
-    until(lambda: not process._sides)
-    back, error = enter(process, b"scales", rows=rows, change=2)
-    back.close()
-    assert not error
-    until(lambda: not process._sides)
+    with entered(process, b"scales", rows=np.roll(rows, 1, axis=1)):
+        refused = refusal(process, b"scales", rows=rows, change=1)
+        assert "it is already on a side of experts that this attention side is connected to" in refused
+        np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
+    assert not refusal(process, b"scales", rows=rows, change=2)
 
 
 def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process):
-    old = [enter(process, b"hangs", process=number, processes=2, generation=1)[0] for number in range(2)]
-    new, error = None, ""
-    try:
+    with both_entered(process, b"hangs", generation=1) as old:
         send(old[0], Call("moe_layers", 0, 8, 8, np.zeros((2, 2), "<i4").tobytes(), 0))
         until(lambda: process._joint[b"hangs", 1]._parts)
         new, error = enter(process, b"hangs", generation=2)
-        assert not receive(old[0], Answered).error
-    finally:
-        for channel in (*old, new):
-            channel.close()
-    assert not error
-    until(lambda: not process._joint)
+        with new:
+            assert not error
+            assert not receive(old[0], Answered).error
 
 
 def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(process):
-    channel, error = enter(process, process=2, processes=2)
-    channel.close()
-    assert "it is process 2 of 2" in error
-
-
-def test_processes_that_know_of_different_numbers_of_them_are_no_attention_side(process):
-    first, error = enter(process, b"numbers", process=0, processes=2)
-    other, refused = enter(process, b"numbers", process=1, processes=3)
-    for channel in (first, other):
-        channel.close()
-    assert not error
+    assert "it is process 2 of 2" in refusal(process, process=2, processes=2)
+    with entered(process, b"numbers", process=0, processes=2):
+        refused = refusal(process, b"numbers", process=1, processes=3)
     assert refused == "it is one of 3 processes, and others of this generation are of 2"
     until(lambda: not process._joint)
 
 
 def test_two_processes_that_fill_the_same_cells_get_no_answers_of_each_other(process):
-    channels = [enter(process, b"overlap", process=number, processes=2)[0] for number in range(2)]
     filled = np.zeros((2, 2), "<i4")
     filled[:, 0] = 1
-    try:
+    with both_entered(process, b"overlap") as channels:
         for channel in channels:
             send(channel, Call("moe_layers", 0, 8, 8, filled.tobytes(), 0))
             channel.send_bytes(memoryview(np.repeat(process._empty_row, 2, axis=0).view(np.uint8)))
         for channel in channels:
             assert "two processes of the attention side fill the same cells" in receive(channel, Answered).error
-    finally:
-        for channel in channels:
-            channel.close()
-    until(lambda: not process._joint)
 
 
 def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_its_own_answers(process):
     wire, counts = process._half.wire, (process.num_calls, process.num_products)
     rng = np.random.default_rng(0)
-    channels = [enter(process, b"both", process=number, processes=2)[0] for number in range(2)]
-    alone, _ = enter(process, b"both too")
-    try:
-        rows, answers = [], []
+    rows, answers = [], []
+    with both_entered(process, b"both") as channels, entered(process, b"both too") as alone:
         for number, channel in enumerate([*channels, alone]):
             filled = np.zeros((2, 2), "<i4")  # of each device the queues of two senders
             filled[:, number % 2] = 1
@@ -253,13 +220,8 @@ def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_i
             answer = np.empty((2, process._half.columns, wire.width), wire.dtype)
             channel.receive_into(memoryview(answer.view(np.uint8)))
             answers.append(answer)
-        np.testing.assert_array_equal(answers[0], answers[2])
-        assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
-    finally:
-        for channel in [*channels, alone]:
-            channel.close()
-    until(lambda: not process._sides)
-    assert not process._joint
+    np.testing.assert_array_equal(answers[0], answers[2])
+    assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
 
 
 def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
@@ -268,13 +230,9 @@ def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
 
     rows = process._writer.rows.copy()
     monkeypatch.setattr(process._writer, "_read", read)
-    channel, error = enter(process, rows=np.roll(rows, 1, axis=1))
-    channel.close()
-    assert error == "OSError: the disk is gone"
+    assert refusal(process, rows=np.roll(rows, 1, axis=1)) == "OSError: the disk is gone"
     np.testing.assert_array_equal(process._writer.rows, rows)
-    channel, error = enter(process, rows=rows)
-    channel.close()
-    assert not error
+    assert not refusal(process, rows=rows)
 
 
 def test_what_no_process_gives_is_read_when_it_is_staged_and_not_when_it_is_placed(process, monkeypatch):
@@ -294,30 +252,28 @@ def test_what_no_process_gives_is_read_when_it_is_staged_and_not_when_it_is_plac
 def test_nobody_takes_a_slot_twice_or_one_of_another_process(process):
     writer = process._writer
     slot = writer.own.start
-    channel, _ = enter(process, b"")
-    with channel:
+    with entered(process, b"") as channel:
         for row, slots in ((0, [slot, slot]), (0, [0]), (0, [2**40]), (-1, [slot]), (99, [slot])):
             held = [int(writer.rows[0, slot])] * len(slots)
             assert "expected different ones from" in ask(channel, Take(row, slots, held))
 
 
-@pytest.mark.parametrize("layer", [-1, 0], ids=["to compile", "to compute"])
-def test_an_unknown_stack_of_experts_is_refused_in_a_line(process, caplog, layer):
-    channel, _ = enter(process)
-    with channel:
-        error = ask(channel, Call("nothing", layer, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
-        assert error == "there is no stack of experts 'nothing', only moe_layers"
+@pytest.mark.parametrize(
+    ("stack", "layer", "says"),
+    [
+        ("nothing", -1, "there is no stack of experts 'nothing', only moe_layers"),  # to compile
+        ("nothing", 0, "there is no stack of experts 'nothing', only moe_layers"),  # to compute
+        ("moe_layers", 2, "moe_layers has no experts in layer 2"),
+    ],
+)
+def test_an_unknown_stack_of_experts_and_a_layer_that_it_has_not_are_refused_in_a_line(
+    process, caplog, stack, layer, says
+):
+    with entered(process) as channel:
+        assert ask(channel, Call(stack, layer, 8, 8, np.zeros((2, 2), "<i4").tobytes())) == says
         assert not ask(channel, Call("moe_layers", -1, 8, 8, b""))
-    (record,) = [record for record in caplog.records if "nothing" in record.getMessage()]
+    (record,) = [record for record in caplog.records if says in record.getMessage()]
     assert (record.levelname, record.exc_info) == ("WARNING", None)
-
-
-def test_a_layer_that_there_is_not_is_no_other_one(process):
-    layers = sum(stack == "moe_layers" for stack, _ in process._writer.stack_rows)
-    channel, _ = enter(process)
-    with channel:
-        error = ask(channel, Call("moe_layers", layers, 8, 8, np.zeros((2, 2), "<i4").tobytes()))
-    assert error == f"moe_layers has no experts in layer {layers}"
 
 
 def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, monkeypatch):
@@ -328,8 +284,7 @@ def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays
             raise MemoryError
         return original(shape, *arguments, **options)
 
-    channel, _ = enter(process)
-    with channel:
+    with entered(process) as channel:
         monkeypatch.setattr(np, "empty", empty)
         send(channel, Call("moe_layers", 0, 4096, 4096, filled.tobytes()))
         channel.send_bytes(bytes(int(filled.sum()) * process._half.wire.row_bytes))

@@ -86,7 +86,11 @@ def group():
         def all_do(act):
             return list(pool.map(act, made))
 
-        yield SimpleNamespace(make=make, all_do=all_do, others=others)
+        def prepare(number=1):
+            for done in all_do(lambda process: process.prepare(number)):
+                assert done.result(20) is None
+
+        yield SimpleNamespace(make=make, all_do=all_do, prepare=prepare, others=others)
         for process in made:
             process.part.close()
         for one in others:
@@ -100,15 +104,21 @@ def meet(process):
 
 
 def test_all_go_on_with_the_new_side_which_waits_for_the_others_as_the_old_one_did(group):
-    processes = group.make(*[Side] * PROCESSES)
-    for done in group.all_do(lambda process: process.prepare()):
-        assert done.result(20) is None
+    """Process 0 alone has the new side follow experts that have moved since the first command."""
+    told = [[] for _ in range(PROCESSES)]
+    processes = group.make(*(lambda heard=heard: Side(moving=heard.append) for heard in told))
+    group.prepare()
     assert [process.side for process in processes] == [process.now for process in processes], "not yet"
+    moved = np.stack([ROWS[0], ROWS[1][::-1]])
+    for process in processes:
+        process.device.placements = SimpleNamespace(physical_to_logical=moved)
     assert group.all_do(lambda process: process.carry_out(ChangeExperts(1, True))) == [None] * PROCESSES
     for process in processes:
         assert process.side is process.made[0]
         assert process.now.closed.is_set()
         assert not process.side.closed.is_set()
+        np.testing.assert_array_equal(process.side.placement, moved)
+    assert [[message.row for message in heard] for heard in told] == [[1], [], []]
     assert group.all_do(meet) == [1] * PROCESSES
 
 
@@ -123,8 +133,7 @@ def test_where_one_cannot_go_on_all_stay_and_say_why(group, who):
     if who == 0:
         sides[0] = lambda: Side(moving=fail)
     processes = group.make(*sides)
-    for done in group.all_do(lambda process: process.prepare()):
-        done.result(20)
+    group.prepare()
     for process in processes:
         process.device.placements = SimpleNamespace(physical_to_logical=np.roll(ROWS, 1, axis=1))
     if who:
@@ -139,8 +148,7 @@ def test_where_one_cannot_go_on_all_stay_and_say_why(group, who):
         assert process.made[0].closed.is_set()
         assert not process.now.closed.is_set()
     assert group.all_do(meet) == [1] * PROCESSES
-    for done in group.all_do(lambda process: process.prepare(2)):  # and another change can be made
-        done.result(20)
+    group.prepare(2)  # and another change can be made
 
 
 def test_one_that_cannot_prepare_is_heard_of_by_process_0_and_the_side_is_dropped(group):
@@ -159,24 +167,9 @@ def test_one_that_cannot_prepare_is_heard_of_by_process_0_and_the_side_is_droppe
     assert group.all_do(meet) == [1] * PROCESSES
 
 
-def test_process_0_alone_has_the_new_side_follow_experts_that_have_moved_since_the_first_command(group):
-    told = [[] for _ in range(PROCESSES)]
-    processes = group.make(*(lambda heard=heard: Side(moving=heard.append) for heard in told))
-    for done in group.all_do(lambda process: process.prepare()):
-        done.result(20)
-    moved = np.stack([ROWS[0], ROWS[1][::-1]])
-    for process in processes:
-        process.device.placements = SimpleNamespace(physical_to_logical=moved)
-    group.all_do(lambda process: process.carry_out(ChangeExperts(1, True)))
-    assert [[message.row for message in heard] for heard in told] == [[1], [], []]
-    for process in processes:
-        np.testing.assert_array_equal(process.side.placement, moved)
-
-
 def test_an_attention_process_that_has_gone_ends_the_generation_and_leaves_no_link(group):
     processes = group.make(*[Side] * PROCESSES)
-    for done in group.all_do(lambda process: process.prepare()):
-        done.result(20)
+    group.prepare()
     group.others[2].close()
 
     def change(process):

@@ -15,14 +15,14 @@ from sharding import MeshSpec
 
 
 @pytest.mark.slow
-def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, monkeypatch):
+def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, monkeypatch, no_programs_on_disk):
     features = {
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
         "enable_eplb": True,
         "eplb_config": {"num_redundant_experts": 4},
         "host_cache_bytes": 200_000,
     }
-    model = str(write_checkpoint(tmp_path, mtp=True, first_k_dense_replace=0))
+    model = str(write_checkpoint(tmp_path, mtp=True))
     args = EngineArgs(model=model, mesh="dp=2", **FEW_SHAPES, **features)
     library = ProgramLibrary()
     ahead = CompileAhead(args, library)

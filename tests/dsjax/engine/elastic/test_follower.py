@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -14,9 +15,8 @@ from dsjax.engine.elastic import generations as generations_module
 from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.elastic.generations import Generations
 from dsjax.engine.elastic.mesh_change import NoMeshError
-from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import LeaderExecutor
-from dsjax.hosts import HostOptions, group
+from dsjax.hosts import HostOptions
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import JoinRequest
@@ -25,11 +25,18 @@ from dsjax.hosts.wire import JoinRequest
 @pytest.fixture(autouse=True)
 def nobody_watches_who_leaves(monkeypatch):
     """Leave at once: no thread of these groups watches the connections, so that nothing would end the wait for the other process."""
-    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
+    monkeypatch.setattr("dsjax.hosts.group._LEAVE_SECONDS", 0)
 
 
-def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_without_it():
+@pytest.fixture
+def group():
+    """A group whose process 1 has loaded the first generation."""
     group = Group()
+    group.until(lambda: group.loaded)
+    return group
+
+
+def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_without_it(group):
     first = LeaderExecutor(Told(), group.leader)
     first.launch(step(1))
     group.until(lambda: group.loaded and group.loaded[0].launched == 1)
@@ -51,8 +58,7 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
     assert group.error is None
 
 
-def test_the_record_is_read_everywhere_when_as_many_results_are_collected():
-    group = Group()
+def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group):
     leader = LeaderExecutor(Told(), group.leader)
     leader.set_recording(True)
     leader.collect(leader.launch(step(1)))
@@ -69,9 +75,7 @@ def test_the_record_is_read_everywhere_when_as_many_results_are_collected():
     group.end()
 
 
-def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason():
-    group = Group()
-    group.until(lambda: group.loaded)
+def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_with_the_reason(group):
     assert group.leader.links.look(Announcement(1, looks=True)) == (None, True)
     group.until(lambda: group.follower.phase == "standing by")  # it is no mesh
     group.second.links.unreached = lambda members: [0]  # process 0 hears of it by another way
@@ -88,9 +92,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     assert str(group.error) == str(error)
 
 
-def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(monkeypatch):
-    group = Group()
-    group.until(lambda: group.loaded)
+def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(group, monkeypatch):
     monkeypatch.setattr("dsjax.hosts.links._GRACE_SECONDS", -2.9)  # of the 3 s that they have to look
     group.second.links.tell = lambda number: None
     group.leader.links.unreached = lambda members: [1]
@@ -102,23 +104,20 @@ def test_one_that_does_not_say_whom_it_reaches_may_hang_and_is_not_left_out(monk
     group.end()
 
 
-def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_ever():
-    group = Group()
-    leader = LeaderExecutor(Told(), group.leader)
-    group.until(lambda: group.loaded)
+def failing(command):
+    raise RuntimeError("Gloo: connection closed by peer")
 
-    def fail(command):
-        raise RuntimeError("Gloo: connection closed by peer")
 
+def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_ever(group):
     cut = []
     group.second.collectives.cut_with(0, lambda: cut.append(group.follower.phase))
-    group.loaded[0].launch = fail
-    leader.launch(step(1))
+    group.loaded[0].launch = failing
+    LeaderExecutor(Told(), group.leader).launch(step(1))
     group.until(lambda: group.follower.phase == "regrouping")
     assert cut == ["ready"], "those that wait for it in that step have heard at once that it will not come"
     group.announce(1, 0, 1)
     group.until(lambda: len(group.loaded) == 2)
-    group.loaded[1].launch = fail
+    group.loaded[1].launch = failing
     LeaderExecutor(Told(), group.leader).launch(step(2))
     group.thread.join(60)
     assert not group.thread.is_alive()
@@ -127,70 +126,23 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
 
 def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_come():
     group = Group(regroups=False)
-    leader = LeaderExecutor(Told(), group.leader)
     group.until(lambda: group.loaded)
-
-    def fail(command):
-        raise RuntimeError("a program failed")
-
     group.follower.group.announcements.next = None  # it would be waited for
-    group.loaded[0].launch = fail
-    leader.launch(step(1))
+    group.loaded[0].launch = failing
+    LeaderExecutor(Told(), group.leader).launch(step(1))
     group.thread.join(60)
-    assert str(group.error) == "a program failed"
+    assert str(group.error) == "Gloo: connection closed by peer"
 
 
-def test_a_follower_that_waits_for_an_answer_of_a_generation_that_was_given_up_goes_on_to_the_next():
-    group = Group()
-    group.until(lambda: group.loaded)
-    asked: list[BaseException] = []
-
-    def ask():
-        try:
-            group.second.agreement.ask("loading")
-        except GroupError as error:
-            asked.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    group.announce(1, 0, 1)
-    thread.join(60)
-    assert "generation 0 was given up while process 0 (host, pid 10) was waited for" in str(asked[0])
-    group.end()
-
-
-def test_a_follower_that_waits_for_an_answer_of_process_0_says_why_that_one_has_ended_the_group():
-    group = Group()
-    group.until(lambda: group.loaded)
-    asked: list[BaseException] = []
-
-    def ask():
-        try:
-            group.second.agreement.ask("stages")
-        except GroupError as error:
-            asked.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    group.leader.leave("its engine could not be started")
-    thread.join(60)
-    assert str(asked[0]).startswith("process 0 has ended the group: its engine could not be started; its own messages")
+def test_a_follower_that_waits_for_an_answer_of_process_0_says_why_that_one_has_ended_the_group(group):
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(group.second.agreement.ask, "stages")
+        group.leader.leave("its engine could not be started")
+        said = "process 0 has ended the group: its engine could not be started"
+        with pytest.raises(GroupError, match=f"^{said}; its own messages"):
+            asked.result(60)
     group.thread.join(60)
-    assert str(group.error) == "process 0 has ended the group: its engine could not be started"
-
-
-def leaving(group: Group, generations: "SmallGenerations") -> threading.Thread:
-    """Process 1, which asks to leave, when process 0's engine has been told."""
-    group.until(lambda: group.loaded)
-    thread = threading.Thread(target=group.follower.leave, daemon=True)
-    thread.start()
-    group.until(lambda: group.store.list("dsjax/leaving/"))
-    group.leader.leavers.hear()
-    assert not group.store.list("dsjax/leaving/"), "it is heard once"
-    group.leader.leavers.hear()
-    assert generations.told == [None], "the engine looks at its processes, once"
-    generations.told.clear()
-    return thread
+    assert str(group.error) == said
 
 
 class SmallGenerations(Generations):
@@ -219,20 +171,43 @@ def mesh_of_processes(monkeypatch):
     return largest_mesh
 
 
+class Leaving:
+    """A group, what process 0 decides about it, and process 1, which asks to leave once process 0's engine has been told."""
+
+    def __init__(self):
+        self.group = Group()
+        self.generations = SmallGenerations(self.group)
+        self.group.until(lambda: self.group.loaded)
+
+    def ask(self):
+        self.thread = threading.Thread(target=self.group.follower.leave, daemon=True)
+        self.thread.start()
+        self.group.until(lambda: self.group.store.list("dsjax/leaving/"))
+        self.group.leader.leavers.hear()
+        assert not self.group.store.list("dsjax/leaving/"), "it is heard once"
+        self.group.leader.leavers.hear()
+        assert self.generations.told == [None], "the engine looks at its processes, once"
+        self.generations.told.clear()
+        return self
+
+    def left(self, number):
+        """Announce a generation without process 1, and wait for its end."""
+        self.group.announce(number, 0)
+        self.group.thread.join(60)
+        self.thread.join(60)
+        return self.group.follower.left and self.group.error is None
+
+
 def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_it_and_not_before():
-    group = Group()
-    generations = SmallGenerations(group)
-    thread = leaving(group, generations)
+    leaving = Leaving().ask()
+    group, generations = leaving.group, leaving.generations
     assert group.leader.live == group.leader.members, "process 0 has not decided yet"
     generations._decide_on_leavers()
     assert [member.process_id for member in generations._leavers] == [1]
     assert group.leader.live == group.leader.members[:1]
     assert group.follower.phase == "warming up", "it works on for the generation of now"
     assert not group.follower.left
-    group.announce(1, 0)
-    group.thread.join(60)
-    thread.join(60)
-    assert (group.follower.left, group.error) == (True, None)
+    assert leaving.left(1)
     assert group.released == group.loaded
     assert generations._leavers == [], "nothing more is to be changed"
     group.leader._lose(group.leader.members[1])  # its connection ends
@@ -240,42 +215,18 @@ def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_i
 
 
 def test_a_follower_that_cannot_be_spared_is_told_why_and_goes_on(caplog, mesh_of_processes):
-    group = Group()
-    generations = SmallGenerations(group)
-    mesh_of_processes.needed = 2
-    thread = leaving(group, generations)
-    generations._decide_on_leavers()
-    thread.join(60)
-    assert "cannot be spared, and goes on: without it 1 devices are left, too few" in caplog.text
-    assert group.leader.live == group.leader.members
-    assert generations._leavers == []
-    group.leader.leavers.needs_all, mesh_of_processes.needed = True, 1
-    thread = leaving(group, generations)  # it may ask again
-    generations._decide_on_leavers()
-    thread.join(60)
-    assert "cannot be spared, and goes on: process 0 is ending too" in caplog.text
-    group.leader.leavers.needs_all = False
-    again = leaving(group, generations)
-    generations._decide_on_leavers()
-    group.announce(1, 0)
-    group.thread.join(60)
-    again.join(60)
-    assert group.follower.left
-
-
-def test_a_follower_without_a_part_goes_at_once_and_no_mesh_changes():
-    group = Group()
-    generations = SmallGenerations(group)
-    group.until(lambda: group.loaded)
-    group.announce(1, 0)
-    group.until(lambda: group.follower.phase == "standing by")
-    thread = leaving(group, generations)
-    generations._decide_on_leavers()
-    group.thread.join(60)
-    thread.join(60)
-    assert (group.follower.left, group.error) == (True, None)
-    assert generations._leavers == []
-    assert group.leader.live_ids == [0], "no further mesh counts on it"
+    leaving, why = Leaving(), "without it 1 devices are left, too few"
+    for needed, needs_all in ((2, False), (1, True)):  # it may ask again
+        mesh_of_processes.needed, leaving.group.leader.leavers.needs_all = needed, needs_all
+        leaving.ask().generations._decide_on_leavers()
+        leaving.thread.join(60)
+        assert f"cannot be spared, and goes on: {why}" in caplog.text
+        assert leaving.group.leader.live == leaving.group.leader.members
+        assert leaving.generations._leavers == []
+        why = "process 0 is ending too"
+    leaving.group.leader.leavers.needs_all = False
+    leaving.ask().generations._decide_on_leavers()
+    assert leaving.left(1)
 
 
 def test_those_that_ask_to_leave_at_once_make_one_change_and_the_last_that_is_needed_stays(mesh_of_processes):
@@ -298,61 +249,25 @@ def test_those_that_ask_to_leave_at_once_make_one_change_and_the_last_that_is_ne
     assert leader.live == [members[0], members[3]]
 
 
-def test_a_process_that_comes_back_under_the_id_and_the_pid_of_one_that_left_is_counted_on():
-    group = Group()
-    generations = SmallGenerations(group)
-    thread = leaving(group, generations)
-    generations._decide_on_leavers()
-    assert group.leader.take_ended() == {1}, "no group of devices that it was in is formed again"
+def come_back(group):
+    """Have process 1 come back as another process; give the one that it was."""
     before = group.leader.members[1]
-    group.leader.members[1] = msgspec.structs.replace(before, port=before.port + 1)
-    assert group.leader.live == group.leader.members
-    group.announce(1, 0)
-    thread.join(60)
+    group.leader.members = [group.leader.members[0], msgspec.structs.replace(before, port=before.port + 1)]
+    return before
 
 
-def test_a_loss_that_two_threads_notice_at_once_is_one_loss():
-    group, told, both = Group(), [], threading.Barrier(2)
-    group.until(lambda: group.loaded)
+def test_a_late_word_of_a_process_that_has_gone_is_none_of_the_one_that_came_back(group):
+    told = []
     group.leader.on_change = told.append
-
-    class Lost(dict):
-        """Lets whoever looks wait for the other thread, which looks too, where nothing keeps them apart."""
-
-        def __contains__(self, key):
-            known = super().__contains__(key)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.5)
-            return known
-
-    group.leader.lost = Lost()
-    threads = [threading.Thread(target=group.leader._lose, args=(group.leader.members[1],)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(told) == 1
-
-
-def test_a_late_word_of_a_process_that_has_gone_is_none_of_the_one_that_came_back():
-    group, told = Group(), []
-    group.until(lambda: group.loaded)
-    group.leader.on_change = told.append
-    before = group.leader.members[1]
-    group.leader.members[1] = msgspec.structs.replace(before, port=before.port + 1)
-    group.leader._lose(before)
+    group.leader._lose(come_back(group))
     assert told == []
     assert not group.leader.lost
 
 
-def test_a_member_that_has_come_back_while_nobody_looked_is_still_gone_from_the_generation_that_it_was_in():
-    group = Group()
-    group.until(lambda: group.loaded)
+def test_a_member_that_has_come_back_while_nobody_looked_is_still_gone_from_the_generation_that_it_was_in(group):
     generations = SmallGenerations(group)
-    before = group.leader.members[1]
-    group.leader._lose(before)
-    # It has come back before the engine's thread, which was busy, has looked.
-    group.leader.members = [group.leader.members[0], msgspec.structs.replace(before, port=before.port + 1)]
+    group.leader._lose(group.leader.members[1])
+    come_back(group)  # before the engine's thread, which was busy, has looked
     del group.leader.lost[1]
     assert generations._is_broken
     with pytest.raises(GroupError, match="has gone away"):
@@ -363,9 +278,7 @@ def test_a_member_that_has_come_back_while_nobody_looked_is_still_gone_from_the_
     group.until(lambda: group.second.members == group.leader.members)  # by which it looks at links
 
 
-def test_a_member_may_come_back_while_its_loss_is_looked_at():
-    group = Group()
-    group.until(lambda: group.loaded)
+def test_a_member_may_come_back_while_its_loss_is_looked_at(group):
 
     class Lost(dict):
         """Forgets whoever is looked for: it comes back in that moment."""
@@ -379,19 +292,15 @@ def test_a_member_may_come_back_while_its_loss_is_looked_at():
 
 
 def test_a_leaver_that_is_asked_whom_it_reaches_goes_on_until_it_was_decided_on():
-    group = Group()
-    generations = SmallGenerations(group)
-    thread = leaving(group, generations)
+    leaving = Leaving().ask()
+    group = leaving.group
     group.leader.announce(Announcement(1, looks=True))
     group.until(lambda: group.follower.phase == "standing by")
     group.announce(2, 0, 1)
     group.until(lambda: len(group.loaded) == 2)
     assert not group.follower.left
-    generations._decide_on_leavers()
-    group.announce(3, 0)
-    group.thread.join(60)
-    thread.join(60)
-    assert group.follower.left
+    leaving.generations._decide_on_leavers()
+    assert leaving.left(3)
 
 
 @pytest.mark.parametrize(
@@ -433,25 +342,3 @@ def test_a_signal_ends_a_process_that_nobody_needs_yet_and_lets_another_one_leav
         assert ended == [code]
         assert capfd.readouterr().err == f"SIGTERM while {phase}: this process ends now\n"
         assert not asked.is_set()
-
-
-@pytest.mark.parametrize("served", [True, False])
-def test_a_signal_does_not_end_a_process_with_stages_that_serve_before_process_0_ends(served, monkeypatch, capfd):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    follower = Follower(SimpleNamespace(generation=0))
-    follower.leave = lambda: pytest.fail("it asks to leave")
-    monkeypatch.setattr(follower, "run", lambda *arguments, **options: None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        follower.run_with(EngineArgs(mesh="pp=2"))
-        follower.has_served, follower.phase = served, "ready" if served else "loading"
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == ([] if served else [0])
-        assert ("goes on until process 0 ends" if served else "ends now") in capfd.readouterr().err
-        ended.clear()
-        signal.raise_signal(signal.SIGTERM)
-        assert ended[0] == 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

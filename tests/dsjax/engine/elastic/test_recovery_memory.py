@@ -20,7 +20,7 @@ from tools.random_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.slow  # all together
 
-LAYERS, EXPERTS, WIDTH = 5, 8, 768
+LAYERS, EXPERTS, WIDTH = 4, 8, 768
 EXPERT = 2 * WIDTH * WIDTH * 2  # bytes of one expert's `gate_up` in one layer, the largest parameter
 SLACK = 10 << 20
 """Bytes that the interpreter, JAX, and pages of 2 MiB at the edges of layers may take beside weights: little more than half a layer."""
@@ -85,7 +85,6 @@ def host_bytes(params) -> int:
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says how much memory is resident")
 CHANGES = [
-    ("/scale", "dp=4", "dp=2", ()),
     ("/scale", "dp=2", "dp=4", ()),
     ("/scale", "dp=4", "tp=2", ()),
     ("loss", "dp=4", "dp=2", (2, 3)),
@@ -137,8 +136,9 @@ def device_bytes(devices) -> dict[int, int]:
     return {device.id: sum(nbytes for (id, _), nbytes in arrays.items() if id == device.id) for device in devices}
 
 
-@pytest.mark.parametrize(("change", "old", "new", "lost"), CHANGES)
-@pytest.mark.parametrize("room", [0, 1 << 40])
+@pytest.mark.parametrize(
+    ("change", "old", "new", "lost", "room"), [*((*change, 0) for change in CHANGES), (*CHANGES[-1], 1 << 40)]
+)
 def test_a_device_has_a_layer_twice_at_most_where_it_has_no_room_for_more(
     checkpoint, monkeypatch, change, old, new, lost, room
 ):
@@ -153,8 +153,9 @@ def test_a_device_has_a_layer_twice_at_most_where_it_has_no_room_for_more(
 
     def watch(act, *arguments):
         result = act(*arguments)
-        for id, nbytes in device_bytes(devices).items():
-            most[id] = max(most[id], nbytes)
+        if result.nbytes >= EXPERT:
+            for id, nbytes in device_bytes(devices).items():
+                most[id] = max(most[id], nbytes)
         return result
 
     move = HeldWeights.move_to_host

@@ -14,7 +14,7 @@ from held_engines import Engine
 from held_processes import Processes, groups
 from layouts import write_checkpoint
 
-from dsjax.checkpoint.held_weights import HeldWeights
+from dsjax.checkpoint.held_weights import HeldWeights, read_inventory
 from dsjax.config import ModelConfig
 from dsjax.engine.elastic import weight_peers
 from dsjax.engine.elastic.weight_peers import WeightPeers
@@ -30,6 +30,11 @@ def checkpoint(tmp_path_factory):
 
 def test_each_takes_what_it_lacks_from_the_other_and_nothing_is_read(checkpoint):
     processes = Processes(checkpoint)
+    for held in processes.held:  # what is said of parts survives the way
+        for path, shards in read_inventory(held.inventory()).items():
+            for (dtype, extent), shard in zip(shards, held.shards(path), strict=True):
+                assert extent.is_like(shard.extent)
+                assert np.dtype(dtype) == shard.values.dtype
     processes.run()
     for index in (0, 1):
         processes.check(index)
@@ -70,7 +75,7 @@ def test_one_that_leaves_the_mesh_gives_what_it_has_before_it_forgets_it(checkpo
     assert processes.held[0].counts.received == processes.expert_bytes(0) // 2
 
 
-@pytest.mark.parametrize("fault", ["dies", "hangs", "has forgotten"])
+@pytest.mark.parametrize("fault", ["dies", "hangs", "has forgotten", "cannot be reached"])
 def test_what_a_giver_does_not_give_is_read(checkpoint, monkeypatch, fault):
     processes, calls, over = Processes(checkpoint, seconds=1), [], threading.Event()
     give = WeightPeers._give_parts
@@ -88,22 +93,17 @@ def test_what_a_giver_does_not_give_is_read(checkpoint, monkeypatch, fault):
         else:
             channel.send(b"n")
 
+    if fault == "cannot be reached":
+        monkeypatch.setattr(weight_peers, "_listen", lambda group, give: None)
     monkeypatch.setattr(WeightPeers, "_give_parts", fail)
     processes.run()
     over.set()
     for index in (0, 1):
         processes.check(index)
+        counts = processes.held[index].counts
+        if fault == "cannot be reached":
+            assert (counts.received, counts.read) == (0, processes.expert_bytes(index) // 2)
     assert sum(held.counts.read for held in processes.held) > 0
-
-
-def test_a_giver_that_cannot_be_reached_costs_reading(checkpoint, monkeypatch):
-    monkeypatch.setattr(weight_peers, "_listen", lambda group, give: None)
-    processes = Processes(checkpoint)
-    processes.run()
-    for index in (0, 1):
-        processes.check(index)
-        assert processes.held[index].counts.received == 0
-        assert processes.held[index].counts.read == processes.expert_bytes(index) // 2
 
 
 def test_one_that_cannot_go_on_is_heard_of_and_what_is_held_stays(checkpoint):
@@ -137,16 +137,6 @@ def test_a_loss_and_a_new_generation_are_heard_of_between_two_layers():
         follower.check()
     for peers in (leader, follower):
         peers.close()
-
-
-def test_what_is_said_of_parts_survives_the_way(checkpoint):
-    [held] = Processes(checkpoint, count=1).held
-    from dsjax.checkpoint.held_weights import read_inventory
-
-    for path, shards in read_inventory(held.inventory()).items():
-        for (dtype, extent), shard in zip(shards, held.shards(path), strict=True):
-            assert extent.is_like(shard.extent)
-            assert np.dtype(dtype) == shard.values.dtype
 
 
 def test_a_layer_is_given_back_though_it_was_taken_before_it_was_known_who_wants_it(checkpoint, monkeypatch):

@@ -3,17 +3,14 @@
 These are the tests of `afd/expert_slots.py` and `afd/expert_peers.py`, and of experts' load as it is counted there.
 """
 
-import socket
-
 import numpy as np
 import pytest
-from balanced_model import generate, load, move, move_all
-from layouts import TINY, write_checkpoint
+from balanced_model import assert_same, by_expert, generate, load, loads_of, move, move_all, slots_of
+from layouts import prompts
+from processes import free_port
 
-from dsjax import LLM
-from dsjax.engine.contract.commands import ReadLoads
+from dsjax import LLM, SamplingParams
 from dsjax.engine.expert_process import load_experts
-from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.setup.args import EngineArgs
 
@@ -25,98 +22,84 @@ PATHS = ("moe_layers.moe.experts.gate_up.weight", "moe_layers.moe.experts.down.w
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def one_mesh(checkpoint):
-    """What two devices with everything make, the loads that they count, and the experts by number."""
+    """What two devices with everything make, the scores of a prompt, the loads that they count, and the experts by number."""
     llm = load(checkpoint, "dp=2")
     llm.executor.set_recording(True)
     made = generate(llm)
-    loads, counts = read_loads(llm), llm.executor.expert_counts()
-    yield made, loads, counts, by_expert([llm.executor.params], llm)
+    loads, counts = loads_of(llm), llm.executor.expert_counts()
+    yield made, scores(llm), loads, counts, experts([llm.executor.params], llm)
     llm.shutdown()
 
 
-def read_loads(llm):
-    return llm.executor.collect(llm.executor.launch(ReadLoads()))
+def scores(llm):
+    """Log-probabilities of a prompt in chunks."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=2)
+    (output,) = llm.generate(prompts()[-1:], params)
+    return output.prompt_logprobs
 
 
-def by_expert(params: list[dict], llm: LLM) -> dict[str, np.ndarray]:
-    """Parameters by logical expert, from the slots of one process after the other; all copies must be the same."""
-    rows, found = llm.executor.extension(ExpertMover).slots.physical_to_logical, {}
-    for path in PATHS:
-        slots = np.concatenate([np.asarray(one[path]) for one in params], axis=1)
-        found[path] = np.zeros((len(slots), TINY["n_routed_experts"], *slots.shape[2:]), slots.dtype)
-        for layer, row in enumerate(rows):
-            found[path][layer, row] = slots[layer]
-            np.testing.assert_array_equal(found[path][layer, row], slots[layer])
-    return found
+def experts(params: list[dict], llm: LLM) -> dict[str, np.ndarray]:
+    """Parameters by logical expert, from the slots of one process after the other."""
+    rows = slots_of(llm).physical_to_logical
+    whole = {path: np.concatenate([np.asarray(one[path]) for one in params], axis=1) for path in PATHS}
+    return {path: by_expert(array, rows) for path, array in whole.items()}
 
 
-def assert_same(found, expected):
-    for path in PATHS:
-        np.testing.assert_array_equal(found[path], expected[path])
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    made = load(checkpoint, "dp=2", enable_prefix_caching=False, **SIDES)
+    yield made
+    made.shutdown()
 
 
-def test_loads_are_those_of_one_mesh_and_experts_move_without_changing_a_token(checkpoint, one_mesh):
-    made, loads, recorded, experts = one_mesh
-    llm = load(checkpoint, "dp=2", enable_prefix_caching=False, **SIDES)
-    try:
-        llm.executor.set_recording(True)
+def test_loads_are_those_of_one_mesh_and_experts_move_without_changing_a_token(llm, one_mesh):
+    made, scored, loads, recorded, held = one_mesh
+    loads_of(llm)
+    llm.executor.set_recording(True)
+    assert generate(llm) == made
+    counted, counts = loads_of(llm), llm.executor.expert_counts()
+    llm.executor.set_recording(False)
+    np.testing.assert_array_equal(counted.logical, loads.logical)
+    assert counted.by_rank.shape == (2, 4)
+    np.testing.assert_array_equal(counts.logical_load, recorded.logical_load)
+    assert counts.rounds > 0
+    assert 0 < counts.padding_share < 1
+    side = llm.executor.device.model.apart
+    assert_same(experts([side.params], llm), held)
+    for seed in (1, 2):
+        before = slots_of(llm).physical_to_logical
+        move_all(llm, seed)
+        assert (slots_of(llm).physical_to_logical != before).any()
+        assert_same(experts([side.params], llm), held)
         assert generate(llm) == made
-        counted, counts = read_loads(llm), llm.executor.expert_counts()
-        np.testing.assert_array_equal(counted.logical, loads.logical)
-        assert counted.by_rank.shape == (2, 4)
-        np.testing.assert_array_equal(counts.logical_load, recorded.logical_load)
-        assert counts.rounds > 0
-        assert 0 < counts.padding_share < 1
-        side = llm.executor.device.model.apart
-        assert_same(by_expert([side.params], llm), experts)
-        for seed in (1, 2):
-            before = llm.executor.extension(ExpertMover).slots.physical_to_logical
-            move_all(llm, seed)
-            assert (llm.executor.extension(ExpertMover).slots.physical_to_logical != before).any()
-            assert_same(by_expert([side.params], llm), experts)
-            assert generate(llm) == made
-        np.testing.assert_array_equal(read_loads(llm).logical, 2 * loads.logical)
-    finally:
-        llm.shutdown()
+    np.testing.assert_array_equal(loads_of(llm).logical, 2 * loads.logical)
+    assert scores(llm) == scored
 
 
-def test_a_rebalance_makes_the_predicted_loads_true(checkpoint, one_mesh):
-    llm = load(checkpoint, "dp=2", enable_prefix_caching=False, **SIDES)
-    try:
-        made = generate(llm)
-        balancer = llm.engine.core.part(ExpertBalancer)
-        before = balancer.rebalance_now()["balancedness"]
-        assert before["after"] > before["before"]
-        assert generate(llm) == made == one_mesh[0]
-        assert not balancer.busy
-        read_loads(llm)  # in part before experts had moved
-        assert generate(llm) == made
-        window = read_loads(llm)
-        found = window.by_rank.mean(axis=1).sum() / window.by_rank.max(axis=1).sum()
-        assert found > before["before"]
-        assert found == pytest.approx(before["after"], abs=0.03)  # copies take turns, and have no equal loads
-        assert balancer.stats.rebalances == 1
-    finally:
-        llm.shutdown()
-
-
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+def test_a_rebalance_makes_the_predicted_loads_true(llm, one_mesh):
+    balancer = llm.engine.core.part(ExpertBalancer)
+    balancer._windows.clear()
+    loads_of(llm)
+    generate(llm)
+    before, done = balancer.rebalance_now()["balancedness"], balancer.stats.rebalances
+    assert before["after"] > before["before"]
+    assert generate(llm) == one_mesh[0]
+    assert not balancer.busy
+    loads_of(llm)  # in part before experts had moved
+    generate(llm)
+    window = loads_of(llm)
+    found = window.by_rank.mean(axis=1).sum() / window.by_rank.max(axis=1).sum()
+    assert found > before["before"]
+    assert found == pytest.approx(before["after"], abs=0.03)  # copies take turns, and have no equal loads
+    assert balancer.stats.rebalances == done + 1
 
 
 def test_experts_move_between_processes_and_one_that_comes_back_has_them_where_they_are_now(
     checkpoint, one_mesh, monkeypatch
 ):
-    made, _, _, experts = one_mesh
-    several = SIDES | {"afd_address": f"{free_address()},{free_address()}"}
+    made, *_, expected = one_mesh
+    several = SIDES | {"afd_address": f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"}
     args = {"model": str(checkpoint), "dtype": "float32", "enable_eplb": True, "eplb_config": CONFIG, **several}
     start = lambda rank: load_experts(EngineArgs(**args, afd_role="expert", afd_server_rank=rank))  # noqa: E731
     processes = [start(0), start(1)]
@@ -134,16 +117,16 @@ def test_experts_move_between_processes_and_one_that_comes_back_has_them_where_t
         move_all(llm, 1)
         assert reads == [[], []]  # from the checkpoint; each took what it lacked from the other
         assert all(asked)
-        assert_same(by_expert(held(), llm), experts)
+        assert_same(experts(held(), llm), expected)
         assert generate(llm) == made
         processes[1].close()
         processes[1] = start(1)
         assert generate(llm) == made
-        assert_same(by_expert(held(), llm), experts)
-        row = np.roll(llm.executor.extension(ExpertMover).slots.physical_to_logical[0], 7)
+        assert_same(experts(held(), llm), expected)
+        row = np.roll(slots_of(llm).physical_to_logical[0], 7)
         monkeypatch.setattr(processes[0]._peers, "fetch", lambda *_: {})  # as where the other gives none
         assert not any(move(llm, 0, row))
-        assert_same(by_expert(held(), llm), experts)
+        assert_same(experts(held(), llm), expected)
         assert generate(llm) == made
     finally:
         llm.shutdown()

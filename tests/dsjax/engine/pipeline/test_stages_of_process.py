@@ -6,14 +6,16 @@ Real processes: `test_stages_of_processes.py` in `tests/dsjax/hosts`.
 import queue
 import threading
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from balanced_model import load, move, random_row
-from layouts import TINY, InlinePool, prompts, write_checkpoint
+from balanced_model import failing, move, random_row
+from layouts import TINY, prompts
 from links_in_threads import links_of
+from staged_model import follow_load, load_stages
 
-from dsjax import LLM, SamplingParams
+from dsjax import SamplingParams
 from dsjax.engine.contract.commands import ReadLoads, Step
 from dsjax.engine.contract.executor import ExecutorWrapper
 from dsjax.engine.experts.eplb import ExpertMover
@@ -24,8 +26,8 @@ from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.engine.setup.assembly import expert_placement
 from dsjax.engine.stream.leader import is_collected
 
-SIZES = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4}
-DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+pytestmark = pytest.mark.slow  # all together
+
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False),
     SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1, prompt_logprobs=1),
@@ -110,48 +112,50 @@ def recorded(llm):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("stages"), mtp=True)
-
-
-@pytest.fixture(scope="module")
 def found(checkpoint):
-    """(what one process makes, what two make, logits of each, loads of each, the executor of process 0)."""
-    llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=64, **SIZES, **DRAFTS)
+    """What one process and two processes make of the same requests.
+
+    ends: the executors of process 0, with the first stage, and of process 1, with all others. leading: that of process 0 as its engine
+    sees it. moving: what two make while experts move.
+    """
+    llm = load_stages(checkpoint)
     sequence = prompts()[-1]["prompt_token_ids"]
     expected, logits, loads = made(llm), llm.logits([sequence])[0], recorded(llm)
-    stages, links = llm.executor.stages, links_of([0, 1])
-    first, last = (StagesOfProcess([stage], link) for stage, link in zip(stages, links, strict=True))
-    llm.engine.core.executor = leading = Leading(first, last, links[0])
-    two, logits_of_two = made(llm), llm.logits([sequence])[0]
+    (first, *others), links = llm.executor.stages, links_of([0, 1])
+    ends = [
+        StagesOfProcess(stages, link, ExpertsOfProcesses(stages, llm.config, link))
+        for stages, link in zip(([first], others), links, strict=True)
+    ]
+    llm.engine.core.executor = leading = Leading(*ends, links[0])
+    found = SimpleNamespace(llm=llm, ends=ends, leading=leading, expected=expected, two=[made(llm)])
+    found.logits = logits, llm.logits([sequence])[0]
     llm.engine.flush_prefix_cache()
-    again, loads_of_two = made(llm), recorded(llm)
+    found.two.append(made(llm))
+    found.loads = loads, recorded(llm)
+    follow_load(llm)
+    found.moving = made(llm)
+    yield found
     leading.end()
-    yield expected, (two, again), (logits, logits_of_two), (loads, loads_of_two), leading
     for link in links:
         link.close()
 
 
 def test_two_make_what_one_makes_to_the_bit(found):
-    expected, (two, again), (logits, logits_of_two), *_ = found
-    assert two == expected
-    assert again == expected
-    np.testing.assert_array_equal(logits_of_two, logits)
+    assert found.two == [found.expected] * 2
+    np.testing.assert_array_equal(*found.logits)
 
 
 def test_process_0_begins_a_step_while_the_one_before_is_at_the_next_stage(found):
-    *_, leading = found
-    assert leading.most == 2
+    assert found.leading.most == 2
 
 
 def test_a_step_that_process_0_has_waited_for_is_done_at_the_last_stage(found):
-    *_, leading = found
-    assert len(leading.done_at_wait) > 10
-    assert set(leading.done_at_wait) == {1}
+    assert len(found.leading.done_at_wait) > 10
+    assert set(found.leading.done_at_wait) == {1}
 
 
 def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_and_begins_anew_each_time(found):
-    *_, ((loads, _, after), (loads_of_two, shown_of_two, after_of_two)), _ = found
+    (loads, _, after), (loads_of_two, shown_of_two, after_of_two) = found.loads
     for name in ("tokens_per_expert", "logical_load", "physical_to_logical", "rows_sent"):
         np.testing.assert_array_equal(getattr(loads_of_two, name), getattr(loads, name))
     assert loads.tokens_per_expert.sum(1).min() > 0
@@ -161,90 +165,48 @@ def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_and_beg
     assert (after, after_of_two) == (None, None)
 
 
-def test_pages_in_host_memory_come_back_to_the_stages_of_all_processes(checkpoint):
-    few = {"cache_tokens": 64, "host_cache_bytes": 400_000, "batch_invariant": True}
-    llm = LLM(str(checkpoint), mesh="pp=2", max_model_len=64, **SIZES, **DRAFTS, **few)
-    expected = made(llm)
-    llm.engine.flush_prefix_cache()
-    links = links_of([0, 1])
-    first, last = (StagesOfProcess([stage], link) for stage, link in zip(llm.executor.stages, links, strict=True))
-    llm.engine.core.executor = leading = Leading(first, last, links[0])
-    found = [made(llm)]
-    llm.generate(prompts()[-1:], PARAMS[0])  # takes the pages of the others
-    before = llm.engine.core.loads()[0].tiers["host"].fetched
-    found.append(made(llm))
-    fetched = llm.engine.core.loads()[0].tiers["host"].fetched - before
-    leading.end()
-    for link in links:
-        link.close()
-    assert found == [expected, expected]
-    assert fetched > 5
+def placed(experts) -> np.ndarray:
+    return experts.extension(ExpertMover).slots.physical_to_logical
 
 
-@pytest.fixture(scope="module")
-def balanced(checkpoint):
-    """(what one process makes, what two make, the engine, and the executor of each) of two stages, of which one has a dense layer alone."""
-    llm = load(
-        checkpoint, "pp=2,dp=2", eplb={"window_size": 4, "step_interval": 4, "payback": 0}, pp_layer_partition="1,2"
-    )
-    expected, core, (first, last) = made(llm), llm.engine.core, llm.executor.stages
-    llm.engine.flush_prefix_cache()
-    links, config = links_of([0, 1]), llm.config
-    ends = [
-        StagesOfProcess([stage], link, ExpertsOfProcesses([stage], config, link))
-        for stage, link in zip((first, last), links, strict=True)
-    ]
-    core.executor = leading = Leading(*ends, links[0])
-    balancer = core.part(ExpertBalancer)
-    balancer._pool = None
-    balancer.start(leading, llm.args.scheduler_config(leading.limits))
-    balancer._pool = InlinePool()
-    yield expected, made(llm), llm, ends
-    leading.end()
-    for link in links:
-        link.close()
-
-
-def test_process_0_decides_for_the_experts_of_others_and_no_token_changes(balanced):
-    expected, two, llm, (first, last) = balanced
-    assert two == expected
+def test_process_0_decides_for_the_experts_of_others_and_no_token_changes(found):
+    llm, (first, last) = found.llm, found.ends
+    assert found.moving == found.expected
     stats, slots = llm.engine.core.part(ExpertBalancer).stats, first.extension(ExpertMover).slots
     assert stats.rebalances
     assert not stats.failures
     assert stats.exchange_seconds > 0
     assert sum(stats.rank_tokens) > 0
-    own = last.stages[0].extension(ExpertMover).slots
-    np.testing.assert_array_equal(slots.physical_to_logical, own.physical_to_logical)
-    assert (slots.physical_to_logical != expert_placement(llm.config, first.model.spec, 8).physical_to_logical).any()
-    assert (slots.ranks, slots.expert_bytes, slots.per_exchange) == (own.ranks, own.expert_bytes, own.per_exchange)
+    own = [stage.extension(ExpertMover).slots for stage in last.stages]
+    np.testing.assert_array_equal(slots.physical_to_logical, np.concatenate([one.physical_to_logical for one in own]))
+    at_first = expert_placement(llm.config, first.model.spec, 8).physical_to_logical
+    assert (slots.physical_to_logical[: len(at_first)] != at_first).any()
+    for name in ("ranks", "expert_bytes", "per_exchange"):
+        assert getattr(slots, name) == getattr(own[0], name)
     assert slots.expert_share == expert_share(llm.config)
 
 
-def test_process_0_hears_what_goes_wrong_elsewhere(balanced, monkeypatch):
-    *_, llm, (first, last) = balanced
+def test_process_0_hears_what_goes_wrong_elsewhere(found, monkeypatch):
+    llm, (first, last) = found.llm, found.ends
 
-    def fail(*arguments):
-        raise RuntimeError("the device said no")
-
-    before = first.extension(ExpertMover).slots.physical_to_logical
+    before = placed(first)
     row = random_row(np.random.default_rng(4), before.shape[1])
     with monkeypatch.context() as patch:
-        patch.setattr(last.stages[0].programs, "place_experts", lambda layers: fail)
+        patch.setattr(last.stages[1].programs, "place_experts", lambda layers: failing())
         errors = move(llm, 1, row)
     assert errors == [None] * (len(errors) - 1) + ["RuntimeError: the device said no"]
-    np.testing.assert_array_equal(first.extension(ExpertMover).slots.physical_to_logical, before)
+    np.testing.assert_array_equal(placed(first), before)
     assert not any(move(llm, 1, row))
-    np.testing.assert_array_equal(first.extension(ExpertMover).slots.physical_to_logical[1], row)
+    np.testing.assert_array_equal(placed(first)[1], row)
 
 
-def test_process_0_knows_what_an_exchange_takes_once_all_are_warm(balanced):
-    *_, ends = balanced
-    own = (0.25, 0.5)
-    first, last = (end._experts for end in ends)
-    last._movers[0]._seconds = own
+def test_process_0_knows_what_an_exchange_takes_once_all_are_warm(found):
+    first, last = (end._experts for end in found.ends)
+    for mover, seconds in zip(last._movers, ((0.25, 0.125), (0.125, 0.5)), strict=True):
+        mover._seconds = seconds
     for experts in (last, first):
         experts.meet()
     command = ReadLoads()
-    told = [end.launch(command) for end in reversed(ends)]
-    assert ends[0].collect(told[1]).logical.shape == (2, TINY["n_routed_experts"])
-    assert first.slots.seconds == own
+    told = [end.launch(command) for end in reversed(found.ends)]
+    assert found.ends[0].collect(told[1]).logical.shape == (3, TINY["n_routed_experts"])
+    assert first.slots.seconds == (0.25, 0.5)

@@ -1,41 +1,25 @@
 """An executor's programs: each is compiled once, by one process of a host, and what another one compiles is waited for and loaded."""
 
-import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import jax
 import pytest
 from small_programs import lowered, mesh_of, never_lowered, programs_in, run_on
 
 from dsjax.engine.program_cache import compiled_programs
-from dsjax.engine.program_cache.compiled_programs import CompiledPrograms
-from dsjax.engine.program_cache.folder import ProgramFolder
-from dsjax.engine.program_cache.library import ProgramLibrary
+
+SILENT = (lambda *said: None, lambda key: None)
+"""Tell nobody what is compiled, and do nothing after it."""
 
 
 def test_an_executor_that_finds_all_its_programs_traces_none(tmp_path):
     mesh, reports = mesh_of([0, 1, 2, 3]), []
     for lower in (lambda key: lowered(mesh), lambda key: never_lowered()):
-        library = ProgramLibrary(ProgramFolder.inside(tmp_path))
-        programs = CompiledPrograms(lower, lambda: None, library.shelf("about", mesh, ("model",)))
+        programs = programs_in(tmp_path, mesh, lower)
         programs.compile_all({("a",): "a", ("b",): "b"}, lambda *said: reports.append(said), lambda key: None)
         assert run_on(programs.get(("a",), never_lowered), mesh)
     assert reports[-1] == (2, 2, "all")
-
-
-def test_garbage_is_looked_for_less_often_while_programs_are_traced_and_as_before_after_that():
-    before, seen = gc.get_threshold(), []
-
-    def stop(key):
-        seen.append(gc.get_threshold())
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        CompiledPrograms(stop, lambda: None, None).compile_all({("a",): "a"}, lambda *said: None, lambda key: None)
-    assert seen[0][0] >= 20_000
-    assert gc.get_threshold() == before
 
 
 def in_threads(*works) -> None:
@@ -105,21 +89,10 @@ def test_an_interrupt_gives_back_all_turns(tmp_path):
 
     labels = {("a",): "a", ("b",): "b"}
     with pytest.raises(KeyboardInterrupt):
-        programs_in(tmp_path, mesh, stop_at_the_second).compile_all(labels, lambda *said: None, lambda key: None)
+        programs_in(tmp_path, mesh, stop_at_the_second).compile_all(labels, *SILENT)
     later = programs_in(tmp_path, mesh)
-    later.compile_all(labels, lambda *said: None, lambda key: None)
+    later.compile_all(labels, *SILENT)
     assert set(later.compiled) == set(labels)
-
-
-def test_processes_begin_at_programs_of_their_own(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    firsts = []
-    for index in range(3):
-        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        order = compiled_programs._from_own_place([("a",), ("b",), ("c",), ("d",)])
-        assert sorted(order) == [("a",), ("b",), ("c",), ("d",)]
-        firsts.append(order[0])
-    assert firsts == [("a",), ("b",), ("c",)]
 
 
 def test_a_process_that_was_stopped_with_many_turns_is_waited_for_once(tmp_path, monkeypatch):
@@ -131,7 +104,7 @@ def test_a_process_that_was_stopped_with_many_turns_is_waited_for_once(tmp_path,
         clock[0] += compiled_programs._PATIENCE / 8
 
     monkeypatch.setattr(compiled_programs, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    later.compile_all(labels, lambda *said: None, lambda key: None)
+    later.compile_all(labels, *SILENT)
     assert set(later.compiled) == set(labels)
     assert clock[0] < 1.5 * compiled_programs._PATIENCE
     assert None not in turns

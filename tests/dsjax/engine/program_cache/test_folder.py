@@ -1,5 +1,6 @@
 """Programs on disk: read whole, and only where nobody else can have written them; those not used for longest make room."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -55,17 +56,14 @@ def test_a_program_under_another_ones_name_is_not_read(folder):
     assert folder.read(OTHER) is None
 
 
-def test_what_others_can_write_is_not_read(folder, caplog):
-    folder.write(NAME, b"program")
+def test_what_others_can_write_is_not_read_and_neither_is_a_link_nor_a_pipe(folder, caplog):
+    for name in (NAME, OTHER):
+        folder.write(name, b"program")
     path = folder.path / f"{NAME}.program"
     path.chmod(0o666)
     assert folder.read(NAME) is None
     assert "somebody else can have written it" in caplog.text
-
-
-def test_neither_is_a_link_nor_a_pipe(folder):
-    folder.write(OTHER, b"program")
-    path = folder.path / f"{NAME}.program"
+    path.unlink()
     path.symlink_to(folder.path / f"{OTHER}.program")
     assert folder.read(NAME) is None
     path.unlink()
@@ -73,18 +71,14 @@ def test_neither_is_a_link_nor_a_pipe(folder):
     assert folder.read(NAME) is None
 
 
-def test_a_folder_that_others_can_write_to_keeps_nothing_and_says_so(tmp_path, caplog):
+def test_a_store_that_is_no_folder_or_that_others_can_write_to_keeps_nothing(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    for cache in (None, tmp_path / "gs:/bucket", tmp_path / "file"):
+        assert ProgramFolder.inside(cache) is None
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs").chmod(0o777)
     assert ProgramFolder.inside(tmp_path) is None
     assert "others can write to" in caplog.text
-
-
-def test_a_store_that_is_no_folder_keeps_none(tmp_path):
-    assert ProgramFolder.inside(None) is None
-    assert ProgramFolder.inside(tmp_path / "gs:/bucket") is None
-    (tmp_path / "file").touch()
-    assert ProgramFolder.inside(tmp_path / "file") is None
 
 
 def test_where_nothing_can_be_written_that_is_said_once(folder, caplog):
@@ -124,6 +118,11 @@ def test_one_at_a_time_has_the_turn_to_make_a_program(folder, tmp_path):
         turn.close()
         turn.close()
     assert files(folder) == []
+    lost = folder.turn(NAME)
+    assert another.turn(NAME) is None
+    del lost
+    gc.collect()
+    assert another.turn(NAME) is not None
 
 
 def test_a_process_that_is_killed_in_its_turn_leaves_it_to_others(folder):

@@ -1,4 +1,6 @@
-"""An engine's programs on disk: two that have one name are the same to the letter, and an engine that is made again traces none."""
+"""An engine's programs on disk: two of one name are the same to the letter, and an engine that is made again traces none."""
+
+from collections import defaultdict
 
 import pytest
 from layouts import write_checkpoint
@@ -37,46 +39,46 @@ STEPS = [
 """Options that a step depends on, one by one. What the engine adds to them (drafts, balancing) is in the parameters and the state."""
 
 
-def names_and_texts(folder: ProgramFolder, options: dict):
-    """Give the names on disk of some of a step's programs, and what the compiler is given of each."""
+def programs_of(folder: ProgramFolder, options: dict):
+    """Give of some of a step's programs the name on disk, and a function that lowers it to what the compiler is given."""
     step = tiny(**options)
     limits = limits_of(step.spec.dp_size)
     state = device_state.describe(step, limits, 0)
     programs = Programs(step, step.abstract_parameters(), state, limits, library=ProgramLibrary(folder))
-    shape = programs.shape(Rectangle(2, 1), None)
-    for key in (("step", shape, False), ("admit",)):
-        options = programs._compiler_options(key)
-        yield programs.store.shelf._on_disk.name(key, options), (programs._lower(key).as_text(), str(options))
+    for key in (("step", programs.shape(Rectangle(2, 1), None), False), ("admit",)):
+        chosen = programs._compiler_options(key)
+        name = programs.store.shelf._on_disk.name(key, chosen)
+        assert name is not None, options
+        yield name, lambda key=key, chosen=chosen: (programs._lower(key).as_text(), str(chosen))
 
 
-@pytest.mark.slow
 def test_programs_of_one_name_are_the_same_to_the_letter(tmp_path):
-    folder, texts = ProgramFolder.inside(tmp_path), {}
-    for options in (*STEPS, STEPS[0], STEPS[7]):
-        for name, text in names_and_texts(folder, options):
-            assert texts.setdefault(name, text) == text, options
-    assert len(set(texts.values())) > len(STEPS), "the options change what is compiled"
+    """Only programs that share a name are lowered: a name of its own leads to no other text."""
+    folder, by_name = ProgramFolder.inside(tmp_path), defaultdict(list)
+    for options in (*STEPS, STEPS[7]):
+        for name, lower in programs_of(folder, options):
+            by_name[name].append(lower)
+    shared = [lowers for lowers in by_name.values() if len(lowers) > 1]
+    assert len(shared) >= 2, "the programs of the step that is described twice"
+    for first, *others in shared:
+        text = first()
+        assert all(other() == text for other in others)
 
 
-@pytest.mark.parametrize(
-    "options", [{"mesh": "dp=1"}, {"mesh": "dp=2,tp=2"}, {"mesh": "pp=2"}], ids=lambda o: o["mesh"]
-)
-def test_an_engine_that_is_made_again_traces_no_program_and_makes_the_same_tokens(tmp_path, monkeypatch, options):
-    model = str(write_checkpoint(tmp_path, first_k_dense_replace=0))
-    inside = classmethod(lambda cls, cache: cls(tmp_path / "programs"))
+@pytest.mark.slow  # compiles an engine
+def test_an_engine_that_is_made_again_traces_no_program_and_makes_the_same_tokens(tmp_path, monkeypatch):
+    model = str(write_checkpoint(tmp_path, mtp=True))
     (tmp_path / "programs").mkdir(mode=0o700)
-    monkeypatch.setattr(ProgramFolder, "inside", inside)
-    asked = (
-        [{"prompt_token_ids": [5, 3, 9, 2]}],
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2),
-    )
+    monkeypatch.setattr(ProgramFolder, "inside", classmethod(lambda cls, cache: cls(tmp_path / "programs")))
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2)
     made = []
     for again in (False, True):
         if again:
             monkeypatch.setattr(CompiledPrograms, "_compile", lambda self, key, *_: pytest.fail(f"{key} is compiled"))
-        llm = LLM(model=model, **FEW_SHAPES | options)
+        llm = LLM(model=model, mesh="pp=2", **FEW_SHAPES)
         try:
-            made.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in llm.generate(*asked)])
+            (output,) = llm.generate([{"prompt_token_ids": [5, 3, 9, 2]}], params)
+            made.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
         finally:
             llm.shutdown()
     assert made[0] == made[1]

@@ -1,5 +1,8 @@
 """Pages that several executors have parts of are whole on the disk, or not there, and each gets its own part back."""
 
+import time
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from test_disk_pages import SHAPES, SPACE, name, page, same
@@ -32,7 +35,7 @@ class Divided:
         return DiskPages(PageFiles(lock_folder(self.folder), SPACE, shapes), 1 << 20)
 
     def reports(self):
-        return self.pages.page_reports(5.0)
+        return self.pages.page_reports()
 
     def write(self, *numbers):
         for number in numbers:
@@ -41,10 +44,20 @@ class Divided:
         self.wait_for(*numbers)
 
     def wait_for(self, *numbers):
+        """Wait until these pages have been written."""
         written = {}
         while not written.keys() >= set(numbers):
             written |= self.reports().written
+            time.sleep(0.001)
         assert all(written.values())
+
+    def read(self, number, place):
+        """Have a page read under this number of the rank, and wait for it."""
+        for part in self.parts:
+            part.read(0, place, name(number))
+        while not (read := self.reports().read):
+            time.sleep(0.001)
+        assert read == [(0, place, True)]
 
     def names(self):
         return sorted(PageFiles(PageFolder(self.folder), SPACE, SHAPES).list().names)
@@ -63,15 +76,18 @@ def disk(tmp_path):
 
 def test_a_page_of_parts_is_the_file_that_one_executor_writes_and_reads(disk, tmp_path):
     disk.write(1)
-    assert same(PageFiles(PageFolder(tmp_path), SPACE, SHAPES).read(name(1)), 1)
-    for part in disk.parts:
-        part.read(0, 7, name(1))
-    assert disk.reports().read == [(0, 7, True)]
-    for place, part in enumerate(disk.parts):
-        taken = part.take(0, 7)
-        expected = part_of(1, place)
-        assert taken.keys() == expected.keys()
-        assert all(np.array_equal(taken[key], expected[key]) for key in expected)
+    whole = PageFiles(PageFolder(tmp_path), SPACE, SHAPES)
+    assert same(whole.read(name(1)), 1)
+    whole.write(name(2), page(2))
+    for number in (1, 2):
+        disk.read(number, 7)
+        for place in (0, 0, 1):  # one takes its part twice
+            taken = disk.parts[place].take(0, 7)
+            expected = part_of(number, place)
+            assert taken.keys() == expected.keys()
+            assert all(np.array_equal(taken[key], expected[key]) for key in expected)
+        with pytest.raises(KeyError):  # all have their parts: it is kept no longer
+            disk.first.take(0, 7)
 
 
 def test_a_page_without_one_of_its_parts_is_not_there_even_at_the_end(disk):
@@ -80,16 +96,6 @@ def test_a_page_without_one_of_its_parts_is_not_there_even_at_the_end(disk):
     disk.last.write(3, name(3), part_of(3, 1))
     disk.close()
     assert disk.names() == [name(2)]
-
-
-def test_parts_of_several_pages_may_come_in_turn_or_one_after_the_other(disk):
-    for number in (1, 2):
-        disk.first.write(number, name(number), part_of(number, 0))
-    for number in (1, 2):
-        disk.last.write(number, name(number), part_of(number, 1))
-    disk.wait_for(1, 2)
-    files = PageFiles(PageFolder(disk.folder), SPACE, SHAPES)
-    assert all(same(files.read(name(number)), number) for number in (1, 2))
 
 
 def test_deleting_comes_after_what_all_were_to_write_before(disk):
@@ -105,40 +111,21 @@ def test_deleting_comes_after_what_all_were_to_write_before(disk):
 
 def test_a_number_that_is_forgotten_and_used_again_brings_the_new_page_to_all(disk):
     disk.write(1, 2)
-    for part in disk.parts:
-        part.read(0, 5, name(1))
-    assert disk.reports().read == [(0, 5, True)]
+    disk.read(1, 5)
     disk.first.take(0, 5)  # an interrupt, and nobody takes the rest
     for part in disk.parts:
         part.forget(0, 5)
-        part.read(0, 5, name(2))
-    assert disk.reports().read == [(0, 5, True)]
+    disk.read(2, 5)
     first, last = (part.take(0, 5) for part in disk.parts)
     assert np.array_equal(np.concatenate([first["latent"], last["latent"]]), page(2)["latent"])
 
 
-def test_a_page_that_all_have_taken_is_kept_no_longer(disk):
-    disk.write(1)
-    for part in disk.parts:
-        part.read(0, 5, name(1))
-    disk.reports()
-    disk.first.take(0, 5), disk.first.take(0, 5), disk.last.take(0, 5)
-    with pytest.raises(KeyError):
-        disk.first.take(0, 5)
-
-
 def test_every_executor_looks_after_its_own_part_when_reports_are_asked_for(disk):
-    class Reporter:
-        asked = 0
-
-        def page_reports(self, seconds=0.0):
-            self.asked += 1
-            return PageReports([], [])
-
-    reporters = [Reporter(), Reporter()]
+    reporters = [Mock(**{"page_reports.return_value": PageReports([], [])}) for _ in range(2)]
     disk.pages.report_through(reporters)
     assert disk.pages.extension(PageReporter) is disk.pages
     assert disk.pages.extension(DiskPages) is None
     disk.write(1)
-    assert reporters[0].asked == reporters[1].asked > 0
+    first, last = (reporter.page_reports.call_count for reporter in reporters)
+    assert first == last > 0
     assert disk.last.reports() == PageReports([], [])

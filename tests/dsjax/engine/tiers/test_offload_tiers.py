@@ -48,27 +48,60 @@ def run(engine, prompts, *, abort=()):
     return {request.request_id: request.output_token_ids for request in requests}
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_are_those_without_a_tier_and_pages_come_back(in_flight, ranks):
-    engine = core(num_ranks=ranks, host_pages_per_rank=60, max_in_flight=in_flight)
+def begin_alike(number, count=5, beginnings=8):
+    """Prompts that begin with one of a few beginnings, the same ones for every `number`."""
     choose = random.Random(4)
-    beginnings = [[choose.randrange(300) for _ in range(24)] for _ in range(8)]
-    number = 0
+    shared = [[choose.randrange(300) for _ in range(24)] for _ in range(beginnings)]
+    choose = random.Random(number)
+    tails = [[choose.randrange(300) for _ in range(choose.randrange(9))] for _ in range(count)]
+    return [(1000 * number + i, choose.choice(shared) + tail) for i, tail in enumerate(tails)]
+
+
+HOST_ALONE, DISK_ALONE = {"host_pages_per_rank": 60}, {"disk_pages": 200}
+LITTLE_HOST, LITTLE_DISK = DISK_ALONE | {"host_pages_per_rank": 3}, HOST_ALONE | {"disk_pages": 20}
+
+
+@pytest.mark.parametrize(
+    ("below", "ranks", "in_flight", "disk_takes"),
+    [
+        (HOST_ALONE, 1, 1, 0),
+        (HOST_ALONE, 2, 2, 0),
+        (DISK_ALONE, 1, 2, 0),
+        (DISK_ALONE, 2, 1, 3),
+        (DISK_ALONE, 2, 2, 20),
+        (LITTLE_HOST, 2, 1, 0),
+        (LITTLE_HOST, 1, 2, 3),
+        (LITTLE_HOST, 1, 1, 20),
+        (LITTLE_DISK, 2, 2, 3),
+        (LITTLE_DISK, 1, 1, 0),
+        (LITTLE_DISK, 2, 1, 20),
+    ],
+)
+def test_tokens_are_those_without_a_tier_however_long_the_disk_takes_and_pages_come_back(
+    below, ranks, in_flight, disk_takes
+):
+    """Every pair of values occurs."""
+    engine = core(num_ranks=ranks, max_in_flight=in_flight, **below)
+    engine.executor.disk_takes = disk_takes
     for turn in range(12):
-        prompts = []
-        for _ in range(5):
-            tail = [choose.randrange(300) for _ in range(choose.randrange(9))]
-            prompts.append((number, choose.choice(beginnings) + tail))
-            number += 1
+        prompts = begin_alike(turn)
         gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
         outputs = run(engine, prompts, abort=gone)
         for name, tokens in prompts:
             if f"{name}" not in gone:
                 assert outputs[f"{name}"] == expected_tokens(tokens, 6)
         assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
-    counts = [host.counts() for host in tiers(engine).host]
-    assert all(one.stored > 20 and one.fetched > 20 for one in counts), counts
+    if "host_pages_per_rank" in below and below != LITTLE_HOST:
+        counts = [host.counts() for host in tiers(engine).host]
+        assert all(one.stored > 20 and one.fetched > 20 for one in counts), counts
+    if "disk_pages" in below:
+        counts = tiers(engine).disk.counts()
+        assert counts.stored > 10
+        if below != LITTLE_DISK:
+            assert counts.fetched > 20, counts
+            assert sum(rank.hits["disk"] for rank in engine.scheduler.ranks) > 40
+    for rank in engine.scheduler.ranks:
+        assert sum(rank.hits.values()) == rank.prefix_hits
 
 
 def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
@@ -79,17 +112,6 @@ def test_requests_whose_pages_are_kept_give_way_to_one_that_needs_room():
         outputs = run(engine, [(turn * 10 + i, tokens) for i, tokens in enumerate(prompts)])
         assert list(outputs.values()) == [expected_tokens(tokens, 6) for tokens in prompts]
     assert tiers(engine).host[0].counts().fetched > 20
-
-
-def test_flushing_forgets_what_is_below_and_what_is_on_its_way():
-    engine = core(host_pages_per_rank=60)
-    prompts = [(i, [i] * 4 + list(range(40))) for i in range(4)]
-    run(engine, prompts)
-    engine.flush_prefix_cache()
-    assert tiers(engine).host[0].counts().used_pages == 0
-    before = tiers(engine).host[0].counts().fetched
-    run(engine, [(10 + i, tokens) for i, tokens in prompts])
-    assert tiers(engine).host[0].counts().fetched == before
 
 
 def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
@@ -108,54 +130,27 @@ def test_pages_that_come_after_a_flush_do_not_keep_their_request_waiting():
     assert request.output_token_ids == expected_tokens([*tokens, 7], 6)
 
 
-DISKS = [
-    {"disk_pages": 200},
-    {"disk_pages": 200, "host_pages_per_rank": 3},
-    {"disk_pages": 20, "host_pages_per_rank": 60},
-]
+def on_disk_alone():
+    """An engine whose disk alone has the pages of a first prompt, and the disk hangs."""
+    engine = core(disk_pages=200)
+    for prompts in ([(0, list(range(40)))], [(1, list(range(100, 156))), (2, list(range(200, 256)))]):
+        run(engine, prompts)
+    engine.executor.disk_takes = None
+    return engine
 
 
-def begin_alike(number, count=5, beginnings=8):
-    """Prompts that begin with one of a few beginnings, the same ones for every `number`."""
-    choose = random.Random(4)
-    shared = [[choose.randrange(300) for _ in range(24)] for _ in range(beginnings)]
-    choose = random.Random(number)
-    tails = [[choose.randrange(300) for _ in range(choose.randrange(9))] for _ in range(count)]
-    return [(1000 * number + i, choose.choice(shared) + tail) for i, tail in enumerate(tails)]
-
-
-@pytest.mark.parametrize("takes", [0, 3, 20])
-@pytest.mark.parametrize("below", DISKS, ids=["disk alone", "little host memory", "little disk"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_are_those_without_a_disk_however_long_it_takes(ranks, below, takes):
-    engine = core(num_ranks=ranks, **below)
-    engine.executor.disk_takes = takes
-    for turn in range(12):
-        prompts = begin_alike(turn)
-        gone = [f"{prompts[0][0]}"] if turn % 3 == 0 else []
-        outputs = run(engine, prompts, abort=gone)
-        for name, tokens in prompts:
-            if f"{name}" not in gone:
-                assert outputs[f"{name}"] == expected_tokens(tokens, 6)
-        assert all(rank.pool.num_used == 0 for rank in engine.scheduler.ranks)
-    counts = tiers(engine).disk.counts()
-    assert counts.stored > 10
-    if below.get("host_pages_per_rank", 0) < 60:
-        assert counts.fetched > 20, counts
-        assert sum(rank.hits["disk"] for rank in engine.scheduler.ranks) > 40
-    for rank in engine.scheduler.ranks:
-        assert sum(rank.hits.values()) == rank.prefix_hits
+def waiting_for_the_disk(engine):
+    """The first prompt again, which waits for its pages."""
+    request = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
+    engine.add(request)
+    engine.step()
+    assert request.is_loading
+    return request
 
 
 def test_others_go_on_while_a_request_waits_for_the_disk():
-    engine = core(disk_pages=200)
-    run(engine, [(0, list(range(40)))])
-    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
-    engine.executor.disk_takes = None
-    waiting = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
-    engine.add(waiting)
-    engine.step()
-    assert waiting.is_loading
+    engine = on_disk_alone()
+    waiting = waiting_for_the_disk(engine)
     assert tiers(engine).is_reading
     other = Request("4", [5, 6, 7], 3, SamplingParams(temperature=0), 6, 0)
     engine.add(other)
@@ -172,10 +167,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk():
 
 def test_a_request_goes_on_without_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(offload_tiers, "PATIENCE", 0.01)
-    engine = core(disk_pages=200)
-    run(engine, [(0, list(range(40)))])
-    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
-    engine.executor.disk_takes = None
+    engine = on_disk_alone()
     assert run(engine, [(3, list(range(40)))]) == {"3": expected_tokens(list(range(40)), 6)}
     assert tiers(engine).disk.counts().late == 1
     assert run(engine, [(4, list(range(100, 156)))]) == {"4": expected_tokens(list(range(100, 156)), 6)}
@@ -196,28 +188,6 @@ def test_reads_that_hang_after_their_request_has_gone_take_nobodys_room(monkeypa
     engine.abort("a")
     tokens = list(range(60, 116))
     assert run(engine, [(9, tokens)]) == {"9": expected_tokens(tokens, 6)}
-
-
-def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
-    engine = core(disk_pages=200, host_pages_per_rank=3)
-    for turn in range(8):
-        engine.executor.disk_fails = turn % 2 == 1
-        prompts = begin_alike(turn)
-        assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
-    counts = tiers(engine).disk.counts()
-    assert counts.failed_reads
-    assert counts.failed_writes
-
-
-def test_the_next_engine_finds_what_the_last_one_left():
-    first = core(disk_pages=200)
-    for turn in range(4):
-        run(first, begin_alike(turn))
-    first.executor.page_reports(), first.executor.page_reports()
-    second = core(disk_pages=200, disk=dict(first.executor.disk))
-    prompts = begin_alike(9)
-    assert list(run(second, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
-    assert second.scheduler.ranks[0].hits["disk"] > 40
 
 
 @pytest.mark.parametrize("kind", [PlacePages, FetchPages, ReadPages, DropPages, StorePages, Step])
@@ -281,15 +251,20 @@ def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
     assert first.executor.closed
 
 
+def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
+    engine = core(disk_pages=200, host_pages_per_rank=3)
+    for turn in range(8):
+        engine.executor.disk_fails = turn % 2 == 1
+        prompts = begin_alike(turn)
+        assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
+    counts = tiers(engine).disk.counts()
+    assert counts.failed_reads
+    assert counts.failed_writes
+
+
 def test_flushing_empties_the_disk_and_wakes_who_waits_for_it():
-    engine = core(disk_pages=200)
-    run(engine, [(0, list(range(40)))])
-    run(engine, [(1, list(range(100, 156))), (2, list(range(200, 256)))])
-    engine.executor.disk_takes = None
-    request = Request("3", list(range(40)), 40, SamplingParams(temperature=0), 6, 0)
-    engine.add(request)
-    engine.step()
-    assert request.is_loading
+    engine = on_disk_alone()
+    request = waiting_for_the_disk(engine)
     engine.flush_prefix_cache()
     for _ in range(30):
         engine.step()

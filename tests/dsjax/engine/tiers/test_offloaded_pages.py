@@ -19,7 +19,7 @@ class Leaving:
 
     def __init__(self, value: int):
         self.has_come = False
-        self._shard = SimpleNamespace(index=(slice(0, 2), slice(None)), data=np.full(self.shape, value))
+        self._shards = [SimpleNamespace(index=(slice(0, 2), slice(None)), data=np.full(self.shape, value))]
 
     def copy_to_host_async(self):
         pass
@@ -30,24 +30,52 @@ class Leaving:
     @property
     def addressable_shards(self):
         self.has_come = True  # whoever reads it has waited for it
-        return [self._shard]
+        return self._shards
+
+
+def offloaded(arrays, disk=None):
+    """`OffloadedPages` that these arrays come to, one after the other, and the table of its commands."""
+    described, taken = {"latent": jax.ShapeDtypeStruct(Leaving.shape, np.int64)}, iter(arrays)
+    programs = SimpleNamespace(described_moved=lambda: described, take_pages=lambda: lambda *_: {"latent": next(taken)})
+    device = SimpleNamespace(
+        programs=programs, limits=SimpleNamespace(host_pages_per_rank=8, num_ranks=2), state=None, send=lambda a: a
+    )
+    pages, table = OffloadedPages(device, PageStaging(device), disk), CommandTable()
+    pages.register(table)
+    return pages, table
 
 
 @pytest.fixture
 def leaving():
     """(pages of host memory that are on their way there, each of its own slot; the `OffloadedPages`)."""
-    described = {"latent": jax.ShapeDtypeStruct(Leaving.shape, np.int64)}
     arrays = [Leaving(value) for value in range(3)]
-    taken = iter(arrays)
-    programs = SimpleNamespace(described_moved=lambda: described, take_pages=lambda: lambda *_: {"latent": next(taken)})
-    device = SimpleNamespace(
-        programs=programs, limits=SimpleNamespace(host_pages_per_rank=8, num_ranks=2), state=None, send=lambda a: a
-    )
-    pages, table = OffloadedPages(device, PageStaging(device)), CommandTable()
-    pages.register(table)
+    pages, table = offloaded(arrays)
     for slot in range(3):
         list(table.launch(StorePages([int32s([1, slot, -1]), int32s([1, 7 - slot, -1])])).running)
     return arrays, pages
+
+
+def test_a_page_goes_to_the_disk_from_its_rank_and_place_and_whole_though_several_devices_have_parts_of_it():
+    written = {}
+    disk = SimpleNamespace(
+        write=lambda number, name, page: written.update({(number, name): page["latent"]}), read=None, close=lambda: None
+    )
+    left, values = Leaving(0), np.arange(np.prod(Leaving.shape)).reshape(Leaving.shape)
+    parts = [
+        SimpleNamespace(index=(slice(0, 2), slice(None), at, slice(None)), data=values[:, :, at])
+        for at in map(slice, (0, 1), (1, 2))
+    ]
+    left._shards = [parts[0], *parts]  # two devices have the first one
+    pages, table = offloaded([left], lambda shapes: disk)
+    first, second, third = (bytes([number]) * 32 for number in range(3))
+    stored = [int32s([5, 0, 7, 6, -1, 8]), int32s([4, 0, -1, 3, 1, 9])]
+    list(table.launch(StorePages(stored, [first + second, third])).running)
+    pages.close()
+    places = {(7, first): (0, 0), (8, second): (0, 1), (9, third): (1, 1)}
+    assert written.keys() == places.keys()
+    assert all(np.array_equal(written[key], values[place]) for key, place in places.items())
+    assert np.array_equal(pages._memory["latent"][0, 0], values[0, 0])
+    assert np.array_equal(pages._memory["latent"][1, :2], values[1, :2])
 
 
 @pytest.mark.parametrize(

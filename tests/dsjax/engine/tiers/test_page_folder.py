@@ -3,13 +3,14 @@
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.page_files import PageFileError, PageFiles
+from dsjax.engine.tiers.page_files import PageFiles
 from dsjax.engine.tiers.page_folder import MARK, PageFolder, lock_folder, space_name
 from dsjax.errors import UserError
 
@@ -202,17 +203,17 @@ def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is
     assert not (tmp_path / "pages").exists()
 
 
+def failing(number, *_, **__):
+    raise OSError(number, os.strerror(number))
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_pages(tmp_path, monkeypatch, number):
     written(tmp_path, FIRST)
     folder = lock_folder(tmp_path)
     (tmp_path / space_name(b"other")).mkdir()
-
-    def refuse(*_, **__):
-        raise OSError(number, os.strerror(number))
-
     for call in ("mkdir", "rename", "unlink", "utime"):
-        monkeypatch.setattr(os, call, refuse)
+        monkeypatch.setattr(os, call, partial(failing, number))
     disk = DiskPages(PageFiles(folder, SPACE, SHAPES), 1 << 20)
     assert disk.reports().listed == [FIRST]
     disk.write(1, SECOND, PAGE)
@@ -227,34 +228,24 @@ def test_a_disk_that_takes_nothing_at_the_start_is_refused_before_weights_are_re
     lock_folder(tmp_path).close()
     (tmp_path / "lock").unlink()
     real = os.open
-
-    def open_(path, flags, *args, **options):
-        if flags & os.O_CREAT:
-            raise OSError(number, os.strerror(number))
-        return real(path, flags, *args, **options)
-
-    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(
+        os,
+        "open",
+        lambda path, flags, *some, **named: (
+            failing(number) if flags & os.O_CREAT else real(path, flags, *some, **named)
+        ),
+    )
     with pytest.raises(UserError, match=f"{os.strerror(number)}; give one that can be written"):
         lock_folder(tmp_path)
 
 
-def test_a_full_disk_that_has_its_lock_takes_it_without_the_number(tmp_path, monkeypatch):
+def test_a_full_disk_that_has_its_lock_takes_it_without_the_number_and_a_file_system_without_locks_is_named(
+    tmp_path, monkeypatch
+):
     lock_folder(tmp_path).close()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", partial(failing, errno.ENOSPC))
     lock_folder(tmp_path).close()
-
-
-def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-
-    def none(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", partial(failing, errno.ENOLCK))
     with pytest.raises(UserError, match="No locks available"):
         lock_folder(tmp_path)
 
@@ -265,12 +256,3 @@ def test_a_closed_folder_is_an_error_and_no_other_file(tmp_path):
     files.folder.close()
     with pytest.raises(OSError, match="closed"):
         files.read(FIRST)
-
-
-def test_damage_is_told_apart_from_what_is_not_ours(tmp_path):
-    files = written(tmp_path, FIRST)
-    path_of(files, FIRST).write_bytes(b"short")
-    with pytest.raises(PageFileError, match="torn"):
-        files.read(FIRST)
-    assert files.list().names == []
-    assert not path_of(files, FIRST).exists()

@@ -1,5 +1,6 @@
 """The host tier's table: each page has a slot of its own, and is found where it was put."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,21 +45,12 @@ def test_what_was_fetched_outlives_what_was_only_stored():
     assert b"b" not in tier
 
 
-def test_a_page_is_not_fetched_while_it_leaves():
-    tier = HostTier(4)
+@pytest.mark.parametrize(("sizes", "steps"), [({}, 2), ({"under_way": 4}, 4)])
+def test_a_page_leaves_for_as_many_steps_as_can_be_under_way_and_is_not_fetched_meanwhile(sizes, steps):
+    tier = HostTier(4, **sizes)
     tier.store(b"a")
-    assert not tier.can_fetch(b"a")
-    tier.begin_step()
-    tier.begin_step()
+    for _ in range(steps):
+        assert not tier.can_fetch(b"a")
+        tier.begin_step()
     assert tier.can_fetch(b"a")
     assert not tier.can_fetch(b"b")
-
-
-def test_a_page_leaves_for_as_many_steps_as_can_be_under_way():
-    tier = HostTier(4, under_way=4)
-    tier.store(b"a")
-    for _ in range(3):
-        tier.begin_step()
-        assert not tier.can_fetch(b"a")
-    tier.begin_step()
-    assert tier.can_fetch(b"a")

@@ -5,8 +5,10 @@ what prefill said of it, and their tokens come back. A request of nothing gives 
 side follows that one, and answers nothing.
 """
 
+import itertools
 import json
 import sys
+from collections.abc import Callable
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.core import EngineCore
@@ -67,16 +69,18 @@ def changes_of(core: EngineCore) -> dict[str, int]:
     return {} if core.generations is None else dict(core.generations.counts.changes)
 
 
-def run(llm: LLM, requests: list) -> dict[str, list[int]]:
-    """Tokens of (name, prompt, what prefill said)."""
+def run(llm: LLM, requests: list, between: Callable[[int], None] = lambda step: None) -> dict[str, list[int]]:
+    """Tokens of (name, prompt, what prefill said). between: called before each step with its number."""
     for name, tokens, said in requests:
         llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=said))
     token_ids = {}
-    while llm.engine.has_unfinished():
+    for step in itertools.count():
+        if not llm.engine.has_unfinished():
+            return token_ids
+        between(step)
         for output in llm.engine.step():
             if output.finished:
                 token_ids[output.request_id] = list(output.outputs[0].token_ids)
-    return token_ids
 
 
 def tell(**fields) -> None:

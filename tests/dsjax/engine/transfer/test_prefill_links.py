@@ -7,16 +7,6 @@ from fake_executor import expected_tokens
 from dsjax.engine.schedule.request import RequestOptions
 
 
-def test_prefill_instances_share_the_prompts():
-    pair = Pair(prefills=3)
-    given = [[i] * 30 for i in range(9)]
-    requests = [pair.add(f"{i}", tokens) for i, tokens in enumerate(given)]
-    pair.run()
-    assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
-    assert all(engine.buffers.pages_sent >= 7 for engine in pair.engines)
-    pair.settle()
-
-
 @pytest.mark.parametrize("prefills", [1, 2])
 def test_decode_engines_share_the_prefill_engines_and_nothing_of_one_comes_to_another(prefills):
     first = Pair(prefills=prefills, pages=(65, 33))

@@ -4,19 +4,14 @@ These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `tr
 and `transfer/nixl/registered_buffer.py` too.
 """
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from publishing_process import SHAPES, chunk, values
 from transports import EACH_BACKEND, NIXL
 
 from dsjax.engine.setup.args import EngineArgs
@@ -24,6 +19,25 @@ from dsjax.engine.transfer import transport as table
 from dsjax.engine.transfer.nixl import nixl_transport, registered_buffer
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
+
+SHAPES = {
+    "latent": ((1, 16, 3, 4, 100), np.dtype(np.float32)),
+    "rope": ((1, 16, 3, 4, 10), np.dtype(ml_dtypes.bfloat16)),
+    "filled": ((1, 16, 3), np.dtype(bool)),
+    "codes": ((1, 16, 3, 4, 7), np.dtype(ml_dtypes.float8_e4m3fn)),
+}
+
+
+def values(number):
+    """Each value tells its place in a chunk, and the chunk."""
+    return {
+        name: ((np.arange(np.prod(shape)).reshape(shape) + number) % 13).astype(dtype)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def chunk(number, device=None):
+    return jax.device_put(values(number), device or jax.devices()[0])
 
 
 def is_chunk(pulled, number, device):
@@ -55,9 +69,11 @@ def test_chunks_come_as_they_were_in_any_order_from_and_to_any_device(ends):
         sender.withdraw(number, chunks[number], pulled=True)
     for number in (2, 4):
         sender.withdraw(number, chunks[number], pulled=False)
-    ticket = sender.publish(7, chunks[1])
-    is_chunk(receiver.pull(sender.address, 7, ticket, SHAPES, devices[0]), 1, devices[0])
-    sender.withdraw(7, chunks[1], pulled=True)
+    for number in (7, 8):  # the second after its process was forgotten
+        ticket = sender.publish(number, chunks[1])
+        is_chunk(receiver.pull(sender.address, number, ticket, SHAPES, devices[0]), 1, devices[0])
+        sender.withdraw(number, chunks[1], pulled=True)
+        receiver.disconnect(sender.address)
 
 
 def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
@@ -75,39 +91,16 @@ def test_chunks_are_published_and_pulled_in_many_threads_at_once(ends):
         assert sorted(threads.map(hand_over, range(1, 201))) == list(range(1, 201))
 
 
-class FakeAgent:
-    """Counts what is registered, and reads nothing."""
-
-    def __init__(self):
-        self.name, self.registered, self.fails = "fake", [], ""
-
-    def register(self, memory):
-        self.registered.append(memory)
-        return memory
-
-    def deregister(self, memory):
-        self.registered.remove(memory)
-
-    def describe(self, memory):
-        if self.fails == "describe":
-            raise RuntimeError("injected")
-        return b""
-
-    @contextlib.contextmanager
-    def reading(self, address, memory, descriptions):
-        yield
-
-    def read(self, address, theirs, ours):
-        if self.fails == "read":
-            raise ConnectionError("injected")
-
-    def disconnect(self, address):
-        raise RuntimeError("injected")
-
-
 @pytest.fixture
 def with_fake_agent(monkeypatch):
-    monkeypatch.setattr(nixl_transport, "Agent", FakeAgent)
+    """A NIXL transport whose agent reads nothing. `registered`: the memory that it knows."""
+    agent = MagicMock(registered=[])
+    agent.name = "fake"
+    agent.register.side_effect = lambda memory: agent.registered.append(memory) or memory
+    agent.deregister.side_effect = agent.registered.remove
+    agent.describe.return_value = b""
+    agent.disconnect.side_effect = RuntimeError("injected")
+    monkeypatch.setattr(nixl_transport, "Agent", lambda: agent)
     return nixl_transport.NixlTransport(jax.devices()[0], "127.0.0.1")
 
 
@@ -119,31 +112,18 @@ def test_a_buffer_that_a_chunk_could_not_be_copied_into_is_registered_no_longer(
     with pytest.raises(RuntimeError, match="no memory"):
         with_fake_agent.publish(1, chunk(1))
     assert with_fake_agent._agent.registered == []
-    with_fake_agent._agent.fails = "describe"
+    with_fake_agent._agent.describe.side_effect = RuntimeError("injected")
     with pytest.raises(RuntimeError, match="injected"):
         with_fake_agent.publish(2, chunk(2))
     assert with_fake_agent._agent.registered == []
 
 
-def test_a_buffer_that_could_not_be_copied_out_of_is_used_again_and_one_that_was_not_read_is_not(
-    with_fake_agent, monkeypatch
-):
-    ticket = with_fake_agent.publish(1, chunk(1))
-    device, agent, pool = jax.devices()[0], with_fake_agent._agent, with_fake_agent._receives
-    monkeypatch.setattr(
-        registered_buffer.RegisteredBuffer, "copied", lambda self: (_ for _ in ()).throw(RuntimeError("no memory"))
-    )
-    first = pool.acquire(SHAPES, device)
-    first.mark[0] = 1  # as a read would have left it
-    pool.release(first)
-    with pytest.raises(RuntimeError, match="no memory"):
-        with_fake_agent.read("there", 1, ticket, SHAPES, device)
-    assert pool.acquire(SHAPES, device) is first
-    pool.release(first)
-    agent.fails, before = "read", len(agent.registered)
+def test_a_buffer_that_was_not_read_is_not_used_again(with_fake_agent):
+    ticket, agent = with_fake_agent.publish(1, chunk(1)), with_fake_agent._agent
+    agent.read.side_effect, before = ConnectionError("injected"), list(agent.registered)
     with pytest.raises(RuntimeError, match="injected"):  # what fails as the process is forgotten keeps no memory either
-        with_fake_agent.read("there", 1, ticket, SHAPES, device)
-    assert len(agent.registered) == before - 2
+        with_fake_agent.read("there", 1, ticket, SHAPES, jax.devices()[0])
+    assert agent.registered == before
 
 
 def test_nothing_is_kept_of_a_chunk_that_jaxs_server_did_not_take(monkeypatch):
@@ -158,16 +138,6 @@ def test_nothing_is_kept_of_a_chunk_that_jaxs_server_did_not_take(monkeypatch):
     assert sender._tickets == {}
 
 
-def test_a_process_that_was_disconnected_can_be_pulled_from_again(ends):
-    sender, receiver = ends
-    for number in (1, 2):
-        published = chunk(number)
-        ticket = sender.publish(number, published)
-        is_chunk(receiver.pull(sender.address, number, ticket, SHAPES, jax.devices()[0]), number, jax.devices()[0])
-        sender.withdraw(number, published, pulled=True)
-        receiver.disconnect(sender.address)
-
-
 def test_a_chunk_has_a_random_number_at_jaxs_server_which_asks_nobody_who_they_are():
     sender, receiver = (open_transport("jax", jax.devices()[0], "127.0.0.1") for _ in range(2))
     published = {number: chunk(number) for number in (1, 2, 3)}
@@ -180,84 +150,22 @@ def test_a_chunk_has_a_random_number_at_jaxs_server_which_asks_nobody_who_they_a
         sender.withdraw(number, published[number], pulled=True)
 
 
-class FailingTransport(Transport):
-    """A transport whose reads come to what they are told to."""
-
-    def __init__(self, outcome):
-        self.outcome, self.disconnected = outcome, []
-
-    def publish(self, number, chunk):
-        return b""
-
-    def withdraw(self, number, chunk, *, pulled):
-        pass
-
-    def read(self, address, number, ticket, shapes, device):
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
-    def disconnect(self, address):
-        self.disconnected.append(address)
-
-
 def test_nothing_is_kept_of_a_process_that_could_not_be_read_and_a_withdrawn_chunk_is_not_returned():
-    failing = FailingTransport(OSError("the link is down"))
-    with pytest.raises(OSError, match="the link is down"):
-        failing.pull("there", 1, b"", SHAPES, None)
-    assert failing.disconnected == ["there"]
-    withdrawn = FailingTransport(None)
+    disconnected = []
+
+    def pull(read):
+        transport = SimpleNamespace(read=read, disconnect=disconnected.append)
+        return Transport.pull(transport, "there", 1, b"", SHAPES, None)
+
+    def fail(*arguments):
+        raise OSError("the link is down")
+
     with pytest.raises(ConnectionError, match="withdrawn while it was read"):
-        withdrawn.pull("there", 1, b"", SHAPES, None)
-    assert withdrawn.disconnected == [], "its process has answered"
-
-
-class PublishingProcess:
-    """Another process, whose transport publishes chunks."""
-
-    def __init__(self, backend):
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4]), "JAX_PLATFORMS": "cpu"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("publishing_process.py")), backend],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.address = self._answer()["address"]
-
-    def publish(self, number):
-        self._process.stdin.write(f"{number}\n")
-        self._process.stdin.flush()
-        return bytes.fromhex(self._answer()["ticket"])
-
-    def kill(self):
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self):
-        return json.loads(self._process.stdout.readline())
-
-
-@pytest.mark.parametrize("backend", EACH_BACKEND)
-def test_chunks_come_from_another_process(backend):
-    process, receiver = PublishingProcess(backend), open_transport(backend, jax.devices()[0], "127.0.0.1")
-    tickets = {number: process.publish(number) for number in range(1, 5)}
-    for number, ticket in tickets.items():
-        pulled = receiver.pull(process.address, number, ticket, SHAPES, jax.devices()[1])
-        is_chunk(pulled, number, jax.devices()[1])
-    process.kill()
-
-
-@NIXL
-def test_nixl_says_that_a_process_has_gone_where_jax_would_wait_for_it():
-    process, receiver = PublishingProcess("nixl"), open_transport("nixl", jax.devices()[0], "127.0.0.1")
-    first, second = process.publish(1), process.publish(2)
-    is_chunk(receiver.pull(process.address, 1, first, SHAPES, jax.devices()[0]), 1, jax.devices()[0])
-    process.kill()
-    for _ in range(2):  # connected before, and not
-        with pytest.raises(Exception, match=r"NIXL_ERR|could not read"):
-            receiver.pull(process.address, 2, second, SHAPES, jax.devices()[0])
+        pull(lambda *arguments: None)
+    assert disconnected == [], "its process has answered"
+    with pytest.raises(OSError, match="the link is down"):
+        pull(fail)
+    assert disconnected == ["there"]
 
 
 @NIXL
