@@ -10,6 +10,14 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder of a tiny model with an MTP module."""
+    from layouts import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)
+
+
 @pytest.fixture
 def interrupts_are_raised():
     """As in a shell's foreground: a job in the background begins with interrupts ignored."""

@@ -1,16 +1,14 @@
 """The worded checkpoint with an MTP module that often, but not always, guesses what the model says."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 from goldens.our_model import hf_tensors
 from goldens.random_weights import RandomWeights
 from layouts import TINY
-from tiny_tokenizer import tiny_tokenizer, write_tokenizer
-from worded_checkpoint import VOCABULARY
+from tiny_tokenizer import tiny_tokenizer
+from worded_checkpoint import VOCABULARY, write_model
 
-from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
 from dsjax.engine.text.tokenizer import Tokenizer
 
@@ -51,10 +49,7 @@ def write_drafting_checkpoint(directory: Path, **changed) -> Path:
     head = tensors["lm_head.weight"] * np.float32(HEAD)
     head[[token for token in range(VOCABULARY) if not _is_printable(tokenizer, token)]] = 0
     tensors["lm_head.weight"] = head
-    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
-    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
-    (directory / "config.json").write_text(json.dumps(fields))
-    write_tokenizer(directory)
+    write_model(directory, fields, tensors)
     return directory
 
 

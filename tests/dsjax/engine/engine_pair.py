@@ -51,20 +51,11 @@ class Pair:
     """
 
     def __init__(
-        self,
-        *,
-        prefills=1,
-        ranks=(1, 1),
-        pages=(33, 33),
-        timeout=1000.0,
-        local_tokens=1,
-        decode=None,
-        prefill=None,
-        engines=None,
+        self, *, prefills=1, ranks=(1, 1), pages=(33, 33), timeout=1000.0, local_tokens=1, decode=None, engines=None
     ):
         self.engines = [] if engines is None else engines
         for _ in range(0 if engines else prefills):
-            executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True, **(prefill or {}))
+            executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True)
             config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
             self.engines.append(PrefillEngine(executor, config, timeout=timeout))
         links = [LocalLink(engine) for engine in self.engines]
@@ -78,7 +69,6 @@ class Pair:
         config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
         self.decode = PolledLinks(executor, links, local_tokens=local_tokens, timeout=timeout)
         self.core = EngineCore(executor, config, attachments=[*attachments_of(config), self.decode])
-        self.links = links
         self.prefill_runs = True
         self.steps = 0
 

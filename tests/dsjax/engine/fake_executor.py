@@ -5,28 +5,9 @@ from collections import deque
 
 import numpy as np
 
-from dsjax.engine.contract.commands import (
-    TOKEN_MADE,
-    Clear,
-    Command,
-    Copy,
-    DropChunks,
-    DropPages,
-    FetchPages,
-    Flush,
-    PlacePages,
-    PullPages,
-    ReadPages,
-    Score,
-    SendPages,
-    Step,
-    StorePages,
-    from_int32s,
-    names_of,
-)
+from dsjax.engine.contract import commands
+from dsjax.engine.contract.commands import TOKEN_MADE, Command, Step, from_int32s, names_of
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
-from dsjax.engine.schedule.request import StepPlan
-from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 from dsjax.engine.transfer.messages import ChunkGoneError, ChunkPort, PulledChunk, Source
 
@@ -40,6 +21,17 @@ def next_token(context: list[int], seed: int, vocab_size: int) -> int:
     for token in context:
         value = (value * 6364136223846793005 + token + 1442695040888963407) % 2**64
     return (value >> 33) % vocab_size
+
+
+SIZES = {
+    "num_ranks": 1,
+    "max_rows_decode": 8,
+    "max_rows_prefill": 4,
+    "max_chunk": 8,
+    "page_size": 4,
+    "pages_per_rank": 65,
+}
+SIZES |= {"max_model_len": 128, "vocab_size": 300}
 
 
 class Pending:
@@ -75,38 +67,10 @@ class FakeExecutor:
         chunks_take: steps or polls until a chunk is offered or pulled; None: none ever is.
     """
 
-    def __init__(
-        self,
-        *,
-        num_ranks: int = 1,
-        max_rows_decode: int = 8,
-        max_rows_prefill: int = 4,
-        max_chunk: int = 8,
-        page_size: int = 4,
-        pages_per_rank: int = 65,
-        max_model_len: int = 128,
-        vocab_size: int = 300,
-        model=next_token,
-        step_seconds: float = 0.0,
-        max_in_flight: int = 1,
-        host_pages_per_rank: int = 0,
-        disk_pages: int = 0,
-        disk: dict[bytes, list] | None = None,
-        transfers: bool = False,
-    ):
-        self.limits = ExecutorLimits(
-            max_rows_decode,
-            max_rows_prefill,
-            max_chunk,
-            page_size,
-            pages_per_rank,
-            num_ranks,
-            max_model_len,
-            vocab_size,
-            host_pages_per_rank,
-            disk_pages,
-            transfers=transfers,
-        )
+    def __init__(self, *, model=next_token, step_seconds=0.0, max_in_flight=1, disk=None, **limits):
+        """limits: fields of `ExecutorLimits` other than `SIZES`."""
+        self.limits = ExecutorLimits(**SIZES | limits)
+        ranks, page_size = range(self.limits.num_ranks), self.limits.page_size
         self.max_in_flight = max_in_flight
         self.model = model
         self.step_seconds = step_seconds
@@ -121,32 +85,20 @@ class FakeExecutor:
         self.warm = False
         self.closed = False
         self._queue: deque[Pending] = deque()
-        self._cache = [[[None] * page_size for _ in range(pages_per_rank)] for _ in range(num_ranks)]
-        self._slots: list[dict[int, Slot]] = [{} for _ in range(num_ranks)]
-        self._host: list[dict[int, list]] = [{} for _ in range(num_ranks)]
+        self._cache = [[[None] * page_size for _ in range(self.limits.pages_per_rank)] for _ in ranks]
+        self._slots: list[dict[int, Slot]] = [{} for _ in ranks]
+        self._host: list[dict[int, list]] = [{} for _ in ranks]
         self._staged: dict[int, list[list]] = {}
-        self.disk = {} if disk is None else disk
+        self.disk: dict[bytes, list] = {} if disk is None else disk
         self.disk_takes: int | None = 1
         self.disk_fails = False
         self.chunks_take: int | None = 0
         self.dropped_chunks: list[int] = []
         self._offer = self._pull_by = self._report = None
         self._chunk_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
-        self._found: list[bytes] | None = list(self.disk) if disk_pages else None
+        self._found: list[bytes] | None = list(self.disk) if self.limits.disk_pages else None
         self._landed: dict[tuple[int, int], list] = {}
         self._disk_work: deque[list] = deque()  # [polls left, "read" or "written", report, what comes of it]
-        self._writer = StepWriter(num_ranks, max_rows_decode, page_size)
-
-    def execute(self, plan: StepPlan, scheduler=None) -> list[RankResults]:
-        """A whole step of a scheduler that has no core around it."""
-        if scheduler is not None and (dirty := scheduler.take_dirty()):
-            self.launch(clear_command(dirty))
-        for moves in plan.page_commands:
-            self.launch(moves)
-        copies = self._writer.copies(plan)
-        if copies is not None:
-            self.launch(copies)
-        return self.collect(self.launch(self._writer.write(plan)))
 
     def launch(self, command: Command) -> Pending:
         pending = Pending(command)
@@ -172,30 +124,13 @@ class FakeExecutor:
             self._queue.popleft()
             self._run_what_nobody_waits_for()
 
-    def pages_to_be_cleared(self, rank: int) -> set[int]:
-        """Pages that commands on their way will clear."""
-        clears = [one.command for one in self._queue if isinstance(one.command, Clear)]
-        return {page for command in clears for page in from_int32s(command.ranks[rank])}
-
-    def pages_to_be_placed(self, rank: int) -> set[int]:
-        """Pages that commands on their way will place."""
-        places = [one.command for one in self._queue if isinstance(one.command, PlacePages)]
-        return {page for command in places for page in from_int32s(command.ranks[rank])}
+    def pages_of(self, kind: type, rank: int) -> set[int]:
+        """Pages of the commands of this kind that are on their way."""
+        on_their_way = [one.command for one in self._queue if isinstance(one.command, kind)]
+        return {page for command in on_their_way for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        moving = (
-            DropChunks
-            | Copy
-            | Clear
-            | StorePages
-            | FetchPages
-            | PlacePages
-            | ReadPages
-            | DropPages
-            | SendPages
-            | PullPages
-        )
-        while self._queue and isinstance(self._queue[0].command, moving):
+        while self._queue and not isinstance(self._queue[0].command, Step | commands.Score | commands.Flush):
             self._run(self._queue.popleft().command)
 
     def extension(self, kind):
@@ -292,12 +227,12 @@ class FakeExecutor:
         size = self.limits.page_size
         if isinstance(command, Step):
             return self._step(command)
-        if isinstance(command, Copy):
+        if isinstance(command, commands.Copy):
             for cache, own in zip(self._cache, command.ranks, strict=True):
                 pages = from_int32s(own)
                 for source, target in zip(pages[::2], pages[1::2], strict=True):
                     cache[target] = list(cache[source])
-        elif isinstance(command, StorePages):
+        elif isinstance(command, commands.StorePages):
             for cache, host, own, names in zip(self._cache, self._host, command.ranks, command.names, strict=True):
                 numbers, names = from_int32s(own), iter(names_of(names))
                 for page, slot, number in zip(*(numbers[at::3] for at in range(3)), strict=True):
@@ -308,11 +243,11 @@ class FakeExecutor:
                         host[slot] = list(cache[page])
                     if number >= 0:
                         self._disk_work.append([0, "written", (number, next(names)), list(cache[page])])
-        elif isinstance(command, FetchPages):
+        elif isinstance(command, commands.FetchPages):
             self._staged[command.number] = [
                 [self._fetched(rank, number) for number in from_int32s(own)] for rank, own in enumerate(command.ranks)
             ]
-        elif isinstance(command, ReadPages):
+        elif isinstance(command, commands.ReadPages):
             for rank, (numbers, names, drops) in enumerate(
                 zip(command.ranks, command.names, command.drops, strict=True)
             ):
@@ -322,7 +257,7 @@ class FakeExecutor:
                     assert (rank, number) not in self._landed, "no number is used twice at a time"
                     self._landed[rank, number] = None
                     self._disk_work.append([0, "read", (rank, number, name), None])
-        elif isinstance(command, SendPages):
+        elif isinstance(command, commands.SendPages):
             for cache, own in zip(self._cache, command.ranks, strict=True):
                 chunks: dict[int, list] = {}
                 for number, page in zip(*[iter(from_int32s(own))] * 2, strict=True):
@@ -333,7 +268,7 @@ class FakeExecutor:
                     self._chunk_work.append([0, "offer", (number, {"tokens": pages})])
             if self.chunks_take == 0:
                 self.move_chunks()
-        elif isinstance(command, PullPages):
+        elif isinstance(command, commands.PullPages):
             for rank, own in enumerate(command.ranks):
                 wanted: dict[tuple, list] = {}
                 for index, chunk, place, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
@@ -343,27 +278,27 @@ class FakeExecutor:
                     wanted.setdefault((source, chunk), []).append((place, number))
                 for (source, chunk), pages in wanted.items():
                     self._chunk_work.append([0, "pull", (rank, source, chunk, pages)])
-        elif isinstance(command, DropChunks):
-            self.dropped_chunks += from_int32s(command.numbers)
-        elif isinstance(command, DropPages):
+        elif isinstance(command, commands.DropPages):
             self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
-        elif isinstance(command, PlacePages):
+        elif isinstance(command, commands.PlacePages):
             here = self._staged.pop(command.number, [[] for _ in command.ranks])
             for cache, staged, own in zip(self._cache, here, command.ranks, strict=True):
                 assert len(staged) in (0, len(own) // 4)
                 for values, page in zip(staged, from_int32s(own), strict=False):
                     assert page != 0, "page 0 is reserved"
                     cache[page] = values
-        elif isinstance(command, Clear):
+        elif isinstance(command, commands.Clear):
             for cache, own in zip(self._cache, command.ranks, strict=True):
                 for page in from_int32s(own):
                     cache[page] = [None] * size
-        elif isinstance(command, Flush):
+        elif isinstance(command, commands.Flush):
             self._cache = [[[None] * size for _ in cache] for cache in self._cache]
             self._slots = [{} for _ in self._slots]
-        else:
-            assert isinstance(command, Score)
+        elif isinstance(command, commands.Score):
             return np.zeros((len(command.tokens) // 4, self.limits.vocab_size), np.float32)
+        else:
+            assert isinstance(command, commands.DropChunks)
+            self.dropped_chunks += from_int32s(command.numbers)
         return None
 
     def _fetched(self, rank: int, number: int) -> list:

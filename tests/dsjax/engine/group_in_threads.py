@@ -91,25 +91,22 @@ def step(slot: int) -> Step:
     return Step([RankStep([], [], slot.to_bytes(4, "little") * 2, [], [])])
 
 
-class Pair:
-    """Process 0 and process 1, the latter's loop in a thread."""
+class Following:
+    """Two groups over one store, and what the second one's process does, in a thread."""
 
-    def __init__(self, **options):
-        self.store = MemoryStore()
+    def __init__(self):
+        self.store, self.error = MemoryStore(), None
         members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
         self.groups = [
             HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
             for index in (0, 1)
         ]
-        self.inner, self.told = Told(), Told(**options)
-        self.leader, self.follower = LeaderExecutor(self.inner, self.groups[0]), Follower(self.groups[1])
-        self.error: BaseException | None = None
+        self.follower = Follower(self.groups[1])
         self.thread = threading.Thread(target=self._follow, daemon=True)
-        self.thread.start()
 
     def _follow(self):
         try:
-            self.follower.follow(self.told)
+            self.follow()
         except BaseException as error:
             self.error = error
 
@@ -117,29 +114,39 @@ class Pair:
         self.thread.join(60)
         assert not self.thread.is_alive()
 
-    def take_part(self, count: int):
-        """Wait until the follower has launched so many commands: on devices a step's result would not be there before."""
+    def until(self, condition):
         deadline = time.monotonic() + 60
-        while self.told.launched < count and time.monotonic() < deadline:
+        while not condition():
+            assert time.monotonic() < deadline
             time.sleep(0.001)
 
 
-class Group:
+class Pair(Following):
+    """Process 0 and process 1, the latter's loop in a thread."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.inner, self.told = Told(), Told(**options)
+        self.leader = LeaderExecutor(self.inner, self.groups[0])
+        self.thread.start()
+
+    def follow(self):
+        self.follower.follow(self.told)
+
+    def take_part(self, count: int):
+        """Wait until the follower has launched so many commands: on devices a step's result would not be there before."""
+        self.until(lambda: self.told.launched >= count)
+
+
+class Group(Following):
     """Process 1 of a group that it follows through generations, in a thread; process 0 is the test."""
 
     def __init__(self, **options):
-        self.options = options
-        self.store = MemoryStore()
-        members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-        self.leader, self.second = (
-            HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
-            for index in (0, 1)
-        )
+        super().__init__()
+        self.options, self.loaded, self.released = options, [], []
+        self.leader, self.second = self.groups
         self.leader._alone.set()
         self.second.hear(1)
-        self.follower, self.loaded, self.released = Follower(self.second), [], []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
 
     def _load(self, announcement):
@@ -148,22 +155,12 @@ class Group:
         self.loaded.append(executor)
         return executor
 
-    def _follow(self):
-        try:
-            self.follower.run(self._load, self.released.append, seconds=1.0, **self.options)
-        except BaseException as error:
-            self.error = error
+    def follow(self):
+        self.follower.run(self._load, self.released.append, seconds=1.0, **self.options)
 
     def announce(self, number: int, *process_ids: int):
         self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "a test"))
 
-    def until(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
     def end(self):
         self.leader.leave()
-        self.thread.join(60)
-        assert not self.thread.is_alive()
+        self.join()

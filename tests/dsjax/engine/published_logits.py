@@ -1,4 +1,4 @@
-"""What penalties, biases, bans and masks do to a row of logits, by their published definitions, token by token."""
+"""What sampling parameters do to a row of logits, by their published definitions in float64: token by token, and as probabilities."""
 
 import numpy as np
 
@@ -23,3 +23,17 @@ def published(logits, prompt, output, stop_ids=(), bad_words=(), **params):
         x[token] -= params.frequency_penalty * output.count(token)
         x[token] -= params.presence_penalty * (token in output)
     return x
+
+
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """How probable each token is: temperature, min-p, then top-k, then the smallest set that reaches top-p."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs[probs < min_p] = 0
+    order = np.argsort(-probs)
+    if top_k > 0:
+        probs[order[top_k:]] = 0
+    probs /= probs.sum()
+    reached = np.cumsum(probs[order])
+    probs[order[1:][reached[:-1] >= top_p]] = 0
+    return probs / probs.sum()

@@ -50,132 +50,124 @@ def pages_in_use(engine: AsyncEngine) -> int:
     return sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
 
 
+def in_loop(*, start: bool = True, **options):
+    """Give a test an engine of a fake executor, in an event loop, and end the engine afterwards. start: its thread too."""
+
+    def decorate(test):
+        async def main():
+            engine, executor = make(**options)
+            if start:
+                engine.start()
+            await test(engine, executor)
+            await engine.shutdown()
+
+        def of_pytest():
+            asyncio.run(asyncio.wait_for(main(), 30))
+
+        of_pytest.__name__ = test.__name__
+        return of_pytest
+
+    return decorate
+
+
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def test_many_streams_at_once_each_get_their_own_tokens():
-    async def main():
-        engine, executor = make(num_ranks=2)
-        engine.start()
-        prompts = [[[i, i + 1], [i, 7, 7]] for i in range(30)]
-        results = await asyncio.gather(*(collect(engine, str(i), prompt) for i, prompt in enumerate(prompts)))
-        for prompt, result in zip(prompts, results, strict=True):
-            assert result == {index: expected_tokens(each, 12) for index, each in enumerate(prompt)}
-        assert engine.num_unfinished == 0
-        await engine.shutdown()
-        assert executor.closed
-
-    run(main())
+@in_loop(num_ranks=2)
+async def test_many_streams_at_once_each_get_their_own_tokens(engine, executor):
+    prompts = [[[i, i + 1], [i, 7, 7]] for i in range(30)]
+    results = await asyncio.gather(*(collect(engine, str(i), prompt) for i, prompt in enumerate(prompts)))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result == {index: expected_tokens(each, 12) for index, each in enumerate(prompt)}
+    assert engine.num_unfinished == 0
+    await engine.shutdown()
+    assert executor.closed
 
 
-def test_closing_a_stream_frees_its_pages_within_two_steps():
-    async def main():
-        engine, executor = make(step_seconds=0.01)
-        engine.start()
-        params = SamplingParams(max_tokens=100, output_kind=OutputKind.DELTA)
-        stream = await engine.submit("r", [[1, 2, 3]], params)
+@in_loop(step_seconds=0.01)
+async def test_closing_a_stream_frees_its_pages_within_two_steps(engine, executor):
+    params = SamplingParams(max_tokens=100, output_kind=OutputKind.DELTA)
+    stream = await engine.submit("r", [[1, 2, 3]], params)
+    await anext(stream)
+    assert pages_in_use(engine) > 0
+    stream.close()
+    steps = executor.steps
+    await until(lambda: pages_in_use(engine) == 0)
+    assert executor.steps <= steps + 2
+    assert engine.num_unfinished == 0
+
+
+@in_loop()
+async def test_a_wrong_prompt_among_several_queues_none(engine, executor):
+    with pytest.raises(PromptError):
+        await engine.submit("r", [[1], [9999]], FINAL)
+    assert engine.num_unfinished == 0
+    await engine.shutdown()
+    assert executor.steps == 0
+
+
+@in_loop(start=False)
+async def test_when_the_thread_dies_every_stream_gets_an_error_and_the_owner_is_told(engine, executor):
+    executor.fail_at_step = 3
+    deaths = []
+    engine.on_death = lambda: deaths.append(True)
+    engine.start()
+    params = SamplingParams(max_tokens=100, output_kind=OutputKind.FINAL_ONLY)
+    results = await asyncio.gather(
+        *(collect(engine, str(i), [[i], [i, i]], params) for i in range(5)), return_exceptions=True
+    )
+    assert [type(result) for result in results] == [EngineDeadError] * 5
+    assert deaths == [True]
+    with pytest.raises(EngineDeadError):
+        await engine.submit("late", [[1]], FINAL)
+
+
+@in_loop(start=False, step_seconds=0.01)
+async def test_whoever_finds_that_nothing_can_go_on_ends_it_for_all(engine, executor):
+    deaths, reason = [], UserError("no front end comes up")
+    engine.on_death = lambda: deaths.append(engine.error)
+    engine.start()
+    stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+    engine.fail(reason)
+    with pytest.raises(EngineDeadError):
+        [output async for output in stream]
+    assert deaths == [reason]
+
+
+@in_loop(step_seconds=0.01)
+async def test_a_call_runs_in_the_engine_s_thread_between_steps_and_gives_its_result_or_its_error(engine, executor):
+    assert await engine.call(lambda core: core.flush_prefix_cache()) is True
+    stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+    await anext(stream)
+    seen = await engine.call(lambda core: (threading.current_thread().name, executor.computing, core.loads()))
+    assert seen[:2] == ("dsjax-engine", False)
+    assert seen[2][0].running == 1
+    with pytest.raises(ZeroDivisionError):
+        await engine.call(lambda core: 1 // 0)
+    assert engine.running, "an error in a call is its caller's"
+    stream.close()
+    await engine.shutdown()
+    with pytest.raises(EngineDeadError):
+        await engine.call(lambda core: None)
+
+
+@in_loop(start=False, step_seconds=0.3)
+async def test_a_call_that_waits_when_the_engine_dies_gets_an_error(engine, executor):
+    executor.fail_at_step = 1
+    engine.start()
+    stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+    await anext(stream)
+    await until(lambda: (executor.steps == 1 and executor.computing) or engine.error is not None)
+    with pytest.raises(EngineDeadError):
+        await engine.call(lambda core: None)
+    with pytest.raises(EngineDeadError):
         await anext(stream)
-        assert pages_in_use(engine) > 0
-        stream.close()
-        steps = executor.steps
-        await until(lambda: pages_in_use(engine) == 0)
-        assert executor.steps <= steps + 2
-        assert engine.num_unfinished == 0
-        await engine.shutdown()
-
-    run(main())
+    assert engine.steppers["the engine"].step_started is None
 
 
-def test_a_wrong_prompt_among_several_queues_none():
-    async def main():
-        engine, executor = make()
-        engine.start()
-        with pytest.raises(PromptError):
-            await engine.submit("r", [[1], [9999]], FINAL)
-        assert engine.num_unfinished == 0
-        await engine.shutdown()
-        assert executor.steps == 0
-
-    run(main())
-
-
-def test_when_the_thread_dies_every_stream_gets_an_error_and_the_owner_is_told():
-    async def main():
-        engine, executor = make()
-        executor.fail_at_step = 3
-        deaths = []
-        engine.on_death = lambda: deaths.append(True)
-        engine.start()
-        params = SamplingParams(max_tokens=100, output_kind=OutputKind.FINAL_ONLY)
-        results = await asyncio.gather(
-            *(collect(engine, str(i), [[i], [i, i]], params) for i in range(5)), return_exceptions=True
-        )
-        assert [type(result) for result in results] == [EngineDeadError] * 5
-        assert deaths == [True]
-        with pytest.raises(EngineDeadError):
-            await engine.submit("late", [[1]], FINAL)
-        await engine.shutdown()
-
-    run(main())
-
-
-def test_whoever_finds_that_nothing_can_go_on_ends_it_for_all():
-    async def main():
-        engine, _ = make(step_seconds=0.01)
-        deaths, reason = [], UserError("no front end comes up")
-        engine.on_death = lambda: deaths.append(engine.error)
-        engine.start()
-        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
-        engine.fail(reason)
-        with pytest.raises(EngineDeadError):
-            [output async for output in stream]
-        assert deaths == [reason]
-        await engine.shutdown()
-
-    run(main())
-
-
-def test_a_call_runs_in_the_engine_s_thread_between_steps_and_gives_its_result_or_its_error():
-    async def main():
-        engine, executor = make(step_seconds=0.01)
-        engine.start()
-        assert await engine.call(lambda core: core.flush_prefix_cache()) is True
-        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
-        await anext(stream)
-        seen = await engine.call(lambda core: (threading.current_thread().name, executor.computing, core.loads()))
-        assert seen[:2] == ("dsjax-engine", False)
-        assert seen[2][0].running == 1
-        with pytest.raises(ZeroDivisionError):
-            await engine.call(lambda core: 1 // 0)
-        assert engine.running, "an error in a call is its caller's"
-        stream.close()
-        await engine.shutdown()
-        with pytest.raises(EngineDeadError):
-            await engine.call(lambda core: None)
-
-    run(main())
-
-
-def test_a_call_that_waits_when_the_engine_dies_gets_an_error():
-    async def main():
-        engine, executor = make(step_seconds=0.3)
-        executor.fail_at_step = 1
-        engine.start()
-        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
-        await anext(stream)
-        await until(lambda: (executor.steps == 1 and executor.computing) or engine.error is not None)
-        with pytest.raises(EngineDeadError):
-            await engine.call(lambda core: None)
-        with pytest.raises(EngineDeadError):
-            await anext(stream)
-        assert engine.steppers["the engine"].step_started is None
-        await engine.shutdown()
-
-    run(main())
-
-
-def test_observers_hear_of_every_step_and_of_every_output_that_was_delivered():
+@in_loop(start=False, num_ranks=2)
+async def test_observers_hear_of_every_step_and_of_every_output_that_was_delivered(engine, executor):
     class Observer:
         steps, outputs, made = [], [], 0
 
@@ -192,131 +184,88 @@ def test_observers_hear_of_every_step_and_of_every_output_that_was_delivered():
         def on_outputs(self, outputs):
             self.outputs += outputs
 
-    async def main():
-        engine, executor = make(num_ranks=2)
-        engine.observers.append(observer := Observer())
-        engine.start()
-        prompt = list(range(10))
-        for name in ("first", "again"):
-            assert (await collect(engine, name, [prompt]))[0] == expected_tokens(prompt, 12)
-        await engine.shutdown()
-        assert len(observer.steps) == executor.steps
-        assert observer.made == 24
-        assert [output.request_id for output in observer.outputs] == ["first", "again"]
-        assert [output.num_cached_tokens for output in observer.outputs] == [0, 8]
-        assert observer.outputs[1].metrics.num_cached_tokens == 8
-        # 10 prompt tokens in chunks of 8, then 2 that were not cached; each makes 12 tokens, the last of which is not computed.
-        assert sum(stats.num_prompt_tokens for stats in observer.steps) == 12
-        assert sum(stats.num_decode_tokens for stats in observer.steps) == 22
-        assert sum(stats.prefix_queries for stats in observer.steps) == 20
-        assert sum(stats.prefix_hits for stats in observer.steps) == 8
-        for stats in observer.steps:
-            assert stats.host_seconds.keys() == {"plan", "launch", "device", "enter"}
-            assert sum(stats.host_seconds.values()) == pytest.approx(stats.duration)
-            assert [load.rank for load in stats.ranks] == [0, 1]
-        assert observer.steps[-1].ranks[0][:5] == (0, 0, 0, 0, 0), "nothing runs, waits, or holds a page"
-
-    run(main())
+    engine.observers.append(observer := Observer())
+    engine.start()
+    prompt = list(range(10))
+    for name in ("first", "again"):
+        assert (await collect(engine, name, [prompt]))[0] == expected_tokens(prompt, 12)
+    await engine.shutdown()
+    assert len(observer.steps) == executor.steps
+    assert observer.made == 24
+    assert [output.request_id for output in observer.outputs] == ["first", "again"]
+    assert [output.num_cached_tokens for output in observer.outputs] == [0, 8]
+    assert observer.outputs[1].metrics.num_cached_tokens == 8
+    # 10 prompt tokens in chunks of 8, then 2 that were not cached; each makes 12 tokens, the last of which is not computed.
+    assert sum(stats.num_prompt_tokens for stats in observer.steps) == 12
+    assert sum(stats.num_decode_tokens for stats in observer.steps) == 22
+    assert sum(stats.prefix_queries for stats in observer.steps) == 20
+    assert sum(stats.prefix_hits for stats in observer.steps) == 8
+    for stats in observer.steps:
+        assert stats.host_seconds.keys() == {"plan", "launch", "device", "enter"}
+        assert sum(stats.host_seconds.values()) == pytest.approx(stats.duration)
+        assert [load.rank for load in stats.ranks] == [0, 1]
+    assert observer.steps[-1].ranks[0][:5] == (0, 0, 0, 0, 0), "nothing runs, waits, or holds a page"
 
 
-def test_requests_that_come_while_the_device_computes_are_in_the_next_step_to_be_planned():
-    async def main():
-        engine, executor = make(step_seconds=0.05)
-        executor.keep_commands = True
-        engine.start()
-        first = await engine.submit("first", [[1, 2, 3]], SamplingParams(max_tokens=100))
-        await anext(first)
+@in_loop(start=False, step_seconds=0.05)
+async def test_requests_that_come_during_the_first_step_after_a_rest_are_in_the_second(engine, executor):
+    executor.keep_commands = True
+    engine.start()
+    for request_id in ("first", "later"):
+        executor.commands.clear()
+        streams = [await engine.submit(request_id, [[1, 2, 3]], FINAL)]
         await until(lambda: executor.computing)
-        steps = executor.steps
-        second = await engine.submit("second", [[4, 5]], SamplingParams(max_tokens=4))
-        await anext(second)
+        streams.append(await engine.submit(f"behind {request_id}", [[4, 5]], FINAL))
+        for stream in streams:
+            await anext(stream)
         planned = [command for command in executor.commands if isinstance(command, Step)]
-        joined = next(i for i, step in enumerate(planned) if step.ranks[0].prefills and i)
-        assert joined <= steps + 2, "one that computes, and one that was launched behind it"
-        assert (engine.num_waiting, engine.waiting_tokens) == (0, 0)
-        await engine.shutdown()
-
-    run(main())
+        assert [len(step.ranks[0].prefills) for step in planned[:3]] == [1, 1, 0]
+        await until(lambda: not engine.core.has_unfinished)
 
 
-def test_requests_that_come_during_the_first_step_after_a_rest_are_in_the_second():
-    async def main():
-        engine, executor = make(step_seconds=0.05)
-        executor.keep_commands = True
-        engine.start()
-        for request_id in ("first", "later"):
-            executor.commands.clear()
-            streams = [await engine.submit(request_id, [[1, 2, 3]], FINAL)]
-            await until(lambda: executor.computing)
-            streams.append(await engine.submit(f"behind {request_id}", [[4, 5]], FINAL))
-            for stream in streams:
-                await anext(stream)
-            planned = [command for command in executor.commands if isinstance(command, Step)]
-            assert [len(step.ranks[0].prefills) for step in planned[:3]] == [1, 1, 0]
-            await until(lambda: not engine.core.has_unfinished)
-        await engine.shutdown()
-
-    run(main())
+@in_loop(start=False)
+async def test_what_waits_is_counted_before_the_thread_has_taken_it(engine, executor):
+    engine._loop = asyncio.get_running_loop()  # the thread is not started
+    await engine.submit("a", [[1, 2, 3], [4, 5]], SamplingParams(n=2, max_tokens=4))
+    assert (engine.num_waiting, engine.waiting_tokens) == (4, 10)
 
 
-def test_what_waits_is_counted_before_the_thread_has_taken_it():
-    async def main():
-        engine, _ = make()
-        engine._loop = asyncio.get_running_loop()  # the thread is not started
-        await engine.submit("a", [[1, 2, 3], [4, 5]], SamplingParams(n=2, max_tokens=4))
-        assert (engine.num_waiting, engine.waiting_tokens) == (4, 10)
-
-    run(main())
-
-
-def test_an_id_that_is_aborted_and_used_again_during_one_step_is_a_new_request():
-    async def main():
-        engine, executor = make(step_seconds=0.05)
-        engine.start()
-        stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
-        await anext(stream)
-        await until(lambda: executor.computing)
-        stream.close()
-        assert (await collect(engine, "r", [[7, 8]]))[0] == expected_tokens([7, 8], 12)
-        assert pages_in_use(engine) == 0
-        await engine.shutdown()
-
-    run(main())
+@in_loop(step_seconds=0.05)
+async def test_an_id_that_is_aborted_and_used_again_during_one_step_is_a_new_request(engine, executor):
+    stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
+    await anext(stream)
+    await until(lambda: executor.computing)
+    stream.close()
+    assert (await collect(engine, "r", [[7, 8]]))[0] == expected_tokens([7, 8], 12)
+    assert pages_in_use(engine) == 0
 
 
-def test_shutdown_ends_what_runs_with_an_error_and_refuses_what_comes():
-    async def main():
-        engine, _ = make(step_seconds=0.01)
-        engine.start()
-        running = asyncio.create_task(collect(engine, "r", [[1, 2]], SamplingParams(max_tokens=100)))
-        await until(lambda: pages_in_use(engine) > 0)
-        await engine.shutdown()
-        with pytest.raises(EngineClosingError):
-            await running
-        with pytest.raises(EngineClosingError):
-            await engine.submit("late", [[1]], FINAL)
-        assert pages_in_use(engine) == 0
-
-    run(main())
+@in_loop(step_seconds=0.01)
+async def test_shutdown_ends_what_runs_with_an_error_and_refuses_what_comes(engine, executor):
+    running = asyncio.create_task(collect(engine, "r", [[1, 2]], SamplingParams(max_tokens=100)))
+    await until(lambda: pages_in_use(engine) > 0)
+    await engine.shutdown()
+    with pytest.raises(EngineClosingError):
+        await running
+    with pytest.raises(EngineClosingError):
+        await engine.submit("late", [[1]], FINAL)
+    assert pages_in_use(engine) == 0
 
 
-def test_an_update_behind_the_one_that_a_stop_string_ended_is_no_observer_s():
-    async def main():
-        engine, _ = make()
-        engine._loop = asyncio.get_running_loop()  # the thread is not started
-        seen = []
-        engine.observers.append(
-            SimpleNamespace(on_updates=seen.extend, on_ended=lambda *_: None, on_outputs=lambda _: None)
-        )
-        tokenizer = engine.tokenizer
-        stream = await engine.submit("r", [[1, 2]], SamplingParams(max_tokens=9, stop=("a",)))
-        (request,) = stream.completions
-        (token,) = tokenizer.encode("a", add_special_tokens=False)
-        updates = [Update(request, RowResult((token,)), None), Update(request, None, FinishReason.ABORT)]
-        engine._streams.deliver(updates, None)
-        assert seen == updates[:1]
-
-    run(main())
+@in_loop(start=False)
+async def test_an_update_behind_the_one_that_a_stop_string_ended_is_no_observer_s(engine, executor):
+    engine._loop = asyncio.get_running_loop()  # the thread is not started
+    seen = []
+    engine.observers.append(
+        SimpleNamespace(on_updates=seen.extend, on_ended=lambda *_: None, on_outputs=lambda _: None)
+    )
+    tokenizer = engine.tokenizer
+    stream = await engine.submit("r", [[1, 2]], SamplingParams(max_tokens=9, stop=("a",)))
+    (request,) = stream.completions
+    (token,) = tokenizer.encode("a", add_special_tokens=False)
+    updates = [Update(request, RowResult((token,)), None), Update(request, None, FinishReason.ABORT)]
+    engine._streams.deliver(updates, None)
+    assert seen == updates[:1]
 
 
 def output(request_id: str, text: str, *, last: bool = False) -> RequestOutput:
@@ -374,37 +323,38 @@ def test_what_a_reader_raises_while_it_takes_outputs_at_once_is_its_own_to_hear(
     run(main())
 
 
-def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_they_are_closed_or_the_server_ends():
-    async def main():
-        engine, _ = make(pages_per_rank=33, step_seconds=0.01)
-        engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None)
-        smaller = FakeExecutor(pages_per_rank=5)
-        config = SchedulerConfig.from_limits(smaller.limits, max_num_batched_tokens=16)
-        engine.start()
-        params = SamplingParams(max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
-        given_up, kept = [await engine.submit(name, [[1, 2, 3]], params) for name in ("given up", "kept")]
-        await anext(given_up)
-        await anext(kept)
-        new = SimpleNamespace(executor=smaller, config=config, larger_is_wanted=True)
-        await engine.call(lambda core: engine._thread.change(lambda: new))
-        parked = engine.core.parked
-        await until(lambda: len(parked) == 2)
-        assert await collect(engine, "short", [[5]], FINAL) == {0: expected_tokens([5], 12)}, "nobody waits behind them"
-        assert engine.num_unfinished == 2
-        given_up.close()
-        await until(lambda: len(parked) == 1)
-        engine.wait_for_no_mesh()
-        async for _, output in kept:
-            last = output.outputs[0]
-        assert (last.finish_reason, last.error) == ("error", "no_room_on_the_new_mesh")
-        assert engine.num_unfinished == len(parked) == 0
-        assert parked.outcomes == {"aborted": 1, "expired": 1}
-        await engine.shutdown()
-
-    run(main())
+@in_loop(start=False, pages_per_rank=33, step_seconds=0.01)
+async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_they_are_closed_or_the_server_ends(
+    engine, executor
+):
+    engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None)
+    smaller = FakeExecutor(pages_per_rank=5)
+    config = SchedulerConfig.from_limits(smaller.limits, max_num_batched_tokens=16)
+    engine.start()
+    params = SamplingParams(max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
+    given_up, kept = [await engine.submit(name, [[1, 2, 3]], params) for name in ("given up", "kept")]
+    await anext(given_up)
+    await anext(kept)
+    new = SimpleNamespace(executor=smaller, config=config, larger_is_wanted=True)
+    await engine.call(lambda core: engine._thread.change(lambda: new))
+    parked = engine.core.parked
+    await until(lambda: len(parked) == 2)
+    assert await collect(engine, "short", [[5]], FINAL) == {0: expected_tokens([5], 12)}, "nobody waits behind them"
+    assert engine.num_unfinished == 2
+    given_up.close()
+    await until(lambda: len(parked) == 1)
+    engine.wait_for_no_mesh()
+    async for _, output in kept:
+        last = output.outputs[0]
+    assert (last.finish_reason, last.error) == ("error", "no_room_on_the_new_mesh")
+    assert engine.num_unfinished == len(parked) == 0
+    assert parked.outcomes == {"aborted": 1, "expired": 1}
 
 
-def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_checked_keeps_nobody_else_out():
+@in_loop(start=False)
+async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_checked_keeps_nobody_else_out(
+    engine, executor
+):
     checked, go_on, made = threading.Event(), threading.Event(), []
 
     def ask(mesh, expert_mesh):
@@ -418,17 +368,12 @@ def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_checked
         config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
         return SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False)
 
-    async def main():
-        engine, _ = make()
-        engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None, ask=ask, to=to)
-        engine.start()
-        task = asyncio.ensure_future(engine.scale("dp=1"))
-        await until(checked.is_set)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        go_on.set()
-        await until(lambda: made == ["dp=1"])
-        await engine.shutdown()
-
-    run(main())
+    engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None, ask=ask, to=to)
+    engine.start()
+    task = asyncio.ensure_future(engine.scale("dp=1"))
+    await until(checked.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    await until(lambda: made == ["dp=1"])

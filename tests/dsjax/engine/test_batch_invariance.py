@@ -44,16 +44,9 @@ def test_every_product_norm_and_expert_has_one_order_and_the_start_names_what_ha
     assert open_sums(Kernels(pallas=PallasKernels())) == ""
 
 
-def test_without_the_option_no_kernel_has_fixed_sizes():
-    step = step_of(batch_invariant=False)
-    assert not step.kernels.fixed
-    assert not step.in_place.ordered
-    assert "batch-invariant" not in step.kernels.note
-
-
 def gpu_program(**options) -> str:
     """The text of a decode step for GPUs, lowered and not compiled: neither a GPU nor its compiler is needed."""
-    step = step_of("dp=2,tp=2", {"num_hidden_layers": 2}, dtype="bfloat16", **options)
+    step = step_of("dp=2,tp=2", {"num_hidden_layers": 1, "first_k_dense_replace": 0}, dtype="bfloat16", **options)
     compiled = dataclasses.replace(step.kernels.pallas, interpret=False)
     step = dataclasses.replace(step, kernels=dataclasses.replace(step.kernels, pallas=compiled))
     limits = ExecutorLimits(4, 4, 8, 16, 3, 2, 8, TINY["vocab_size"])
@@ -84,13 +77,14 @@ def test_a_gpus_program_has_the_options_operations_and_orders_with_it_and_none_o
     ("options", "why"),
     [
         ({"mla_decode": "AM_CC_ME"}, "form AM_CC_ME has products of heads"),
-        ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME"),
+        ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME; leave --mla-prefill out"),
+        ({"kernels": "plain"}, "--kernels leaves plain ones"),
+        ({"kernels": "auto", "dtype": "bfloat16"}, "--dtype is bfloat16"),
         ({"kernel_config": "tiles.json"}, "--kernel-config has others"),
         ({"weights": "nvfp4"}, "--weights nvfp4 take tiles that follow the rows"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_would_leave_a_sum_open_is_refused_with_the_reason(options, why, tmp_path):
+def test_what_would_leave_a_sum_open_is_refused_with_the_reason(kernels, options, why, tmp_path):
     if "kernel_config" in options:
         (tmp_path / "tiles.json").write_text('{"format": 1, "device": "any", "products": []}')
         options = {"kernel_config": str(tmp_path / "tiles.json")}

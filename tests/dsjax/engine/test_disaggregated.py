@@ -33,7 +33,8 @@ MESHES = {
         "enable_eplb": True,
         "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
     },
-    "dp=1 for tp=2, drafts": {
+    "dp=1 for tp=2, drafts, index keys": {
+        "model": "v3.2",
         "prefill_mesh": "dp=1",
         "decode_mesh": "tp=2",
         "prefill_max_num_seqs": 2,
@@ -41,7 +42,6 @@ MESHES = {
         "prefill_prefill_chunk": 24,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     },
-    "dp=1 for dp=2, index keys": {"model": "v3.2", "prefill_mesh": "dp=1", "decode_mesh": "dp=2"},
 }
 
 
@@ -166,25 +166,21 @@ def test_tokens_and_log_probabilities_are_those_of_one_device_alone(checkpoints,
     assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]
 
 
-def test_each_side_has_its_own_mesh_and_decode_alone_the_tiers():
-    args = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", host_cache_bytes=1000)
+def test_each_side_has_its_own_mesh_and_sizes_and_decode_alone_the_tiers():
+    sizes = {"max_num_seqs": 256, "cache_tokens": 4096, "redundant_experts": 8, "host_cache_bytes": 1000}
+    both = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", **sizes)
+    own = {"max_num_seqs": 8, "max_num_batched_tokens": 16_384, "prefill_chunk": 8192, "cache_tokens": 65_536}
+    own |= {"redundant_experts": 0}
+    args = replace(both, **{f"prefill_{name}": value for name, value in own.items()})
     assert args.num_devices == 6
     assert (decode_args(args).mesh, decode_args(args).host_cache_bytes) == ("dp=4", 1000)
     assert (prefill_args(args).mesh, prefill_args(args).host_cache_bytes) == ("tp=2", 0)
     assert not decode_args(args).separated
-
-
-def test_prefill_engines_have_sizes_of_their_own():
-    both = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", max_num_seqs=256, cache_tokens=4096, redundant_experts=8)
-    own = {"max_num_seqs": 8, "max_num_batched_tokens": 16_384, "prefill_chunk": 8192, "cache_tokens": 65_536}
-    own |= {"redundant_experts": 0}
-    args = replace(both, **{f"prefill_{name}": value for name, value in own.items()})
     of_whom = [{name: getattr(side(args), name) for name in own} for side in (prefill_args, decode_args)]
     assert of_whom == [own, {name: getattr(both, name) for name in own}]
     assert {name: getattr(prefill_args(both), name) for name in own} == of_whom[1], "as the others' by default"
-    moving = replace(
-        args, redundant_experts=0, enable_eplb=True, eplb_config={"num_redundant_experts": 8, "payback": 2}
-    )
+    balanced = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 8, "payback": 2}}
+    moving = replace(args, redundant_experts=0, **balanced)
     assert (prefill_args(moving).num_redundant, decode_args(moving).num_redundant) == (0, 8)
     assert prefill_args(moving).eplb.payback == decode_args(moving).eplb.payback == 2
     whole = replace(moving, prefill_mesh="tp=2,ep=1")
@@ -195,55 +191,48 @@ def test_prefill_engines_have_sizes_of_their_own():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"prefill_mesh": "dp=2"}, "--prefill-mesh is given without --decode-mesh"),
-        ({"decode_mesh": "dp=2"}, "--decode-mesh is given without --prefill-mesh"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=x"}, "dp=x"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mesh": "dp=4"}, "--mesh dp=4 is given with"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "mla_prefill": "CD", "mla_decode": "CD"}, "CD keeps none"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "enable_prefix_caching": False}, "--no-enable-prefix-caching"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "record_steps": "x"}, "--record-steps"),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "num_processes": 2}, "one process"),
-        ({"prefill_max_num_seqs": 2}, "--prefill-max-num-seqs is given without --prefill-mesh .* --max-num-seqs alone"),
+        ({"decode_mesh": None}, "--prefill-mesh is given without --decode-mesh"),
+        ({"prefill_mesh": None}, "--decode-mesh is given without --prefill-mesh"),
+        ({"decode_mesh": "dp=x"}, "dp=x"),
+        ({"mesh": "dp=4"}, "--mesh dp=4 is given with"),
+        ({"mla_prefill": "CD", "mla_decode": "CD"}, "CD keeps none"),
+        ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"record_steps": "x"}, "--record-steps"),
+        ({"num_processes": 2}, "one process"),
         (
-            {"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "max_num_seqs": 256, "prefill_max_num_batched_tokens": 128},
-            "--prefill-max-num-batched-tokens is 128, less than --max-num-seqs 256, .* or give --prefill-max-num-seqs",
+            {"prefill_mesh": None, "decode_mesh": None, "prefill_max_num_seqs": 2},
+            "--prefill-max-num-seqs is given without",
         ),
         (
-            {"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "prefill_cache_tokens": 1000},
-            "--prefill-cache-tokens is 1000, .* give 1008",
+            {"max_num_seqs": 256, "prefill_max_num_batched_tokens": 128},
+            "128, less than --max-num-seqs 256, .*--prefill-max",
         ),
-        ({"prefill_mesh": "dp=2", "decode_mesh": "dp=2", "prefill_prefill_chunk": 0}, "--prefill-prefill-chunk is 0"),
+        ({"prefill_cache_tokens": 1000}, "--prefill-cache-tokens is 1000, .* give 1008"),
+        ({"prefill_prefill_chunk": 0}, "--prefill-prefill-chunk is 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, says):
     with pytest.raises((UserError, MeshError), match=says):
-        EngineArgs(**options)
+        EngineArgs(**{"prefill_mesh": "dp=2", "decode_mesh": "dp=2"} | options)
 
 
-def test_more_devices_than_there_are_is_refused_before_anything_is_loaded(checkpoint):
-    count = jax.device_count()  # from here on no more can be emulated
-    with pytest.raises(
-        UserError, match=f"^--decode-mesh dp=3000 and --prefill-mesh dp=1 want 3001 devices, found {count}"
-    ):
-        LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=3000", **SIZES)
-
-
-def test_what_the_prefill_side_cannot_be_is_told_of_that_side(checkpoint):
-    sizes = SIZES | {"prefill_cache_tokens": 64}
-    with pytest.raises(
-        UserError, match=r"^of --prefill-mesh dp=1, .*--max-model-len is 128, but the cache of a DP rank holds 64"
-    ):
-        LLM(str(checkpoint), prefill_mesh="dp=1", decode_mesh="dp=1", **sizes)
-
-
-def test_a_prefill_mesh_that_does_not_fit_the_model_is_refused_before_any_weights_are_read(checkpoint, monkeypatch):
-    monkeypatch.setattr(loading, "load", lambda *args, **rest: pytest.fail("weights were read"))
-    with pytest.raises(UserError, match=r"^of --prefill-mesh tp=3, .*heads"):
-        LLM(str(checkpoint), prefill_mesh="tp=3", decode_mesh="dp=1", **SIZES)
-
-
-def test_a_folder_for_pages_that_another_server_has_is_refused_before_anything_is_loaded(checkpoint, tmp_path):
-    options = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1", "disk_cache_bytes": 1 << 20}
-    with lock_folder(tmp_path), pytest.raises(UserError, match="is in use by another engine"):
-        LLM(str(checkpoint), **options, disk_cache=str(tmp_path), **SIZES)
-    assert {path.name for path in tmp_path.iterdir()} == {"dsjax-pages", "lock"}
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"decode_mesh": "dp=3000"}, "^--decode-mesh dp=3000 and --prefill-mesh dp=1 want 3001 devices, found "),
+        ({"prefill_cache_tokens": 64}, "^of --prefill-mesh dp=1, .* is 128, but the cache of a DP rank holds 64"),
+        ({"prefill_mesh": "tp=3"}, "^of --prefill-mesh tp=3, .*heads"),
+        ({"disk_cache": "taken", "disk_cache_bytes": 1 << 20}, "is in use by another engine"),
+    ],
+)
+def test_what_does_not_fit_is_refused_of_its_side_and_leaves_another_server_s_folder_as_it_is(
+    checkpoint, tmp_path, monkeypatch, options, says
+):
+    jax.devices()  # from here on no more can be emulated
+    if "prefill_cache_tokens" not in options:  # the cache is what is left beside the weights
+        monkeypatch.setattr(loading, "load", lambda *args, **rest: pytest.fail("weights were read"))
+    monkeypatch.chdir(tmp_path)
+    (taken := tmp_path / "taken").mkdir()
+    with lock_folder(taken), pytest.raises(UserError, match=says):
+        LLM(str(checkpoint), **{"prefill_mesh": "dp=1", "decode_mesh": "dp=1"} | options, **SIZES)
+    assert {path.name for path in taken.iterdir()} == {"dsjax-pages", "lock"}

@@ -4,6 +4,7 @@ These are the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_
 `setup/expert_scaling.py` too. All sides are in this process, each with its own devices' arrays, and speak over the loopback interface.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -44,7 +45,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Without a dense layer, which no process with experts hears of."""
-    return write_checkpoint(tmp_path_factory.mktemp("experts"), first_k_dense_replace=0)
+    return write_checkpoint(tmp_path_factory.mktemp("experts"), mtp=True, first_k_dense_replace=0)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +59,36 @@ def free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def experts(checkpoint, address, **options):
-    return load_experts(
-        EngineArgs(model=str(checkpoint), afd_role="expert", afd_address=address, **MESHES | SIZES | options)
-    )
+@pytest.fixture
+def ends():
+    """Ends what tests have started, last first: ``ends.callback(llm.shutdown)``."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
-def attention(checkpoint, address, **options):
-    return LLM(str(checkpoint), **{"afd_role": "attention", "afd_address": address} | MESHES | SIZES | options)
+@pytest.fixture
+def experts(checkpoint, ends):
+    """``experts(address, **options)`` starts a process with experts, and ends it after the test."""
+
+    def started(address, **options):
+        options = MESHES | SIZES | options
+        process = load_experts(EngineArgs(model=str(checkpoint), afd_role="expert", afd_address=address, **options))
+        ends.callback(process.close)
+        return process
+
+    return started
+
+
+@pytest.fixture
+def attention(checkpoint, ends):
+    """``attention(address, **options)`` starts an engine whose experts are there, and ends it after the test."""
+
+    def started(address, **options):
+        llm = LLM(str(checkpoint), **{"afd_role": "attention", "afd_address": address} | MESHES | SIZES | options)
+        ends.callback(llm.shutdown)
+        return llm
+
+    return started
 
 
 def made(llm):
@@ -85,107 +108,90 @@ def expected(checkpoint):
         one.shutdown()
 
 
-def test_a_model_that_cannot_be_loaded_leaves_no_connection_to_the_experts_open(checkpoint, monkeypatch):
+def test_a_model_that_cannot_be_loaded_leaves_no_connection_to_the_experts_open(experts, attention, monkeypatch):
     def fail(*args, **options):
         raise UserError("the weights cannot be read")
 
     address = free_address()
-    process = experts(checkpoint, address)
-    try:
-        monkeypatch.setattr(loading, "load", fail)
-        with pytest.raises(UserError, match="the weights cannot be read") as kept:
-            attention(checkpoint, address)
-        deadline = time.monotonic() + 60
-        while process.num_connections and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert process.num_connections == 0, kept.value
-    finally:
-        process.close()
+    process = experts(address)
+    monkeypatch.setattr(loading, "load", fail)
+    with pytest.raises(UserError, match="the weights cannot be read") as kept:
+        attention(address)
+    deadline = time.monotonic() + 60
+    while process.num_connections and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.num_connections == 0, kept.value
 
 
-def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_starting(checkpoint):
-    process = experts(checkpoint, free_address(), attention_mesh="dp=1,tp=2", moe_dense_tp_size=2)
-    process.close()
+def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_starting(experts):
+    experts(free_address(), attention_mesh="dp=1,tp=2", moe_dense_tp_size=2)
 
 
-def test_a_side_that_moves_experts_stays_alone_when_its_connection_comes_back(checkpoint):
-    process = experts(checkpoint, free_address())
-    try:
-        rows = process._writer.rows.astype("<i4").tobytes()
-        mover, other = (Hello(VERSION, {}, rows, side) for side in (b"mover", b"other"))
-        assert process._enter(mover) == ""
-        assert process._have_move(mover.side) == ""  # to have experts staged
-        assert process._enter(mover) == ""
-        assert "it must be alone" in process._enter(other)
-        assert process._have_move(mover.side) == ""  # to have them placed
-        process._sides.clear()
-        assert process._enter(other) == ""
-    finally:
-        process.close()
+def test_a_side_that_moves_experts_stays_alone_when_its_connection_comes_back(experts):
+    process = experts(free_address())
+    rows = process._writer.rows.astype("<i4").tobytes()
+    mover, other = (Hello(VERSION, {}, rows, side) for side in (b"mover", b"other"))
+    assert process._enter(mover) == ""
+    assert process._have_move(mover.side) == ""  # to have experts staged
+    assert process._enter(mover) == ""
+    assert "it must be alone" in process._enter(other)
+    assert process._have_move(mover.side) == ""  # to have them placed
+    process._sides.clear()
+    assert process._enter(other) == ""
 
 
 @pytest.mark.slow  # compiles two engines
 def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
-    checkpoint, address, expected, monkeypatch, caplog
+    experts, attention, address, expected, monkeypatch, caplog
 ):
-    process = experts(checkpoint, address)
-    llm = attention(checkpoint, address)
-    try:
-        assert made(llm) == expected
-        assert not any(".moe.experts." in path for path in llm.executor.params)
-        first, comers = process.num_calls, []
+    process = experts(address)
+    llm = attention(address)
+    assert made(llm) == expected
+    assert not any(".moe.experts." in path for path in llm.executor.params)
+    first, comers = process.num_calls, []
 
-        def compute(*arguments):  # in the midst of a layer the process goes; another one comes while the step waits
-            if process.num_calls == first + 3:
-                process.close()
-                comers.append(experts(checkpoint, address))
-            return original(*arguments)
+    def compute(*arguments):  # in the midst of a layer the process goes; another one comes while the step waits
+        if process.num_calls == first + 3:
+            process.close()
+            comers.append(experts(address))
+        return original(*arguments)
 
-        original = process._compute
-        monkeypatch.setattr(process, "_compute", compute)
-        with caplog.at_level(logging.WARNING, logger=expert_link.__name__):
-            assert made(llm) == expected  # in part from pages of the cache, which has stayed
-        assert len(comers) == 1
-        assert comers[0].num_calls > 0
-        [counts] = llm.executor.extension(ExpertLinks).counts
-        assert counts.losses >= 1
-        assert counts.last_gap > 0
-        assert "the call is made again" in caplog.text
-    finally:
-        llm.shutdown()
-        for comer in [process, *comers]:
-            comer.close()
+    original = process._compute
+    monkeypatch.setattr(process, "_compute", compute)
+    with caplog.at_level(logging.WARNING, logger=expert_link.__name__):
+        assert made(llm) == expected  # in part from pages of the cache, which has stayed
+    assert len(comers) == 1
+    assert comers[0].num_calls > 0
+    [counts] = llm.executor.extension(ExpertLinks).counts
+    assert counts.losses >= 1
+    assert counts.last_gap > 0
+    assert "the call is made again" in caplog.text
 
 
 @pytest.mark.slow  # compiles an engine and loads five processes' experts
-def test_three_processes_share_the_experts_and_each_may_go_by_itself(checkpoint, expected, monkeypatch):
+def test_three_processes_share_the_experts_and_each_may_go_by_itself(experts, attention, expected, monkeypatch):
     several = ",".join(free_address() for _ in range(3))
-    start = lambda rank: experts(checkpoint, several, **SHARED, afd_server_rank=rank)  # noqa: E731
+    start = lambda rank: experts(several, **SHARED, afd_server_rank=rank)  # noqa: E731
     processes = [start(rank) for rank in range(3)]
-    llm = attention(checkpoint, several, **SHARED)
+    llm = attention(several, **SHARED)
+    assert made(llm) == expected
+    held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
+    assert held == [12, 12, 12]
+    sent = [counts.sent for counts in llm.executor.extension(ExpertLinks).counts]
+    row_bytes = processes[0]._half.wire.row_bytes
+    assert [count / row_bytes for count in sent] == [process.num_rows for process in processes]
+    for rank in (1, 2):
+        monkeypatch.setattr(processes[rank], "_compute", lambda *_, rank=rank: processes[rank].close())
+    comers, stop = [], threading.Event()
+    coming = threading.Thread(target=lambda: comers.extend(come_back(processes[1:], start, stop)))
+    coming.start()
     try:
         assert made(llm) == expected
-        held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
-        assert held == [12, 12, 12]
-        sent = [counts.sent for counts in llm.executor.extension(ExpertLinks).counts]
-        row_bytes = processes[0]._half.wire.row_bytes
-        assert [count / row_bytes for count in sent] == [process.num_rows for process in processes]
-        for rank in (1, 2):
-            monkeypatch.setattr(processes[rank], "_compute", lambda *_, rank=rank: processes[rank].close())
-        comers, stop = [], threading.Event()
-        coming = threading.Thread(target=lambda: comers.extend(come_back(processes[1:], start, stop)))
-        coming.start()
-        try:
-            assert made(llm) == expected
-        finally:
-            stop.set()
-            coming.join()
-        assert [counts.losses > 0 for counts in llm.executor.extension(ExpertLinks).counts] == [False, True, True]
-        assert len(comers) == 2
     finally:
-        llm.shutdown()
-        for process in [*processes, *comers]:
-            process.close()
+        stop.set()
+        coming.join()
+    assert [counts.losses > 0 for counts in llm.executor.extension(ExpertLinks).counts] == [False, True, True]
+    assert len(comers) == 2
 
 
 def come_back(processes, start, stop):
@@ -199,63 +205,60 @@ def come_back(processes, start, stop):
 
 
 @pytest.mark.slow  # compiles an engine twice
-def test_another_side_with_more_devices_takes_over_and_the_cache_stays(checkpoint, expected):
+def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, attention, expected):
     first, others = free_address(), [free_address(), free_address()]
     wider = {"expert_mesh": "ep=8"}
-    old = experts(checkpoint, first)
-    new = [experts(checkpoint, ",".join(others), afd_server_rank=rank, **wider) for rank in range(2)]
-    llm, last = attention(checkpoint, first), old
-    try:
-        assert made(llm) == expected
-        with pytest.raises(UserError, match="ep=5 does not divide the 32 physical experts"):
-            llm.scale(expert_mesh="ep=5", afd_address=others[0])
-        with pytest.raises(UserError, match="at other addresses"):
-            llm.scale(expert_mesh="ep=8", afd_address=f"{others[0]},{first}")
-        with pytest.raises(UserError, match="differ in expert_mesh 'ep=8' here and 'ep=4' there"):
-            llm.scale(afd_address=",".join(others))
-        assert made(llm) == expected  # as it was
-        llm.scale(expert_mesh="ep=8", afd_address=",".join(others))
-        old.close()
-        calls = [process.num_calls for process in new]
-        outputs = llm.generate(PROMPTS, GREEDY)
-        assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in expected]
-        assert outputs[2].num_cached_tokens == 27  # all of its prompt but the last
-        assert all(process.num_calls > before for process, before in zip(new, calls, strict=True))
-        assert (llm.facts.expert_mesh, llm.facts.physical_experts_per_device) == ("ep=8", 4)
-        assert len(llm.executor.extension(ExpertLinks).counts) == 2
-        with pytest.raises(UserError, match="change one side and then the other"):
-            llm.scale("dp=1", expert_mesh="ep=4")
-        for index, prompt in enumerate(PROMPTS):
-            llm.engine.add_request(str(index), prompt, GREEDY)
-        found = {}
-        for mesh in ("dp=1", "tp=2"):  # the attention side's own mesh, which finds the experts where they are now
-            for _ in range(2):
-                found.update({one.request_id: one for one in llm.engine.step() if one.finished})
-            llm.scale(mesh)
-        assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", "ep=8")
-        assert len(found) < len(PROMPTS)
-        while llm.engine.has_unfinished():
+    old = experts(first)
+    new = [experts(",".join(others), afd_server_rank=rank, **wider) for rank in range(2)]
+    llm, last = attention(first), old
+    assert made(llm) == expected
+    with pytest.raises(UserError, match="ep=5 does not divide the 32 physical experts"):
+        llm.scale(expert_mesh="ep=5", afd_address=others[0])
+    with pytest.raises(UserError, match="at other addresses"):
+        llm.scale(expert_mesh="ep=8", afd_address=f"{others[0]},{first}")
+    with pytest.raises(UserError, match="differ in expert_mesh 'ep=8' here and 'ep=4' there"):
+        llm.scale(afd_address=",".join(others))
+    assert made(llm) == expected  # as it was
+    llm.scale(expert_mesh="ep=8", afd_address=",".join(others))
+    old.close()
+    calls = [process.num_calls for process in new]
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, _ in expected]
+    assert outputs[2].num_cached_tokens == 27  # all of its prompt but the last
+    assert all(process.num_calls > before for process, before in zip(new, calls, strict=True))
+    assert (llm.facts.expert_mesh, llm.facts.physical_experts_per_device) == ("ep=8", 4)
+    assert len(llm.executor.extension(ExpertLinks).counts) == 2
+    with pytest.raises(UserError, match="change one side and then the other"):
+        llm.scale("dp=1", expert_mesh="ep=4")
+    for index, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(str(index), prompt, GREEDY)
+    found = {}
+    for mesh in ("dp=1", "tp=2"):  # the attention side's own mesh, which finds the experts where they are now
+        for _ in range(2):
             found.update({one.request_id: one for one in llm.engine.step() if one.finished})
-        tokens = [found[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
-        assert tokens == [tokens for tokens, _ in expected]
-        third = free_address()
-        last = experts(checkpoint, third)
-        llm.scale(expert_mesh="ep=4", afd_address=third)  # and then the other side again
-        assert made(llm) == expected
-        last.close()
-        with pytest.raises(UserError, match=f"no process with experts answers at {third} .*ask again when it is back"):
-            llm.scale("dp=2")
-        assert llm.facts.mesh == "tp=2"
-        last = experts(checkpoint, third)
-        assert made(llm) == expected
-    finally:
-        llm.shutdown()
-        for process in [old, *new, last]:
-            process.close()
+        llm.scale(mesh)
+    assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", "ep=8")
+    assert len(found) < len(PROMPTS)
+    while llm.engine.has_unfinished():
+        found.update({one.request_id: one for one in llm.engine.step() if one.finished})
+    tokens = [found[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))]
+    assert tokens == [tokens for tokens, _ in expected]
+    third = free_address()
+    last = experts(third)
+    llm.scale(expert_mesh="ep=4", afd_address=third)  # and then the other side again
+    assert made(llm) == expected
+    last.close()
+    with pytest.raises(UserError, match=f"no process with experts answers at {third} .*ask again when it is back"):
+        llm.scale("dp=2")
+    assert llm.facts.mesh == "tp=2"
+    last = experts(third)
+    assert made(llm) == expected
 
 
 @pytest.mark.slow  # compiles two engines
-def test_fp8_weights_and_fp8_rows_between_processes_give_the_bits_of_one_device(checkpoint, kernels):
+def test_fp8_weights_and_fp8_rows_between_processes_give_the_bits_of_one_device(
+    checkpoint, experts, attention, kernels
+):
     """Products quantise what the wire does, in the same blocks: one device, which sends nothing, has the same numbers."""
     products = {"weights": "fp8", "activation_scheme": "dynamic"}
     one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES, **products)
@@ -264,37 +267,24 @@ def test_fp8_weights_and_fp8_rows_between_processes_give_the_bits_of_one_device(
     finally:
         one.shutdown()
     address = free_address()
-    process = experts(checkpoint, address, dispatch_wire="fp8", **products)
-    llm = attention(checkpoint, address, dispatch_wire="fp8", **products)
-    try:
-        assert llm.executor.model.is_exact
-        assert made(llm) == expected
-        [counts] = llm.executor.extension(ExpertLinks).counts
-        assert counts.sent < counts.received / 2, "rows are FP8, and answers a float32 for each choice"
-    finally:
-        llm.shutdown()
-        process.close()
+    experts(address, dispatch_wire="fp8", **products)
+    llm = attention(address, dispatch_wire="fp8", **products)
+    assert llm.executor.model.is_exact
+    assert made(llm) == expected
+    [counts] = llm.executor.extension(ExpertLinks).counts
+    assert counts.sent < counts.received / 2, "rows are FP8, and answers a float32 for each choice"
 
 
-def test_experts_of_another_model_or_with_other_options_are_refused(checkpoint, address):
-    process = experts(checkpoint, address, dispatch_wire="fp8")
-    try:
-        with pytest.raises(UserError, match="differ in dispatch_wire 'fp8' here and 'compute' there"):
-            attention(checkpoint, address)
-    finally:
-        process.close()
-
-
-def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(checkpoint, address):
+def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(attention, address):
     with pytest.raises(expert_link.ExpertsGoneError, match=r"for 1 s .*start one with --afd-role expert"):
-        attention(checkpoint, address, start_timeout=1)
+        attention(address, start_timeout=1)
 
 
-def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(checkpoint):
+def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(experts):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=r"cannot listen at 127.0.0.1 port \d+ \(.*\), where attention is to find"):
-            experts(checkpoint, address)
+            experts(address)
 
 
 def test_a_process_with_experts_alone_is_no_llm(checkpoint, address):

@@ -12,11 +12,10 @@ These are the tests of `core.py` and `contract/executor.py` too.
 from typing import get_args
 
 import pytest
-from command_goldens import GOLDENS, difference, parsed, path_of, streams_of, text_of
-from recorded_executor import line_of
+from command_goldens import GOLDENS, difference, parsed, path_of, streams_of
 from recorded_scenarios import SCENARIOS
 
-from dsjax.engine.contract.commands import ChangeExperts, Command, Custom, Flush, PrepareExperts, Score, encode
+from dsjax.engine.contract.commands import ChangeExperts, Command, Custom, PrepareExperts, Score
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -35,17 +34,3 @@ def test_every_kind_of_command_is_recorded_but_those_that_no_scheduler_of_ours_g
     }
     of_people = {PrepareExperts.__name__, ChangeExperts.__name__}  # `POST /scale`
     assert {command.__name__ for command in get_args(Command)} - kinds == {Score.__name__, Custom.__name__, *of_people}
-
-
-def test_a_command_that_differs_is_named():
-    streams = streams_of("failed_launch")
-    lines = streams["engine"]
-    lines[200] = line_of("Flush", encode(Flush()), Flush())
-    del lines[-1]
-    text = difference("failed_launch", streams)
-    assert "failed_launch, engine, command 200: recorded Step" in text
-    assert "now Flush 7" in text
-    assert "which is Flush()" in text
-    assert text.count("\n") == 1, "the first one of each stream"
-    lines[200] = None
-    assert parsed(text_of({"a": lines[:2], "b": []}))["a"] == [str(line) for line in lines[:2]]

@@ -13,15 +13,12 @@ from published_logits import published
 from worded_checkpoint import VOCABULARY, write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.contract.sampling_params import OutputKind, SamplingError
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device import buckets
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.launch_rows import NOTHING_ALLOWED
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.model.softmax import log_softmax
-
-MESH = "dp=2,tp=2"
 
 
 class Compilations:
@@ -42,15 +39,9 @@ def compilations():
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory, compilations, no_programs_on_disk):
-    made = LLM(
-        str(write_worded_checkpoint(tmp_path_factory.mktemp("worded"))),
-        mesh=MESH,
-        dtype="float32",
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        prefill_chunk=16,
-        page_size=4,
-    )
+    directory = str(write_worded_checkpoint(tmp_path_factory.mktemp("worded")))
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
+    made = LLM(directory, mesh="dp=2,tp=2", dtype="float32", **sizes)
     made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(4, 16),), mixed=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SCORED_CHUNK", 8)  # a chunk of a prompt is scored in two pieces
@@ -109,53 +100,27 @@ def test_prompt_logprobs_are_those_of_the_logits_at_every_position(llm, logprobs
     ]
 
 
-def test_prompt_logprobs_come_once_in_a_stream_and_with_a_token(llm):
-    params = SamplingParams(
-        temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=0, output_kind=OutputKind.DELTA
-    )
-    llm.engine.add_request("a", prompt(40), params)
-    outputs = []
-    while llm.engine.has_unfinished():
-        outputs += llm.engine.step()
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 1, 1]
-    assert [output.prompt_logprobs is None for output in outputs] == [False, True, True]
-    assert len(outputs[0].prompt_logprobs) == 40
-
-
 @pytest.mark.parametrize("scored", [{}, {"prompt_logprobs": 1}], ids=["plain", "scored"])
-def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, scored):
+def test_a_prompt_that_is_not_finite_fails_at_its_first_chunk_and_alone(llm, monkeypatch, scored):
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     good = [prompt(20, 2), prompt(5, 2)]
     expected = [output.outputs[0].token_ids for output in llm.generate(good, params)]
     clean, poison = llm.executor.params["embed.weight"], 329
     poisoned = np.asarray(clean).copy()
     poisoned[poison] = np.nan
-    llm.executor.params["embed.weight"] = jax.device_put(poisoned, clean.sharding)
-    try:
-        bad = {"prompt_token_ids": [5, poison, *prompt(90)["prompt_token_ids"]]}
-        steps, step = [], llm.engine.core.step
-        llm.engine.core.step = lambda *given, **how: steps.append(step(*given, **how)) or steps[-1]
-        failed, *others = llm.generate(
-            [bad, *good], [SamplingParams(temperature=0, max_tokens=3, **scored), params, params]
-        )
-        assert failed.outputs[0].finish_reason is FinishReason.ERROR
-        assert "not finite" in failed.outputs[0].stop_reason
-        assert failed.outputs[0].error == "non_finite_values"
-        assert any(update.finish_reason is FinishReason.ERROR for update in steps[0])
-        assert [output.outputs[0].token_ids for output in others] == expected
-    finally:
-        llm.engine.core.step = step
-        llm.executor.params["embed.weight"] = clean
+    monkeypatch.setitem(llm.executor.params, "embed.weight", jax.device_put(poisoned, clean.sharding))
+    steps, step = [], llm.engine.core.step
+    monkeypatch.setattr(llm.engine.core, "step", lambda *given, **how: steps.append(step(*given, **how)) or steps[-1])
+    bad = {"prompt_token_ids": [5, poison, *prompt(90)["prompt_token_ids"]]}
+    failing = SamplingParams(temperature=0, max_tokens=3, **scored)
+    failed, *others = llm.generate([bad, *good], [failing, params, params])
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert "not finite" in failed.outputs[0].stop_reason
+    assert failed.outputs[0].error == "non_finite_values"
+    assert any(update.finish_reason is FinishReason.ERROR for update in steps[0])
+    assert [output.outputs[0].token_ids for output in others] == expected
+    monkeypatch.undo()
     assert [output.outputs[0].token_ids for output in llm.generate(good, params)] == expected
-
-
-def test_the_greedy_token_s_logprob_is_the_greatest_and_ranks_first(llm):
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
-    for output in llm.generate([prompt(length) for length in (3, 9, 20)], params):
-        for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
-            assert next(iter(entry)) == token
-            assert entry[token].rank == 1
-            assert entry[token].logprob == max(one.logprob for one in entry.values())
 
 
 @pytest.mark.parametrize(
@@ -186,37 +151,10 @@ def test_greedy_tokens_are_the_greatest_of_the_changed_logits(llm, case):
             assert changed[token] >= changed.max() - 1e-4  # logits of another shape's program
 
 
-def test_bad_words_never_come_and_would_have(llm):
-    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    (output,) = llm.generate(prompt(6), free)
-    made = output.outputs[0].token_ids
-    # A pair that the tokenizer gives back as these two tokens.
-    texts = [(i, llm.tokenizer.decode(made[i : i + 2], skip_special_tokens=False)) for i in range(len(made) - 1)]
-    word = next(
-        text
-        for i, text in texts
-        if "�" not in text and text.strip() == text and llm.tokenizer.encode(text, False) == made[i : i + 2]
-    )
-    pair = llm.tokenizer.encode(word, False)
-    (output,) = llm.generate(prompt(6), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, bad_words=[word]))
-    found = output.outputs[0].token_ids
-    assert pair not in [found[i : i + 2] for i in range(len(found) - 1)]
-
-
 FORMS = [
     ({"regex": r"[0-9]{2,4}(-[a-f]+)?!"}, lambda text: re.fullmatch(r"[0-9]{2,4}(-[a-f]+)?!", text)),
     ({"choice": ["yes", "no", 'may"be']}, lambda text: text in ("yes", "no", 'may"be')),
-    (
-        {
-            "json": {
-                "type": "object",
-                "properties": {"a": {"enum": [1, 22, "x"]}, "b": {"type": "boolean"}},
-                "required": ["a", "b"],
-                "additionalProperties": False,
-            }
-        },
-        lambda text: set(json.loads(text)) == {"a", "b"} and json.loads(text)["a"] in (1, 22, "x"),
-    ),
+    ({"json": {"enum": [1, 22, "x"]}}, lambda text: json.loads(text) in (1, 22, "x")),
     ({"grammar": 'start: "(" start ")" | /[ab]{1,3}/'}, lambda text: re.fullmatch(r"(\()*[ab]{1,3}(\))*", text)),
 ]
 
@@ -234,24 +172,11 @@ def test_text_has_the_form_asked_for_beside_rows_that_are_free(llm):
     assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
     for (form, holds), output in zip(FORMS, outputs[:-1], strict=True):
         for completion in output.outputs:
-            assert completion.finish_reason is FinishReason.STOP or "grammar" in form or "json" in form
+            assert completion.finish_reason is FinishReason.STOP or "grammar" in form
             if completion.finish_reason is FinishReason.STOP:
                 assert holds(completion.text), completion.text
-                assert len(completion.token_ids) < 60 or "grammar" in form or "json" in form
+                assert len(completion.token_ids) < 60 or "grammar" in form
     assert sum(c.finish_reason is FinishReason.STOP for output in outputs[:-1] for c in output.outputs) >= 5
-
-
-def test_the_form_begins_behind_the_token_that_it_comes_after(llm):
-    think = llm.tokenizer.encode("</think>", False)[-1]
-    form = StructuredOutputs(regex="[0-9]{3}", structured_after=think)
-    params = SamplingParams(temperature=1.0, seed=9, max_tokens=60, structured_outputs=form, logit_bias={think: 4.0})
-    found = [output.outputs[0] for output in llm.generate([prompt(5, seed) for seed in range(6)], params)]
-    reached = [one for one in found if one.finish_reason is FinishReason.STOP and think in one.token_ids]
-    assert reached
-    assert any(one.token_ids.index(think) > 0 for one in reached)
-    for one in reached:
-        text = llm.tokenizer.decode(one.token_ids[one.token_ids.index(think) + 1 : -1], skip_special_tokens=False)
-        assert re.fullmatch("[0-9]{3}", text)
 
 
 def test_a_request_that_comes_to_no_legal_token_fails_alone_and_says_why(llm):
@@ -266,38 +191,3 @@ def test_a_request_that_comes_to_no_legal_token_fails_alone_and_says_why(llm):
     assert failed.outputs[0].error == "structured_output_failed"
     assert failed.outputs[0].token_ids == []
     assert well.outputs[0].token_ids == expected
-
-
-def test_an_impossible_grammar_is_refused_and_nothing_of_it_stays(llm):
-    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a("))
-    with pytest.raises(SamplingError, match="regex"):
-        llm.generate([prompt(3), prompt(4)], params)
-    assert not llm.engine.has_unfinished()
-
-
-def test_recorded_experts_count_every_token_on_every_layer(llm):
-    executor, config = llm.executor, llm.config
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    assert executor.expert_counts() is None
-    executor.set_recording(True)
-    try:
-        lengths = (3, 21, 30)
-        llm.generate([prompt(length, 4) for length in lengths], params)
-        counts = executor.expert_counts()
-        assert executor.counts().experts.rounds == counts.rounds, "what was read is told of every step from then on"
-        assert (counts.logical_load == counts.tokens_per_expert).all(), "experts lie in order here"
-        tokens = sum(lengths) + len(lengths) * 4  # the last token made is never computed
-        assert counts.tokens_per_expert.shape == (config.num_moe_layers, config.n_routed_experts)
-        assert (counts.tokens_per_expert.sum(axis=1) == tokens * config.num_experts_per_tok).all()
-        assert counts.rounds >= config.num_moe_layers
-        assert counts.dispatch_bytes > 0
-        assert 0 <= counts.padding_share < 1
-        assert len(counts.rows_sent) == 4
-        llm.generate([prompt(2, 4)], params)
-        assert executor.expert_counts().tokens_per_expert.sum() > counts.tokens_per_expert.sum()
-        executor.set_recording(False)
-        assert executor.expert_counts() is None
-        executor.set_recording(True)
-        assert executor.expert_counts() is None
-    finally:
-        executor.set_recording(False)

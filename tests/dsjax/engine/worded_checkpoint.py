@@ -22,9 +22,16 @@ def write_worded_checkpoint(directory: Path, **changed) -> Path:
     assert tokenizer.vocab_size < VOCABULARY
     fields = TINY | {"vocab_size": VOCABULARY, "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     fields |= changed
-    shapes, weights = expected_shapes(ModelConfig.from_dict(fields)), RandomWeights(7, bias_center=-0.2)
-    specs = {name: TensorSpec(np.dtype(np.float32), shape) for name, shape in shapes.items()}
-    write_file(directory / "model.safetensors", specs, lambda name: weights.tensor(name, shapes[name]))
+    config, weights = ModelConfig.from_dict(fields), RandomWeights(7, bias_center=-0.2)
+    write_model(
+        directory, fields, {name: weights.tensor(name, shape) for name, shape in expected_shapes(config).items()}
+    )
+    return directory
+
+
+def write_model(directory: Path, fields: dict, tensors: dict[str, np.ndarray]) -> None:
+    """Write a model of these fields and tensors, with the tiny tokenizer."""
+    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
+    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
     (directory / "config.json").write_text(json.dumps(fields))
     write_tokenizer(directory)
-    return directory

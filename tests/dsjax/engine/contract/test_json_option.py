@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from dsjax.engine.contract.json_option import JsonOption, is_integer
+from dsjax.engine.contract.json_option import JsonOption
 from dsjax.errors import UserError
 
 
@@ -47,7 +47,3 @@ def test_text_and_a_dictionary_mean_the_same():
 def test_what_is_wrong_is_named_with_what_would_fit(given, message):
     with pytest.raises(UserError, match=message):
         Sizes.parse(given)
-
-
-def test_true_is_no_integer():
-    assert [is_integer(value) for value in (3, -1, True, 3.0, "3")] == [True, True, False, False, False]

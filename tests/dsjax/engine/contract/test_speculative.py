@@ -8,21 +8,8 @@ from dsjax.errors import UserError
 BY_LOAD = [[1, 8, 3], [9, 64, 1], [65, 4096, 0]]
 
 
-def test_json_and_dictionary_mean_the_same():
-    given = {"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": BY_LOAD}
-    text = '{"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1], [65, 4096, 0]]}'
-    assert SpeculativeConfig.parse(text) == SpeculativeConfig.parse(given)
-    assert hash(SpeculativeConfig.parse(text)) == hash(SpeculativeConfig.parse(given))
-
-
 def test_vllms_older_name_is_the_same_method():
     assert SpeculativeConfig.parse({"method": "deepseek_mtp"}) == SpeculativeConfig(method="mtp")
-
-
-def test_without_ranges_every_load_drafts_alike():
-    one = SpeculativeConfig(method="mtp", num_speculative_tokens=2)
-    assert [one.drafts(running) for running in (0, 1, 5000)] == [2, 2, 2]
-    assert one.counts() == (2,)
 
 
 def test_ranges_choose_by_running_requests_and_the_last_one_goes_on():
@@ -34,18 +21,9 @@ def test_ranges_choose_by_running_requests_and_the_last_one_goes_on():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("{method: mtp}", "not JSON"),
-        ("[1]", "expected an object"),
-        ({}, "has no method"),
         ({"method": "eagle"}, 'method "eagle"; expected "mtp"'),
-        (
-            {"method": "mtp", "num_drafts": 2},
-            "unknown field num_drafts; the fields are method, num_speculative_tokens,",
-        ),
         ({"method": "mtp", "num_speculative_tokens": 0}, "num_speculative_tokens 0; expected an integer from 1 to 4"),
         ({"method": "mtp", "num_speculative_tokens": 5}, "from 1 to 4"),
-        ({"method": "mtp", "num_speculative_tokens": True}, "num_speculative_tokens true"),
-        ({"method": "mtp", "num_speculative_tokens": "2"}, 'num_speculative_tokens "2"'),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_field_and_what_would_fit(given, message):
@@ -57,12 +35,10 @@ def test_what_cannot_be_is_refused_with_the_field_and_what_would_fit(given, mess
     ("ranges", "message"),
     [
         ([], "a list of ranges"),
-        (64, "a list of ranges"),
         ([[1, 8]], "three integers"),
         ([[1, 8, True]], "three integers"),
         ([[2, 8, 1]], "to begin at 1"),
         ([[1, 8, 1], [10, 20, 0]], "to begin at 9"),
-        ([[1, 8, 1], [8, 20, 0]], "to begin at 9"),
         ([[1, 0, 1]], "to end at 1 or more"),
         ([[1, 8, 3]], "to draft 0 to num_speculative_tokens = 2"),
         ([[1, 8, -1]], "to draft 0 to"),

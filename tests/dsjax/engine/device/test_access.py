@@ -1,7 +1,5 @@
 """Which part of an executor carries out a command: one for each kind, one for each page source, and none is an error that names it."""
 
-import pytest
-
 from dsjax.engine.contract.commands import Copy, Custom, Flush
 from dsjax.engine.device.access import CommandTable, Handler
 
@@ -20,22 +18,3 @@ def test_a_command_is_carried_out_by_the_part_of_its_kind_and_a_custom_one_by_th
     commands = (Flush(), Copy([b""]), Custom("there", b""), Custom("here", b""))
     said = [list(table.launch(command).running) for command in commands]
     assert said == [[("flushes", True)], [("copies", True)], [("there", True)], [("here", True)]]
-
-
-def test_two_parts_for_the_same_commands_are_refused():
-    table = CommandTable()
-    table.add(Copy, handler("one"))
-    table.add_custom("here", handler("one"))
-    with pytest.raises(ValueError, match="two parts of the executor carry out Copy"):
-        table.add(Copy, handler("two"))
-    with pytest.raises(ValueError, match="two parts of the executor carry out commands of 'here'"):
-        table.add_custom("here", handler("two"))
-
-
-def test_a_command_that_no_part_carries_out_is_named():
-    table = CommandTable()
-    table.add_custom("here", handler("here"))
-    with pytest.raises(ValueError, match="no part of this executor carries out Flush; it was made without the option"):
-        table.launch(Flush())
-    with pytest.raises(ValueError, match="no part of this executor carries out commands of 'there'"):
-        table.launch(Custom("there", b""))

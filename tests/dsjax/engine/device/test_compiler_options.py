@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dsjax.engine.device.compiler_options import compiler_options
-from dsjax.engine.program_cache.compiled_programs import CompiledPrograms
 from sharding.sums import add_by_halves
 
 
@@ -57,12 +56,3 @@ def test_xla_knows_the_options_and_they_change_no_bit(monkeypatch, sums):
     lowered = jax.jit(function).lower(x, y)
     quick = lowered.compile(compiler_options=everything | compiler_options("cpu", sums=sums))(x, y)
     jax.tree.map(np.testing.assert_array_equal, quick, lowered.compile(compiler_options=everything)(x, y))
-
-
-def test_programs_are_compiled_with_the_options_for_their_keys():
-    class Lowered:
-        def compile(self, compiler_options):
-            return compiler_options
-
-    programs = CompiledPrograms(lambda key: Lowered(), lambda: None, None, lambda key: {"of": key})
-    assert programs.get(("step",), Lowered) == {"of": ("step",)}

@@ -145,17 +145,6 @@ def test_each_device_changes_its_part_of_a_vocabulary_that_is_spread():
     np.testing.assert_array_equal(whole[0, 1::3], logits[0, 1::3])
 
 
-def test_counts_of_an_output_are_right_at_any_length_and_survive_being_asked_twice():
-    prompt, output = [5, 6, 5], []
-    one = request(prompt, output, frequency_penalty=1.0, repetition_penalty=2.0)
-    logits = np.ones((1, V), np.float32) * 4
-    for token in [8, 5, 8, 9, 8]:
-        np.testing.assert_array_equal(one.counts, one.counts)  # as when a request is admitted again
-        output.append(token)
-        expected = published(logits[0], prompt, output, frequency_penalty=1.0, repetition_penalty=2.0)
-        np.testing.assert_allclose(changed(logits, [one])[0], expected)
-
-
 def test_counts_along_drafts_are_those_of_the_output_with_the_drafts_before():
     prompt, output, drafts = [5, 6, 5], [8, 9], [9, 5, 9]
     counts = request(prompt, output, frequency_penalty=1.0).counts

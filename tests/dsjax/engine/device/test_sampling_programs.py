@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from published_logits import distribution
 
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.device import sampling_programs
@@ -72,15 +72,7 @@ class Case:
             logits[token] = logits[token] / s.repetition if logits[token] > 0 else logits[token] * s.repetition
         for token in set(text):
             logits[token] -= s.presence + s.frequency * text.count(token)
-        probs = _normalised(np.exp(logits / s.temperature))
-        probs = _normalised(np.where(probs >= s.min_p * probs.max(), probs, 0))
-        order = np.argsort(-probs)
-        if s.top_k:
-            probs[order[s.top_k :]] = 0
-            probs = _normalised(probs)
-        before = np.concatenate([[0], np.cumsum(probs[order])[:-1]])
-        probs[order[before >= s.top_p]] = 0
-        return _normalised(probs)
+        return distribution(logits, s.temperature, s.top_k, s.top_p, s.min_p)
 
     def texts(self) -> dict[tuple[int, ...], float]:
         """The probability of every text of `LENGTH` tokens."""
@@ -89,10 +81,6 @@ class Case:
             steps = (self.probabilities(text[:i])[text[i]] for i in range(LENGTH))
             found[text] = float(np.prod(list(steps)))
         return found
-
-
-def _normalised(values: np.ndarray) -> np.ndarray:
-    return values / values.sum()
 
 
 @functools.cache
@@ -208,6 +196,8 @@ def test_texts_are_distributed_as_without_drafts_each_of_which_is_accepted_with_
         observed[-2:], wanted[-2:] = [sum(observed[-2:])], [sum(wanted[-2:])]
     statistic = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True))
     assert len(wanted) > 5
+    from scipy import stats
+
     assert stats.chi2.sf(statistic, len(wanted) - 1) > 1e-4
     text: tuple[int, ...] = ()
     reached = len(made)

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from layouts import write_checkpoint
+from quick_compilation import FEW_SHAPES
 
 from dsjax import LLM, SamplingParams
 from dsjax.errors import UserError
 
-pytestmark = pytest.mark.slow  # all together
-
 PAGE = Path(__file__).parents[4] / "docs" / "page-sources.md"
-OPTIONS = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 96, "page_size": 4, "prefill_chunk": 32}
+OPTIONS = FEW_SHAPES | {"dtype": "float32", "mesh": "dp=2", "max_model_len": 96, "cache_tokens": 96}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -39,10 +39,15 @@ def generated(llm):
     return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts()]
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
-def test_the_example_of_the_docs_keeps_pages_and_gives_them_back(module, mesh):
-    plain = LLM("demo", mesh=mesh, **OPTIONS)
-    llm = LLM("demo", mesh=mesh, page_source=module, cache_tokens=96, **OPTIONS)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True))
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_keeps_pages_and_gives_them_back(checkpoint, module):
+    plain = LLM(checkpoint, **OPTIONS)
+    llm = LLM(checkpoint, page_source=module, **OPTIONS)
     try:
         expected = generated(plain)
         assert generated(llm) == expected
@@ -54,12 +59,10 @@ def test_the_example_of_the_docs_keeps_pages_and_gives_them_back(module, mesh):
         plain.shutdown()
 
 
-def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_imported_is_named(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"--page-source no_such_module cannot be imported \(ModuleNotFoundError"):
-        LLM("demo", page_source="no_such_module", **OPTIONS)
+        LLM(checkpoint, page_source="no_such_module", **OPTIONS)
     (tmp_path / "half_a_source.py").write_text("def attachment(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        UserError, match=r"half_a_source has no device_part; it must define attachment\(\) and device_part"
-    ):
-        LLM("demo", page_source="half_a_source", **OPTIONS)
+    with pytest.raises(UserError, match="half_a_source has no device_part; it must define"):
+        LLM(checkpoint, page_source="half_a_source", **OPTIONS)

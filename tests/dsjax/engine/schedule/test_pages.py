@@ -1,5 +1,7 @@
 """The pool of pages: which are given out first, and which is found of several with the same tokens."""
 
+import pytest
+
 from dsjax.engine.schedule.pages import PagePool
 
 
@@ -31,3 +33,12 @@ def test_of_two_pages_with_the_same_tokens_the_first_is_found():
     assert pool.find([b"same"]) == [first]
     pool.release([second])
     assert (pool.num_cached, pool.num_free) == (0, 2)
+
+
+def test_a_page_given_back_twice_is_a_fault():
+    pool = PagePool(4, 16)
+    pages = pool.allocate(2)
+    pool.release(pages)
+    for wrong in ([pages[0]], [0]):
+        with pytest.raises(ValueError, match="given back"):
+            pool.release(wrong)

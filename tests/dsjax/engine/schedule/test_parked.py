@@ -21,12 +21,10 @@ LONG, SHORT = ([1] * 10, 40), ([3], 4)
 SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
 
 
-class Meshes:
-    """Executors with a large cache or a small one."""
-
-    def to(self, size: str):
-        executor = FakeExecutor(pages_per_rank=SIZES[size])
-        return SimpleNamespace(executor=executor, config=config_of(executor), larger_is_wanted=size != "large")
+def mesh(size: str) -> SimpleNamespace:
+    """A mesh whose executor has a large cache or a small one."""
+    executor = FakeExecutor(pages_per_rank=SIZES[size])
+    return SimpleNamespace(executor=executor, config=config_of(executor), larger_is_wanted=size != "large")
 
 
 def config_of(executor: FakeExecutor) -> SchedulerConfig:
@@ -44,20 +42,12 @@ class Engine:
         parts = EngineParts(executor, tiny_tokenizer(), config_of(executor))
         self.core, self.inputs = parts.core, parts.inputs
         self.core.parked.seconds = seconds
-        self.thread = EngineThread(self.core, self)
-        self.core.on_change = lambda: None
-
-    # What a listener is.
-
-    def wants_stats(self) -> bool:
-        return False
-
-    def on_done(self, updates, stats) -> None:
-        self.updates += updates
-
-    def on_change(self) -> None: ...
-
-    # What tests do.
+        self.listener = SimpleNamespace(
+            wants_stats=lambda: False,
+            on_change=lambda: None,
+            on_done=lambda updates, stats: self.updates.extend(updates),
+        )
+        self.thread = EngineThread(self.core, self.listener)
 
     def request(self, name: str, prompt: list[int], max_tokens: int) -> Request:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
@@ -74,7 +64,7 @@ class Engine:
             self.thread.turn(wait=False)
 
     def change(self, size: str) -> None:
-        self.thread.change(lambda: Meshes().to(size))
+        self.thread.change(lambda: mesh(size))
 
     def finish(self) -> None:
         self.turn()
@@ -118,14 +108,19 @@ def test_a_request_too_long_for_the_smaller_mesh_waits_behind_nobody_and_goes_on
     assert engine.core.parked.outcomes["resumed"] == 1
 
 
-def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_changed_meanwhile(engine):
+def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_changed_and_others_run(engine):
     long, _ = parked(engine)
     engine.finish()
     engine.now += 59
     engine.change("small")
     assert engine.core.rest_seconds == 1, "the thread, which has nothing else to do, looks then"
+    other = engine.add("other", [2], 12)
+    engine.turn(2)
     engine.now += 1
-    engine.turn()
+    engine.turn(2)
+    assert engine.outcome(other) is None
+    engine.finish()
+    assert other.token_ids[1:] == expected_tokens([2], 12)
     update = engine.outcome(long)
     assert (update.finish_reason, update.result.kind) == (FinishReason.ERROR, ErrorKind.NO_ROOM)
     assert update.result.error == (
@@ -136,34 +131,9 @@ def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_c
     assert engine.core.rest_seconds is None
 
 
-def test_it_ends_while_others_run_too(engine):
-    long, _ = parked(engine)
-    other = engine.add("other", [2], 12)
-    engine.turn(2)
-    engine.now += 60
-    engine.turn(2)
-    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
-    assert engine.outcome(other) is None
-    engine.finish()
-    assert other.token_ids[1:] == expected_tokens([2], 12)
-
-
-def test_without_a_limit_it_ends_at_once(monkeypatch):
-    engine = Engine(monkeypatch, seconds=0)
-    long, late = engine.add("long", *LONG), engine.request("late", *LONG)
-    engine.turn(3)
-    engine.change("small")
-    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
-    assert "no larger mesh came" not in engine.outcome(long).result.error
-    engine.thread.add([late])
-    engine.turn()
-    assert engine.outcome(late).result.kind is ErrorKind.NO_ROOM
-    assert not engine.core.parked.outcomes["resumed"]
-
-
 def test_where_the_smaller_mesh_is_the_one_that_was_asked_for_nothing_is_waited_for(engine):
     long, _ = parked(engine)
-    asked_for = Meshes().to("small")
+    asked_for = mesh("small")
     asked_for.larger_is_wanted = False
     engine.thread.change(lambda: asked_for)
     assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM, "it had waited for a return"
@@ -177,26 +147,6 @@ def test_where_the_smaller_mesh_is_the_one_that_was_asked_for_nothing_is_waited_
     engine.thread.add([late])
     engine.finish()
     assert engine.outcome(late).finish_reason is FinishReason.LENGTH
-
-
-def test_one_that_its_client_gives_up_is_forgotten(engine):
-    long, _ = parked(engine)
-    engine.thread.abort(["long"])
-    engine.finish()
-    assert long.status.name == "FINISHED"
-    assert not engine.core.parked
-    engine.change("large")
-    engine.finish()
-    assert engine.core.parked.outcomes == {"aborted": 1}
-    assert engine.core.scheduler.num_unfinished == 0
-
-
-def test_all_end_when_the_server_does(engine):
-    long, _ = parked(engine)
-    engine.finish()
-    engine.core.parked.seconds = 0.0
-    engine.turn()
-    assert engine.outcome(long).result.kind is ErrorKind.NO_ROOM
 
 
 def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the_queue(engine):
@@ -214,8 +164,8 @@ def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the
 def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
     engine = Engine(monkeypatch)
     done: queue.SimpleQueue = queue.SimpleQueue()
-    engine.on_done = lambda updates, stats: [done.put(update) for update in updates]
-    engine.on_death = done.put
+    engine.listener.on_done = lambda updates, stats: [done.put(update) for update in updates]
+    engine.listener.on_death = done.put
     long = engine.add("long", *LONG)
     engine.turn(3)
     engine.change("small")

@@ -71,15 +71,6 @@ def test_the_longest_run_of_full_pages_from_the_first_token_is_found(prompt, cac
     assert again.num_cached_tokens == cached
 
 
-def test_pages_of_decoded_tokens_are_found_too():
-    core = make()
-    run(core, first := request("first", PROMPT[:6], 12))
-    run(core, again := request("again", [*first.token_ids, 5]))
-    assert first.num_cached_tokens == 0
-    # 18 tokens, of which the last was never in the cache: four full pages.
-    assert again.num_cached_tokens == 16
-
-
 @pytest.mark.parametrize(("salts", "cached"), [(("a", "a"), 19), (("a", "b"), 0), (("a", None), 0), (("", None), 0)])
 def test_pages_are_shared_under_one_salt_only(salts, cached):
     core = make()
@@ -114,15 +105,6 @@ def test_after_a_flush_nothing_is_found_and_running_requests_go_on():
     core.flush_prefix_cache()
     run(core, again := request("again", PROMPT))
     assert again.num_cached_tokens == 0
-
-
-def test_queries_and_hits_count_all_known_tokens_of_each_request_once():
-    core = make()
-    run(core, request("first", PROMPT))
-    core.add(request("again", [*PROMPT, 1, 2]))
-    core.step()
-    stats = core.stats()
-    assert (stats.prefix_queries, stats.prefix_hits, stats.num_prompt_tokens) == (22, 20, 2)
 
 
 def test_prompt_logprobs_need_every_position_computed():
@@ -197,16 +179,6 @@ def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
     assert core.stats().num_non_finite == 0
     run(core, again := request("again", PROMPT))
     assert again.num_cached_tokens == 19
-
-
-def test_a_chunk_that_is_not_finite_fails_the_prompt_before_its_pages_can_be_found():
-    core = make(max_chunk=8)
-    core.executor.non_finite.add(crc32(b"bad"))
-    core.add(bad := request("bad", PROMPT))
-    core.step()
-    assert bad.finish_reason is FinishReason.ERROR
-    assert core.stats().num_non_finite == 1
-    assert core.loads()[0][4:6] == (0, 0), "no page used, none cached"
 
 
 def test_prompt_logprobs_given_again_after_a_preemption_are_passed_over():

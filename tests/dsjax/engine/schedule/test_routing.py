@@ -1,4 +1,7 @@
-"""Requests go where their beginning is cached, as long as that rank is not the one that all others wait for."""
+"""Requests go where their beginning is cached, as long as that rank is not the one that all others wait for; how prompts share a step.
+
+These are the tests of `schedule/scheduler.py` and `schedule/scheduler_config.py` too.
+"""
 
 import random
 from typing import NamedTuple
@@ -7,7 +10,7 @@ import pytest
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.request import Request, RequestOptions
+from dsjax.engine.schedule.request import Request, RequestOptions, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
@@ -30,17 +33,47 @@ def request(name: str, prompt: list[int], max_tokens: int = 4, **options) -> Req
     return Request(name, list(prompt), len(prompt), params, max_tokens, 0, options=RequestOptions(**options))
 
 
-def step(scheduler: Scheduler) -> list[int]:
-    """Compute one step; the rows of each rank."""
-    plan = scheduler.schedule()
+def answer(scheduler: Scheduler, plan: StepPlan) -> None:
     made = lambda rows: [RowResult((5,)) if row.sampled else RowResult() for row in rows]  # noqa: E731
     scheduler.update(plan, [RankResults(made(rank.decodes), made(rank.prefills)) for rank in plan.ranks])
+
+
+def step(scheduler: Scheduler) -> list[int]:
+    """Compute one step; the rows of each rank."""
+    answer(scheduler, plan := scheduler.schedule())
     return [len(rank.decodes) + len(rank.prefills) for rank in plan.ranks]
 
 
 def finish(scheduler: Scheduler) -> None:
     while scheduler.num_unfinished:
         step(scheduler)
+
+
+def test_prompts_share_the_budget_in_chunks_by_arrival_and_behind_decodes():
+    scheduler = Scheduler(config(max_num_seqs=4, max_num_batched_tokens=12, prefill_chunk=8, max_prefill_rows=2), 2)
+    scheduler.add(request("short", [1, 2], 8))
+    assert step(scheduler) == [1, 0], "an idle rank is in every plan"
+    scheduler.add(request("long", [3] * 20, dp_rank=0))
+    scheduler.add(request("next", [4] * 9, dp_rank=0))
+    seen = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        rows = [*plan.ranks[0].decodes, *plan.ranks[0].prefills]
+        seen.append([(row.request.request_id, row.start, row.length) for row in rows])
+        answer(scheduler, plan)
+    assert seen == [
+        [("short", 2, 1), ("long", 0, 8), ("next", 0, 3)],
+        [("short", 3, 1), ("long", 8, 8), ("next", 3, 3)],
+        [("short", 4, 1), ("long", 16, 4), ("next", 6, 3)],
+        [("short", 5, 1), ("long", 20, 1), ("next", 9, 1)],
+    ]
+
+
+def test_a_request_without_max_tokens_that_comes_while_the_mesh_shrinks_makes_as_many_as_the_new_cache_holds():
+    open_ended = request("open", [1] * 30, 34)  # what the larger cache could hold
+    open_ended.params = SamplingParams(max_tokens=None)
+    Scheduler(config(page_size=4, pages_per_rank=11), 1).add(open_ended)
+    assert (open_ended.max_tokens, open_ended.max_total_tokens) == (11, 41)  # the last one is never stored
 
 
 def test_a_prompt_goes_where_its_beginning_is_cached():

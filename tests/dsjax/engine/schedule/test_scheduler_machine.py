@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dsjax.engine.contract.commands import Clear, PlacePages
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
@@ -60,59 +61,37 @@ class SchedulerMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        num_ranks=st.integers(1, 3),
-        page_size=st.integers(1, 5),
-        pages=st.integers(4, 24),
-        max_num_seqs=st.integers(1, 5),
+        limits=st.fixed_dictionaries(
+            {
+                "num_ranks": st.integers(1, 3),
+                "page_size": st.integers(1, 5),
+                "pages_per_rank": st.integers(4, 24),
+                "max_rows_decode": st.integers(1, 5),
+                "max_chunk": st.integers(1, 6),
+                "max_rows_prefill": st.integers(1, 3),
+                "host_pages_per_rank": st.sampled_from([0, 0, 2, 30]),
+                "disk_pages": st.sampled_from([0, 0, 3, 40]),
+            }
+        ),
+        options=st.fixed_dictionaries(
+            {"policy": st.sampled_from(["fcfs", "priority"]), "prefix_caching": st.integers(0, 7).map(bool)}
+        ),
         extra_budget=st.integers(0, 8),
-        chunk=st.integers(1, 6),
-        rows=st.integers(1, 3),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        prefix_caching=st.integers(0, 7).map(bool),
-        host_pages=st.sampled_from([0, 0, 2, 30]),
-        disk_pages=st.sampled_from([0, 0, 3, 40]),
         left_over=st.booleans(),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
     )
-    def make(
-        self,
-        num_ranks,
-        page_size,
-        pages,
-        max_num_seqs,
-        extra_budget,
-        chunk,
-        rows,
-        policy,
-        prefix_caching,
-        host_pages,
-        disk_pages,
-        left_over,
-        asynchronous,
-        drafts,
-    ):
-        self.executor = FakeExecutor(
-            num_ranks=num_ranks,
-            max_rows_decode=max_num_seqs,
-            max_rows_prefill=rows,
-            max_chunk=chunk,
-            page_size=page_size,
-            pages_per_rank=pages,
-            max_model_len=MAX_LEN,
-            host_pages_per_rank=host_pages,
-            disk_pages=disk_pages,
-            disk=pages_of(SHARED, page_size) if disk_pages and left_over else None,
+    def make(self, limits, options, extra_budget, left_over, asynchronous, drafts):
+        disk = pages_of(SHARED, limits["page_size"]) if limits["disk_pages"] and left_over else None
+        self.executor = FakeExecutor(max_model_len=MAX_LEN, disk=disk, **limits)
+        speculation = drafts and SpeculativeConfig(
+            method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts
         )
+        budget = limits["max_rows_decode"] + extra_budget
         self.config = SchedulerConfig.from_limits(
-            self.executor.limits,
-            max_num_batched_tokens=max_num_seqs + extra_budget,
-            policy=policy,
-            prefix_caching=prefix_caching,
-            speculation=drafts
-            and SpeculativeConfig(method="mtp", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=drafts),
+            self.executor.limits, max_num_batched_tokens=budget, speculation=speculation, **options
         )
-        self.subscriber = Subscriber(num_ranks, page_size, self.executor.disk)
+        self.subscriber = Subscriber(limits["num_ranks"], limits["page_size"], self.executor.disk)
         self.core = EngineCore(
             self.executor,
             self.config,
@@ -265,9 +244,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index, (rank, cache) in enumerate(zip(self.scheduler.ranks, self.executor._cache, strict=True)):
             named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}
             assert rank.pool._page_of == {name: page for page, name in named.items()}
-            for page in named.keys() - self.executor.pages_to_be_placed(index):
+            for page in named.keys() - self.executor.pages_of(PlacePages, index):
                 assert cache[page] == self.pages[named[page]][1][-size:]
-            cleared = self.executor.pages_to_be_cleared(index)
+            cleared = self.executor.pages_of(Clear, index)
             cleared |= {page for request in self._leaving(index) for page in request.pages}
             left = {page for page, values in enumerate(cache) if NAN in values}
             assert left <= cleared, "no page is left with values that are not finite"

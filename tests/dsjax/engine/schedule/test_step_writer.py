@@ -14,53 +14,6 @@ from dsjax.engine.schedule.step_writer import StepWriter
 from dsjax.engine.text.logit_rules import LogitRules
 
 
-def test_rows_come_in_the_order_asked_for_each_with_the_tokens_that_its_pages_hold():
-    told, a, b = Told(2), running(2, [7, 3]), running(0, list(range(10, 19)))
-    for own, expected in (([a, b], [2, 8, 0, 30]), ([b, a], [0, 30, 2, 8])):
-        step = told.step([], own)
-        # Slot and limit: what the pages hold, but no more tokens than will ever be computed.
-        assert list(from_int32s(step.ranks[1].decodes)) == expected
-        assert step.ranks[0].decodes == b""
-    assert told.of(a, 1) == [7, 3]
-    assert told.of(b, 1) == list(range(10, 19))
-
-
-def test_pages_that_a_request_gains_are_told_and_those_it_had_are_not():
-    told, request = Told(), running(1, [9])
-    told.step([request])
-    request.pages += [2]
-    request.pages += [6]
-    (rank,) = told.step([request]).ranks
-    assert [(change.slot, change.first, change.pages) for change in rank.pages] == [(1, 1, [2, 6])]
-    assert rank.admissions == []
-    assert told.of(request) == [9, 2, 6]
-    (rank,) = told.step([request]).ranks
-    assert rank.pages == []
-
-
-def test_a_slot_forgets_who_was_there_before():
-    told, after = Told(), running(1, [8])
-    told.step([running(1, [1, 2, 3, 4])])
-    (rank,) = told.step([after]).ranks
-    assert [admission.slot for admission in rank.admissions] == [1]
-    assert told.of(after) == [8]
-
-
-def test_a_preempted_request_that_comes_back_to_its_slot_brings_other_pages():
-    told, request = Told(), running(1, [1, 2, 3])
-    told.step([request])
-    request.pages, request.admissions = [5, 4, 7], 2
-    (rank,) = told.step([request]).ranks
-    assert len(rank.admissions) == 1
-    assert told.of(request) == [5, 4, 7]
-
-
-def test_ranks_and_slots_are_apart():
-    told, here, there, beside = Told(2), running(1, [1, 2]), running(1, [3]), running(2, [4])
-    told.step([here, beside], [there])
-    assert (told.of(here, 0), told.of(there, 1), told.of(beside, 0)) == ([1, 2], [3], [4])
-
-
 def test_after_the_executor_has_forgotten_all_is_told_again():
     told, request = Told(), running(1, [1, 2])
     told.step([request])

@@ -22,7 +22,6 @@ from sharding.errors import MeshError
         ({"model": None}, "--model is None, expected text"),
         ({"cache_tokens": "many"}, "--cache-tokens is 'many'"),
         ({"enable_prefix_caching": "no"}, "--enable-prefix-caching is 'no', expected True or False"),
-        ({"speculative_config": 2}, "--speculative-config is 2; expected an object"),
         ({"speculative_config": {"method": "mtp", "drafts": 2}}, "--speculative-config has the unknown field drafts"),
         ({"tensor_parallel_size": 8}, "unknown engine option tensor_parallel_size; the options are model"),
     ],
@@ -30,14 +29,6 @@ from sharding.errors import MeshError
 def test_wrong_options_are_named_as_flags(options, message):
     with pytest.raises(UserError, match=message):
         EngineArgs.from_options(**options)
-
-
-@pytest.mark.parametrize(
-    "given", ['{"method": "mtp", "num_speculative_tokens": 3}', {"method": "mtp", "num_speculative_tokens": 3}]
-)
-def test_speculation_is_read_from_json_or_a_dictionary(given):
-    assert EngineArgs(speculative_config=given).speculation.num_speculative_tokens == 3
-    assert EngineArgs().speculation is None
 
 
 def test_a_mesh_that_cannot_be_is_refused_at_once():

@@ -83,27 +83,20 @@ def test_a_side_that_all_have_prepared_takes_over():
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"),
+    ("failure", "error", "said"),
     [
-        (UserError("it has other options"), "^it has other options$"),
-        (GroupError("process 1: it has other options"), "stays: process 1: it has other options"),
-        (RuntimeError("the link is closed"), "cannot be prepared, and the one of now stays: the link is closed"),
+        (UserError("it has other options"), None, "^it has other options$"),
+        (GroupError("process 1: it has other options"), None, "stays: process 1: it has other options"),
+        (RuntimeError("the link is closed"), None, "cannot be prepared, and the one of now stays: the link is closed"),
+        (None, "it has gone", "the one of now stays: it has gone"),
     ],
 )
-def test_a_side_that_one_could_not_prepare_is_dropped_by_all(failure, said):
-    engine, executor = Engine(), Told(failure)
+def test_a_side_that_one_could_not_prepare_is_dropped_by_all_and_another_may_take_over(failure, error, said):
+    engine, executor = Engine(), Told(failure, error)
     scaling = ExpertScaling(engine)
     with pytest.raises(UserError, match=said):
         change(scaling, executor)
-    assert executor.commands[1:] == [ChangeExperts(1, False)]
-    assert (engine.args, scaling.number, engine.busy) == (Args(), 0, False)
-
-
-def test_a_side_that_cannot_take_over_leaves_the_one_of_now():
-    engine = Engine()
-    scaling = ExpertScaling(engine)
-    with pytest.raises(UserError, match="the one of now stays: it has gone"):
-        change(scaling, Told(error="it has gone"))
+    assert executor.commands[1:] == [ChangeExperts(1, failure is None)]
     assert (engine.args, scaling.number, engine.busy) == (Args(), 0, False)
     change(scaling, again := Told())
     assert again.commands[0].number == 2

@@ -1,6 +1,6 @@
 """What loading reads of a model's directory, and what it says of the engine that it made.
 
-These are the tests of `setup/facts.py` too.
+These are the tests of `setup/facts.py` and `setup/fitting.py` too.
 """
 
 import json
@@ -16,7 +16,7 @@ from dsjax import LLM
 from dsjax.config import ModelConfig
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import check_layout
+from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.loading import load_model, read_eos_token_ids
 from dsjax.engine.text.tokenizer import TokenizerError
 from dsjax.errors import UserError
@@ -39,33 +39,21 @@ def test_a_wrong_eos_token_id_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dispatch", "halves", "prefill", "decode"),
+    ("mesh", "options", "prefill", "decode"),
     [
-        ("dp=8", "auto", False, "padded", "gather"),  # 300 tokens of a rank and launch, and 4
-        ("dp=8", "auto", True, "gather", "gather"),  # twice 150
-        ("dp=8", "ragged", False, "ragged", "ragged"),
-        ("dp=2,tp=4", "auto", False, "gather", "gather"),  # a device sends a quarter of its DP rank's tokens
-        ("dp=1", "ragged", False, "local", "local"),
+        ("dp=8", {}, "padded", "gather"),  # 300 tokens of a rank and launch, and 4
+        ("dp=8", {"enable_dbo": True, "dbo_prefill_token_threshold": 300}, "gather", "gather"),  # twice 150
+        ("dp=8", {"dispatch": "ragged"}, "ragged", "ragged"),
+        ("dp=2,tp=4", {}, "gather", "gather"),  # a device sends a quarter of its DP rank's tokens
+        ("dp=1", {"dispatch": "ragged"}, "local", "local"),
+        ("dp=8", {"kernels": "native", "prefill_chunk": 100}, "memory", "memory"),  # experts read tokens where they are
     ],
 )
-def test_dispatch_is_told_as_what_launches_do(tmp_path, mesh, dispatch, halves, prefill, decode):
-    write_checkpoint(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
-    sizes = {"prefill_chunk": 300, "max_num_seqs": 4, "cache_tokens": 512}
-    sizes |= {"enable_dbo": halves, "dbo_prefill_token_threshold": 300}
-    options = sizes | {"mesh": mesh, "dispatch": dispatch, "kernels": "plain"}
-    facts = load_model(EngineArgs(model=str(tmp_path), **options)).facts
+def test_dispatch_is_told_as_what_launches_do(tmp_path, kernels, mesh, options, prefill, decode):
+    write_checkpoint(tmp_path, max_position_embeddings=512)
+    sizes = {"prefill_chunk": 300, "max_num_seqs": 4, "cache_tokens": 512, "kernels": "plain"}
+    facts = load_model(EngineArgs(model=str(tmp_path), mesh=mesh, **sizes | options)).facts
     assert facts.dispatch == {"prefill": prefill, "decode": decode}
-
-
-def test_where_experts_read_tokens_in_memory_this_is_told(tmp_path, kernels):
-    write_checkpoint(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
-    options = {"mesh": "dp=8", "prefill_chunk": 100, "max_num_seqs": 4, "cache_tokens": 512, "kernels": "native"}
-    facts = load_model(EngineArgs(model=str(tmp_path), **options)).facts
-    assert facts.dispatch == {"prefill": "memory", "decode": "memory"}
 
 
 SEPARATED = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"}

@@ -3,7 +3,6 @@
 import dataclasses
 from types import SimpleNamespace
 
-import jax
 import pytest
 from layouts import TINY
 from tiny_steps import limits_of, step_of, tiny
@@ -18,11 +17,9 @@ from dsjax.engine.setup.sizes import (
     EngineLayout,
     beside_the_cache,
     check_device_memory,
-    chunk_bytes,
     page_bytes,
     weight_bytes,
 )
-from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
 from dsjax.model.stage import stages_of
 from sharding import MeshSpec
@@ -33,9 +30,7 @@ def test_weights_that_a_pool_cannot_hold_are_refused_with_what_would_fit():
     step = step_of("dp=2")
     h20 = Pool(size=int(0.9 * 1.5e12), used=0, temporaries=0)
     check_device_memory(args, step, h20)
-    with pytest.raises(
-        UserError, match=r"take [\d.]+ GB on each device of dp=2, .* 540.0 GB free; .* --weights fp8. dsjax"
-    ):
+    with pytest.raises(UserError, match=r"GB on each device of dp=2, .* 540.0 GB free; .* --weights fp8"):
         check_device_memory(args, step, Pool(size=int(0.9 * 6e11), used=0, temporaries=0))
     with pytest.raises(UserError, match=r"a --gpu-memory-utilization above 0.92 \(it is 0.9\)"):
         check_device_memory(args, step, Pool(size=int(0.9 * 7.44e11), used=0, temporaries=0))
@@ -58,13 +53,7 @@ def test_a_model_whose_head_is_its_embedding_keeps_it_on_the_devices():
 
 def test_a_step_needs_beside_the_cache_what_its_largest_program_does_whatever_the_cache_holds():
     step = tiny("dp=1")
-    params = {path: jax.ShapeDtypeStruct(info.shape, info.storage_dtype) for path, info in step.table.infos.items()}
-    params = {
-        path: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=step.rules.sharding(step.mesh, info.logical_axes, a.shape)
-        )
-        for (path, info), a in zip(step.table.infos.items(), params.values(), strict=True)
-    }
+    params = step.abstract_parameters()
     buckets = Buckets.covering(4, 8, mixed=True)
     few, many = (
         beside_the_cache(step, params, dataclasses.replace(limits_of(1), pages_per_rank=pages), buckets, 0)
@@ -115,16 +104,6 @@ def test_what_the_model_or_the_cache_cannot_hold_is_refused_with_what_would_fit(
     args, layout = laid_out(cache_tokens=4000)
     with pytest.raises(UserError, match=r"--cache-tokens is 4,000, but .* room for (\d+) tokens; lower it to \1,"):
         layout.limits(args, ProgramLibrary(), {}, None)
-
-
-def test_only_a_side_of_two_has_room_for_chunks():
-    _, layout = laid_out()
-    page = device_cache.bytes_per_page(layout.step)
-    sizes = [
-        chunk_bytes(SimpleNamespace(disaggregation_mode=mode), layout.step) for mode in ("agg", "prefill", "decode")
-    ]
-    assert sizes[:2] == [0, (MOST_KEPT + CHUNK_PAGES) * page]
-    assert sizes[2] > 0
 
 
 def test_a_page_beside_the_devices_has_all_layers_whichever_stage_it_is_asked_of():

@@ -3,8 +3,6 @@
 These are the tests of `setup/loading.py` and `setup/assembly.py` too.
 """
 
-import json
-
 import numpy as np
 import pytest
 from layouts import write_checkpoint
@@ -49,11 +47,8 @@ def test_experts_stay_in_bf16_and_give_the_very_same_logits(rounded, monkeypatch
     wide.shutdown()
 
 
-def test_experts_in_float32_stay_so_whatever_the_configuration_says(checkpoint, tmp_path):
-    copy = write_checkpoint(tmp_path)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-    llm = LLM(str(copy), **SIZES)
+def test_experts_in_float32_stay_so_whatever_the_configuration_says(tmp_path):
+    llm = LLM(str(write_checkpoint(tmp_path, torch_dtype="bfloat16")), **SIZES)
     assert llm.facts.weights == "f32"
     assert expert_storage(llm) == {"float32"}
     llm.shutdown()

@@ -1,15 +1,11 @@
 """A leader and a follower over a store in memory: the same commands, the same results collected before each, and one end for both."""
 
-import time
-
 import pytest
 from group_in_threads import Pair, step
 
 from dsjax.engine.contract.commands import Clear, Copy, Flush
 from dsjax.engine.stream.leader import Landings
-from dsjax.engine.transfer.messages import (
-    PulledChunk,
-)
+from dsjax.engine.transfer.messages import PulledChunk
 from dsjax.hosts import group
 from dsjax.hosts.group import GroupError
 
@@ -18,6 +14,13 @@ from dsjax.hosts.group import GroupError
 def nobody_watches_who_leaves(monkeypatch):
     """Leave at once: no thread of these groups watches the connections, so that nothing would end the wait for the other process."""
     monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
+
+
+def end(pair: Pair) -> None:
+    """The leader ends, and its follower with it."""
+    pair.leader.shutdown()
+    pair.join()
+    assert pair.error is None
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -37,9 +40,7 @@ def test_a_follower_launches_and_collects_in_the_leaders_order(max_in_flight):
     leader.collect(third)
     flushed = leader.launch(Flush())
     leader.collect(flushed)
-    leader.shutdown()
-    pair.join()
-    assert pair.error is None
+    end(pair)
     inner_events, followed = pair.inner.in_order(), pair.told.in_order()
     assert [event for event in followed if event[0] != "collect"] == [
         event for event in inner_events if event[0] != "collect"
@@ -62,9 +63,7 @@ def test_a_result_that_is_collected_once_more_after_an_interrupt_counts_once():
     assert [event for event in pair.told.events if event[0] == "collect"] == [("collect", 1)]
     pair.leader.collect(second)
     assert pair.leader.collected == 2
-    pair.leader.shutdown()
-    pair.join()
-    assert pair.error is None
+    end(pair)
 
 
 def test_others_collect_a_result_that_nobody_waits_for_after_an_interrupt_before_the_next_one():
@@ -75,21 +74,16 @@ def test_others_collect_a_result_that_nobody_waits_for_after_an_interrupt_before
     pair.take_part(3)
     events = pair.told.in_order()
     assert events == [("launch", step(1)), ("launch", step(2)), ("collect", 1), ("collect", 2), ("launch", step(3))]
-    pair.leader.shutdown()
-    pair.join()
-    assert pair.error is None
+    end(pair)
 
 
 def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
     pair = Pair(max_in_flight=1)
     pair.leader.launch(step(1))
     pair.leader.launch(step(2))
-    deadline = time.monotonic() + 60
-    while ("wait", 2) not in pair.told.events and time.monotonic() < deadline:
-        time.sleep(0.01)
+    pair.until(lambda: ("wait", 2) in pair.told.events)
     assert [event for event in pair.told.events if event[0] == "wait"] == [("wait", 1), ("wait", 2)]
-    pair.leader.shutdown()
-    pair.join()
+    end(pair)
 
 
 def test_the_leader_deletes_what_all_have_read_and_keeps_the_rest():
@@ -101,8 +95,7 @@ def test_the_leader_deletes_what_all_have_read_and_keeps_the_rest():
     # A step's result shows that all have read its message: whole blocks of 64 before it are gone.
     left = sorted(int(key.rpartition("/")[2]) for key in pair.store.values if "/stream/" in key)
     assert left == list(range(128, 150))
-    pair.leader.shutdown()
-    pair.join()
+    end(pair)
 
 
 def test_a_warm_up_that_fails_elsewhere_is_raised_by_the_leader():

@@ -3,12 +3,12 @@
 import json
 import logging
 import stat
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
+from fake_executor import FakeExecutor, next_token
 from layouts import write_checkpoint
 
 from dsjax import LLM
@@ -27,23 +27,15 @@ from dsjax.engine.contract.commands import (
     from_int32s,
     int32s,
 )
-from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.contract.executor import ExecutorLimits, RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream import step_record
-from dsjax.engine.stream.step_record import (
-    Launched,
-    Outcome,
-    RecordError,
-    RecordingEnd,
-    RecordingExecutor,
-    StepFile,
-    describe_recording,
-)
 from dsjax.errors import UserError
 from tools import replay_steps
 from tools.replay_steps import build_executor, launch_kind, replay, times_table
@@ -53,92 +45,41 @@ LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
 BUCKETS = Buckets.covering(8, 8, mixed=False)
 
 
-@dataclass
-class Pending:
-    command: Command
-    result: Any = None
+class ShiftedExecutor(FakeExecutor):
+    """The fake executor, whose tokens depend on every command that it was told; so a lost, doubled or late one changes them.
 
-
-class SlotExecutor:
-    """An executor without JAX that has only what it was told: each slot's seed and last token decide its next one.
-
-    A command that is lost, doubled, or carried out in another order therefore changes the tokens. failing: a token that makes
-    the logits of its row not finite.
+    shift: is added to each token. failing: the values of all requests are not finite.
     """
 
-    max_in_flight = 2
-
-    def __init__(self, limits: ExecutorLimits = LIMITS, *, shift: int = 0, failing: int = -1):
-        self.limits, self.shift, self.failing = limits, shift, failing
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (99, 99)}  # a stranger's, until it is flushed
-        self.in_flight = self.most_in_flight = 0
-        self.warm = self.closed = False
-
-    def launch(self, command: Command) -> Pending:
-        if isinstance(command, Step):
-            self.in_flight += 1
-            self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        return Pending(command, self._execute(command))
-
-    def wait(self, pending: Pending) -> None:
-        pass
-
-    def collect(self, pending: Pending) -> Any:
-        self.in_flight -= isinstance(pending.command, Step)
-        return pending.result
+    def __init__(self, limits: ExecutorLimits = LIMITS, *, shift: int = 0, failing: bool = False):
+        model = lambda context, seed, size: (next_token(context, seed, size) + shift) % size  # noqa: E731
+        sizes = {"num_ranks": limits.num_ranks, "pages_per_rank": limits.pages_per_rank, "max_model_len": 64}
+        super().__init__(**sizes, model=model, max_in_flight=2)
+        self.shift, self.recording = shift, False
+        self.non_finite = set(range(99)) if failing else set()
 
     def set_recording(self, on: bool) -> None:
         self.recording = on
 
-    def counts(self):
-        return ExecutorCounts()
-
-    def expert_counts(self):
-        return None
-
-    def warm_up(self, progress=None) -> None:
-        self.warm = True
-
-    def shutdown(self) -> None:
-        self.closed = True
-
-    def _execute(self, command: Command) -> Any:
-        if isinstance(command, Flush):
-            self.slots.clear()
+    def _run(self, command: Command):
         if isinstance(command, Score):
             tokens = list(from_int32s(command.tokens))
             return np.eye(300, dtype=np.float32)[[(token + 1 + self.shift) % 300 for token in tokens]]
-        if isinstance(command, Step):
-            return [self._rank(index, rank) for index, rank in enumerate(command.ranks)]
-        return None
-
-    def _rank(self, index: int, rank: RankStep) -> RankResults:
-        for admission in rank.admissions:
-            self.slots[index, admission.slot] = admission.sampling.seed, admission.token
-        decodes = [self._make(index, slot, self.slots[index, slot][1]) for slot in list(from_int32s(rank.decodes))[::2]]
-        prefills = []
-        for row in rank.prefills:
-            made = row.next_token == TOKEN_MADE
-            prefills.append(self._make(index, row.slot, from_int32s(row.tokens)[-1]) if made else RowResult())
-        return RankResults(decodes, prefills)
-
-    def _make(self, rank: int, slot: int, last: int) -> RowResult:
-        seed, _ = self.slots[rank, slot]
-        if last == self.failing:
-            return RowResult(finite=False)
-        token = (last * 31 + seed * 7 + self.shift + 1) % 300
-        self.slots[rank, slot] = seed, token
-        return RowResult((token,))
+        return super()._run(command)
 
 
 def header(**changes):
-    first = describe_recording({"model": "demo"}, LIMITS, "f" * 64, jax="0.0", platform="none", device_kind="none")
+    first = step_record.describe_recording(
+        {"model": "demo"}, LIMITS, "f" * 64, jax="0.0", platform="none", device_kind="none"
+    )
     return msgspec.structs.replace(first, **changes)
 
 
 def record(path, *, max_bytes=1 << 20, requests=12, end=True, **executor):
     """Run requests of different lengths through an engine, one aborted in the middle; give their tokens."""
-    recorder = RecordingExecutor(SlotExecutor(**executor), StepFile(path, header(), max_bytes))
+    recorder = step_record.RecordingExecutor(
+        ShiftedExecutor(**executor), step_record.StepFile(path, header(), max_bytes)
+    )
     core = EngineCore(recorder, SchedulerConfig.from_limits(LIMITS, max_num_batched_tokens=32))
     params, made = SamplingParams(max_tokens=9), {}
     for index in range(requests):
@@ -160,7 +101,7 @@ def record(path, *, max_bytes=1 << 20, requests=12, end=True, **executor):
 
 
 def replayed(path, **executor):
-    return replay(StepRecording(path), SlotExecutor(**executor), lambda command: launch_kind(command, BUCKETS))
+    return replay(StepRecording(path), ShiftedExecutor(**executor), lambda command: launch_kind(command, BUCKETS))
 
 
 def test_a_replay_in_another_executor_gives_every_token(tmp_path):
@@ -174,16 +115,16 @@ def test_a_replay_in_another_executor_gives_every_token(tmp_path):
 
 def test_two_steps_are_in_flight_in_the_replay_as_they_were(tmp_path):
     record(tmp_path / "steps")
-    executor = SlotExecutor()
+    executor = ShiftedExecutor()
     replay(StepRecording(tmp_path / "steps"), executor, lambda command: "")
-    assert executor.most_in_flight == 2
+    assert executor.max_under_way == 2
 
 
 def test_the_first_row_that_differs_is_named_and_all_are_counted(tmp_path):
     record(tmp_path / "steps")
     report = replayed(tmp_path / "steps", shift=1)
     first = report.first
-    frames = [frame for frame in StepRecording(tmp_path / "steps") if isinstance(frame, Launched)]
+    frames = [frame for frame in StepRecording(tmp_path / "steps") if isinstance(frame, step_record.Launched)]
     step = next(frame for frame in frames if isinstance(frame.command, Step) and frame.command.ranks[0].prefills)
     row = next(index for index, row in enumerate(step.command.ranks[0].prefills) if row.next_token == TOKEN_MADE)
     assert (first.step, first.rank, first.kind, first.row) == (step.number, 0, "prefill", row)
@@ -194,10 +135,12 @@ def test_the_first_row_that_differs_is_named_and_all_are_counted(tmp_path):
 
 
 def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path):
-    with pytest.raises(RecordError, match="No such file"):
+    with pytest.raises(step_record.RecordError, match="No such file"):
         StepRecording(tmp_path / "steps")
-    recorder = RecordingExecutor(SlotExecutor(), StepFile(tmp_path / "steps", header()))
-    assert recorder.inner.slots == {}  # nothing of before the recording is left
+    inner = ShiftedExecutor()
+    inner._slots[0][0] = "a stranger's"
+    recorder = step_record.RecordingExecutor(inner, step_record.StepFile(tmp_path / "steps", header()))
+    assert recorder.inner._slots == [{}, {}]  # nothing of before the recording is left
     nobody = [RankStep([], [], b"", [], [])] * 2
     given = [Copy([int32s([1, 2]), b""]), Step(nobody), Clear([b"", int32s([3])]), Score(int32s([5]), int32s([1]))]
     for command in given:
@@ -206,47 +149,38 @@ def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path
             recorder.collect(pending)
     recorder.shutdown()
     frames = list(StepRecording(tmp_path / "steps"))
-    assert [frame.command for frame in frames if isinstance(frame, Launched)] == [Flush(), *given]
+    assert [frame.command for frame in frames if isinstance(frame, step_record.Launched)] == [Flush(), *given]
     assert [frame.number for frame in frames if isinstance(frame, step_record.Collected)] == [0, 2, 4]
     assert frames[-2].greedy == [6]
-    assert frames[-1] == RecordingEnd("shutdown")
+    assert frames[-1] == step_record.RecordingEnd("shutdown")
 
 
 def test_failed_rows_and_their_errors_are_kept():
     nobody = RankStep([], [], b"", [], [])
     rows = [RowResult((4,)), RowResult(), RowResult((4, 5)), RowResult((), finite=False), RowResult((), error="none")]
     kept = step_record.collected(7, 0.5, Step([nobody]), [RankResults(rows, [])])
-    assert kept.ranks[0].decodes == [4, None, Outcome([4, 5]), Outcome([], False), Outcome([], True, "none")]
+    assert kept.ranks[0].decodes == [
+        4,
+        None,
+        step_record.Outcome([4, 5]),
+        step_record.Outcome([], False),
+        step_record.Outcome([], True, "none"),
+    ]
 
 
 def test_a_row_that_was_not_finite_and_now_is_differs(tmp_path):
-    record(tmp_path / "steps", failing=250)  # the last token of every prompt
-    assert replayed(tmp_path / "steps", failing=250).num_differing == 0
+    record(tmp_path / "steps", failing=True)
+    assert replayed(tmp_path / "steps", failing=True).num_differing == 0
     report = replayed(tmp_path / "steps")
     assert "not finite" in str(report.first)
-
-
-def test_it_passes_everything_else_on(tmp_path):
-    recorder = RecordingExecutor(SlotExecutor(), StepFile(tmp_path / "steps", header()))
-    recorder.warm_up()
-    recorder.set_recording(True)
-    assert (recorder.limits, recorder.max_in_flight, recorder.inner.warm, recorder.inner.recording) == (
-        LIMITS,
-        2,
-        True,
-        True,
-    )
-    assert recorder.expert_counts() is None
-    recorder.shutdown()
-    assert recorder.inner.closed
 
 
 def test_the_file_is_its_owners_alone_and_no_other_is_overwritten(tmp_path):
     record(tmp_path / "steps")
     assert stat.S_IMODE((tmp_path / "steps").stat().st_mode) == 0o600
-    with pytest.raises(RecordError, match="exists; give another name"):
+    with pytest.raises(step_record.RecordError, match="exists; give another name"):
         record(tmp_path / "steps")
-    with pytest.raises(RecordError, match="no folder that can be written"):
+    with pytest.raises(step_record.RecordError, match="no folder that can be written"):
         record(tmp_path / "none" / "steps")
 
 
@@ -264,7 +198,7 @@ def test_a_recording_that_ends_in_the_middle_of_a_frame_is_replayed_up_to_there(
     assert counts[1] == count - 1
     assert counts == sorted(counts, reverse=True)
     (tmp_path / "cut").write_bytes(whole[:20])
-    with pytest.raises(RecordError, match="ends inside its header"):
+    with pytest.raises(step_record.RecordError, match="ends inside its header"):
         StepRecording(tmp_path / "cut")
 
 
@@ -278,12 +212,12 @@ def test_a_recording_stops_at_its_bound_and_the_engine_goes_on(tmp_path, caplog)
     report = replayed(tmp_path / "steps")
     assert (report.num_differing, report.end) == (0, "the bound was reached")
     assert 0 < report.num_steps < replayed(tmp_path / "whole").num_steps
-    with pytest.raises(RecordError, match="the header alone takes"):
-        StepFile(tmp_path / "tiny", header(), 200)
+    with pytest.raises(step_record.RecordError, match="the header alone takes"):
+        step_record.StepFile(tmp_path / "tiny", header(), 200)
 
 
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, caplog):
-    recorder = RecordingExecutor(SlotExecutor(), StepFile(tmp_path / "steps", header()))
+    recorder = step_record.RecordingExecutor(ShiftedExecutor(), step_record.StepFile(tmp_path / "steps", header()))
     recorder.file._file.close()
     recorder.file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     assert recorder.collect(recorder.launch(Score(int32s([5]), int32s([1])))).shape == (1, 300)
@@ -297,17 +231,17 @@ def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, caplo
     [({"commands": 99}, "commands of version 99"), ({"format": 7}, "has format 7"), ({"dsjax": "8.8"}, None)],
 )
 def test_another_version_is_refused_by_its_number(tmp_path, changes, message):
-    StepFile(tmp_path / "steps", header(**changes)).close("shutdown")
+    step_record.StepFile(tmp_path / "steps", header(**changes)).close("shutdown")
     if message is None:
         assert StepRecording(tmp_path / "steps").header.dsjax == "8.8"
         return
-    with pytest.raises(RecordError, match=message):
+    with pytest.raises(step_record.RecordError, match=message):
         StepRecording(tmp_path / "steps")
 
 
 def test_other_files_are_no_recordings(tmp_path):
     (tmp_path / "steps").write_bytes(b"import os\n" * 9)
-    with pytest.raises(RecordError, match="is no recording of steps"):
+    with pytest.raises(step_record.RecordError, match="is no recording of steps"):
         StepRecording(tmp_path / "steps")
 
 
@@ -315,31 +249,29 @@ def test_a_replay_with_another_checkpoint_is_refused_before_it_is_loaded(tmp_pat
     options = EngineArgs(model="demo", seed=5, record_steps="x").executor_options
     assert "seed" not in options
     assert "record_steps" not in options
-    StepFile(tmp_path / "steps", header(options=options)).close("shutdown")
-    with pytest.raises(RecordError, match="another checkpoint than the recorded one"):
+    step_record.StepFile(tmp_path / "steps", header(options=options)).close("shutdown")
+    with pytest.raises(step_record.RecordError, match="another checkpoint than the recorded one"):
         build_executor(StepRecording(tmp_path / "steps"), None)
 
 
-def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
-    from dsjax.engine.setup import loading
-
+def loads(monkeypatch, executor):
+    """Have every checkpoint be the recorded one, and loaded into this executor."""
     monkeypatch.setattr(fingerprints, "fingerprint", lambda directory: "f" * 64)
-    other = SlotExecutor(replace(LIMITS, pages_per_rank=9))
-    monkeypatch.setattr(loading, "load_model", lambda *args, **options: type("Loaded", (), {"executor": other}))
-    StepFile(tmp_path / "steps", header(options={"model": "demo"})).close("shutdown")
-    with pytest.raises(RecordError, match="pages_per_rank 9, recorded 33"):
+    monkeypatch.setattr(loading, "load_model", lambda *args, **options: type("Loaded", (), {"executor": executor}))
+
+
+def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
+    loads(monkeypatch, ShiftedExecutor(replace(LIMITS, pages_per_rank=9)))
+    step_record.StepFile(tmp_path / "steps", header(options={"model": "demo"})).close("shutdown")
+    with pytest.raises(step_record.RecordError, match="pages_per_rank 9, recorded 33"):
         build_executor(StepRecording(tmp_path / "steps"), None)
 
 
 def test_a_recording_of_before_there_were_stages_is_replayed(tmp_path, monkeypatch):
-    from dsjax.engine.setup import loading
-
-    monkeypatch.setattr(fingerprints, "fingerprint", lambda directory: "f" * 64)
-    executor = SlotExecutor(LIMITS)
-    monkeypatch.setattr(loading, "load_model", lambda *args, **options: type("Loaded", (), {"executor": executor}))
+    loads(monkeypatch, executor := ShiftedExecutor())
     first = header(options={"model": "demo"})
     limits = {name: size for name, size in first.limits.items() if name != "num_stages"}
-    StepFile(tmp_path / "steps", msgspec.structs.replace(first, limits=limits)).close("shutdown")
+    step_record.StepFile(tmp_path / "steps", msgspec.structs.replace(first, limits=limits)).close("shutdown")
     assert build_executor(StepRecording(tmp_path / "steps"), None) is executor
 
 
@@ -348,7 +280,7 @@ def test_a_recording_of_before_there_were_stages_is_replayed(tmp_path, monkeypat
 )
 def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch, capsys, shift, code, said):
     record(tmp_path / "steps")
-    executor = SlotExecutor(shift=shift)
+    executor = ShiftedExecutor(shift=shift)
     executor.buckets = BUCKETS
     monkeypatch.setattr(replay_steps, "build_executor", lambda *args: executor)
     monkeypatch.setattr("sys.argv", ["replay_steps.py", str(tmp_path / "steps"), "--json", str(tmp_path / "report")])
@@ -358,27 +290,27 @@ def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch,
 
 
 def test_where_experts_were_is_left_out_of_a_replay(tmp_path):
-    file = StepFile(tmp_path / "steps", header())
+    file = step_record.StepFile(tmp_path / "steps", header())
     for number, command in enumerate((PrepareExperts(1, "ep=4", "127.0.0.1:1"), ChangeExperts(1, True))):
-        file.write(Launched(number, 0.0, command))
+        file.write(step_record.Launched(number, 0.0, command))
         file.write(step_record.collected(number, 0.0, command, None))
     file.close("shutdown")
-    executor = SlotExecutor()
+    executor = ShiftedExecutor()
     executor.launch = None
     assert replay(StepRecording(tmp_path / "steps"), executor, lambda command: "").num_uncompared == 0
 
 
 def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
-    file = StepFile(tmp_path / "steps", header())
+    file = step_record.StepFile(tmp_path / "steps", header())
     step = Step([RankStep([], [], b"", [], [])] * 2)
-    # Launched at 1 and 2, done at 5 and 6: they took 4 s and 1 s.
-    for frame in (Launched(1, 1.0, step), Launched(2, 2.0, step)):
+    # step_record.Launched at 1 and 2, done at 5 and 6: they took 4 s and 1 s.
+    for frame in (step_record.Launched(1, 1.0, step), step_record.Launched(2, 2.0, step)):
         file.write(frame)
     for number, done in ((1, 5.0), (2, 6.0)):
         results = [RankResults([], [])] * 2
         file.write(step_record.collected(number, done, step, results))
     file.close("shutdown")
-    report = replay(StepRecording(tmp_path / "steps"), SlotExecutor(), lambda command: "idle")
+    report = replay(StepRecording(tmp_path / "steps"), ShiftedExecutor(), lambda command: "idle")
     assert [recorded for recorded, _ in report.times["idle"]] == [4.0, 1.0]
     assert report.to_json()["kinds"]["idle"]["recorded"] == {"mean": 2.5, "median": 2.5, "p99": 4.0}
     assert times_table(report).row_count == 1

@@ -5,10 +5,8 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.device.logit_edits import (
-    allowed,
-)
-from dsjax.engine.text.logit_rules import LogitRules, completing
+from dsjax.engine.device.logit_edits import allowed
+from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.text.structured import GrammarCompiler
 
 V = 70  # no multiple of 32
@@ -50,12 +48,3 @@ def test_rules_follow_tokens_until_the_grammar_cannot_go_on():
     assert count == 1
     assert "cannot go on" in error
     assert not rules.masks([a], []).any()
-
-
-def test_a_bad_word_s_last_token_is_banned_only_behind_the_others():
-    runs = ((4,), (1, 2, 3), (2, 2))
-    assert completing(runs, []) == {4}
-    assert completing(runs, [1]) == {4}
-    assert completing(runs, [1, 2]) == {4, 3, 2}
-    assert completing(runs, [2, 1]) == {4}
-    assert completing(runs, [9, 1, 2]) == {4, 3, 2}

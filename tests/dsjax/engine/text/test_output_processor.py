@@ -29,31 +29,33 @@ def completed(tokenizer, tokens, min_tokens, stop):
 
 
 @given(
-    tokens=st.lists(st.one_of(st.integers(0, 310), st.just(Z)), min_size=1, max_size=12),
+    runs=st.lists(st.lists(st.integers(0, 310) | st.just(Z), min_size=1, max_size=3), min_size=1, max_size=9),
     min_tokens=st.integers(0, 3),
     stop=st.sampled_from([(), ("zz",)]),
     logprobs=st.sampled_from([None, 0]),
 )
-def test_deltas_put_together_are_what_a_caller_of_all_so_far_sees(tokens, min_tokens, stop, logprobs):
+def test_deltas_put_together_are_what_a_caller_of_all_so_far_sees(runs, min_tokens, stop, logprobs):
+    """runs: what each step makes, which is several tokens where drafts are accepted."""
     tokenizer = tiny_tokenizer()
-    seen = {}
+    tokens, seen = [token for run in runs for token in run], {}
     for kind in (OutputKind.DELTA, OutputKind.CUMULATIVE):
         params = SamplingParams(max_tokens=40, min_tokens=min_tokens, stop=stop, logprobs=logprobs, output_kind=kind)
         request = Request("r", [1], 1, params, 40, 0)
         processor = OutputProcessor(tokenizer)
         processor.add(PreparedRequest("r", None, [1], params, [request]))
         outputs = []
-        for place, token in enumerate(tokens):
-            reason = FinishReason.LENGTH if place == len(tokens) - 1 else None
-            scores = [(token, -0.5, 1, ())] if logprobs is not None else None
-            outputs += processor.process([Update(request, RowResult((token,), scores=scores), reason)])[0]
+        for place, run in enumerate(runs, start=1):
+            reason = FinishReason.LENGTH if place == len(runs) else None
+            scores = [(token, -0.5, 1, ()) for token in run] if logprobs is not None else None
+            outputs += processor.process([Update(request, RowResult(run, scores=scores), reason)])[0]
         seen[kind] = [output.outputs[0] for output in outputs]
     deltas, all_so_far = seen.values()
     taken, text = completed(tokenizer, tokens, min_tokens, stop)
-    assert len(deltas) == len(all_so_far) == len(taken)
+    assert len(deltas) == len(all_so_far)
     for count, whole in enumerate(all_so_far, start=1):
-        assert whole.token_ids == taken[:count]
+        assert whole.token_ids == [token for delta in deltas[:count] for token in delta.token_ids]
         assert whole.text == "".join(delta.text for delta in deltas[:count])
         if logprobs is not None:
             assert whole.logprobs == [entry for delta in deltas[:count] for entry in delta.logprobs]
-    assert all_so_far[-1].text == text
+            assert len(whole.logprobs) == len(whole.token_ids)
+    assert (all_so_far[-1].text, list(all_so_far[-1].token_ids)) == (text, taken)
