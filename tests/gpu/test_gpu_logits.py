@@ -50,36 +50,25 @@ def served_logits(directory: Path, name: str, tokens: np.ndarray, dtype: str, **
         llm.shutdown()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_float32_logits_keep_the_bound_of_the_cpu(name, goldens, tmp_path):
+IN_FORMS = [{"mla_prefill": prefill, "mla_decode": decode} for prefill, decode in FORMS]
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"), [*((name, {}) for name in CASES), *(("v3-groups", forms) for forms in IN_FORMS)], ids=str
+)
+def test_float32_logits_keep_the_bound_of_the_cpu_in_every_mla_form(name, forms, goldens, tmp_path):
     # With exact products the GPU differs by the order of float32 sums alone, as another CPU does: the same bound.
     reference = goldens[f"{name}/logits"]
-    found = served_logits(tmp_path, name, goldens[f"{name}/tokens"], "float32")
+    found = served_logits(tmp_path, name, goldens[f"{name}/tokens"], "float32", **forms)
     assert np.abs(found - reference).max() <= bound(reference)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), FORMS)
-def test_every_mla_form_keeps_the_bound(prefill, decode, goldens, tmp_path):
-    reference = goldens["v3-groups/logits"]
-    tokens = goldens["v3-groups/tokens"]
-    found = served_logits(tmp_path, "v3-groups", tokens, "float32", mla_prefill=prefill, mla_decode=decode)
-    assert np.abs(found - reference).max() <= bound(reference)
-
-
-@pytest.mark.parametrize("name", ["v3-all-dense", "v2-tied-all-dense"])
-def test_bfloat16_logits_are_near_where_no_expert_is_chosen(name, goldens, tmp_path):
+@pytest.mark.parametrize("name", ["v3-all-dense", "v2-tied-all-dense", "v3-groups", "moonlight-like"])
+def test_bfloat16_logits_are_near(name, goldens, tmp_path):
     # Each rounding is at most 2⁻⁹ of a value; weights and some ten activations a layer, over two or three layers, add up
-    # to 1 to 2 % of the largest logit. Routing is left out because rounding may choose another expert, which is no error.
-    reference = goldens[f"{name}/logits"]
-    found = served_logits(tmp_path, name, goldens[f"{name}/tokens"], "bfloat16")
-    difference = np.abs(found - reference).max() / np.abs(reference).max()
-    assert 1e-4 < difference <= 5e-2
-
-
-@pytest.mark.parametrize("name", ["v3-groups", "moonlight-like"])
-def test_bfloat16_logits_of_most_positions_are_near_with_experts_too(name, goldens, tmp_path):
-    # A position whose near-tied experts change places moves by more than rounding; most have no such tie.
+    # to 1 to 2 % of the largest logit. Rounding may choose another expert, which is no error; at most positions it does not.
     reference = goldens[f"{name}/logits"]
     found = served_logits(tmp_path, name, goldens[f"{name}/tokens"], "bfloat16")
     by_position = np.abs(found - reference).max(axis=-1) / np.abs(reference).max()
-    assert np.median(by_position) <= 5e-2
+    assert by_position.max() > 1e-4
+    assert (by_position.max() if "all-dense" in name else np.median(by_position)) <= 5e-2

@@ -25,21 +25,3 @@ def test_v3_s_modules_run_at_true_widths_within_the_device_s_ceilings(gpu):
             # 10 %: the vendor's bandwidth is a round figure, and 512 MiB of weights leave a tenth in a 50 MB cache.
             assert row.case.work.weight_bytes / row.times.median < 1.1 * ceilings.bytes_per_s, row.case.title
         assert row.case.work.flops / row.times.median < 1.05 * ceilings.flops_per_s, row.case.title
-
-
-def test_the_planner_takes_the_file_for_a_cluster_of_this_gpu(gpu, tmp_path):
-    import json
-
-    from dsjax.bench.modules.report import to_json
-    from dsjax.plan.measured import read_measured
-    from dsjax.plan.own_cluster import find_cluster
-
-    setting = make_setting(ModelOptions(model="demo", max_model_len=256))
-    device, budget = Device.of(gpu), Budget(0.0, 1)
-    ceilings = find_ceilings(setting, device, None, budget)
-    found = run_cases(setting, cases(setting, ModuleGrid(only="norms,head", tokens="8")), ceilings, budget, 60.0)
-    path = tmp_path / "m.json"
-    path.write_text(json.dumps(to_json(found, setting, "demo", ceilings, device, "a test")))
-    cluster = find_cluster(None, read_measured(path, setting.config))
-    assert cluster.num_devices == device.count
-    assert device.hardware is None or cluster.hardware.key == device.hardware

@@ -95,24 +95,19 @@ def weights_of(tokens, seed=1):
     return np.random.default_rng(seed).integers(1, 5, size=(tokens, K)).astype(np.float32)
 
 
-def compiled(
-    layout, config: DispatchConfig, experts, *, gains=None, local_experts=coded_experts, dtype=np.float32, home=False
-):
+def compiled(layout, config: DispatchConfig, experts, *, local_experts=coded_experts, dtype=np.float32, home=False):
     """``(spec, call)``: ``call(x, slots, weights) -> (y, report)`` on ``layout``, one compiled program.
 
-    gains: what each physical expert multiplies by; default expert + 1. home: each rank has one more for its own tokens, which
-    multiplies by 500 + the rank's place in its EP group.
+    Expert e multiplies by e + 1. home: each rank has one more for its own tokens, which multiplies by 500 + its place in its EP group.
     """
     spec = MeshSpec.parse(layout)
-    gains = np.arange(experts) + 1 if gains is None else gains
+    gains = np.arange(experts) + 1
     if home:
         own = 500 + np.arange(spec.ep_size)[:, None]
         gains = np.concatenate([np.reshape(gains, (spec.ep_size, -1)), own], axis=1).reshape(-1)
     mesh = spec.build()
     specs = {"code": P(spec.expert_axes, spec.expert_width_axes or None)}
-    params = {
-        "code": jax.device_put(codes(gains), NamedSharding(mesh, specs["code"])),
-    }
+    params = {"code": jax.device_put(codes(gains), NamedSharding(mesh, specs["code"]))}
 
     @jax.jit
     def step(x, slots, weights, params):

@@ -23,11 +23,6 @@ def test_parts_come_in_the_order_of_the_axis_and_not_of_the_devices():
     assert [next(iter(part.devices())) for part in own_parts(array)] == list(mesh.devices.flat)
 
 
-def test_an_array_on_one_device_is_one_part():
-    [part] = own_parts(jnp.arange(6).reshape(3, 2))
-    np.testing.assert_array_equal(part, [[0, 1], [2, 3], [4, 5]])
-
-
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "dp=2,tp=2"])
 def test_what_is_put_again_and_again_lies_where_put_has_it(mesh):
     spec = MeshSpec.parse(mesh)

@@ -20,7 +20,7 @@ def scaled(params, rows, ids_NK, weights_NK):
     return rows.take(jnp.arange(rows.shape[0]), axis=0) * jnp.sum(numbers_NK, axis=1, keepdims=True)
 
 
-def tokens_of(spec, experts_devices, seed=3, busiest=None):
+def tokens_of(experts_devices, seed=3, busiest=None):
     """Rows, choices and weights of six tokens, the fifth of which is padding. busiest: an expert device that all tokens use, too."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(TOKENS, WIDTH)).astype(np.float32)
@@ -74,7 +74,7 @@ def sides(spec, num_experts_devices, by_choice, wire="compute", **more):
 )
 def test_each_token_gets_the_sum_of_its_experts(spec, num_experts_devices, by_choice, wire):
     between, half = sides(spec, num_experts_devices, by_choice, wire)
-    x, slots, weights, numbers = tokens_of(spec, num_experts_devices)
+    x, slots, weights, numbers = tokens_of(num_experts_devices)
     y, rounds = exchanged(between, half, x, slots, weights, numbers)
     sent = fp8.dequantise(*fp8.quantise(jnp.asarray(x))) if wire == "fp8" else x
     expected = np.asarray(sent) * np.sum(np.where(slots >= 0, numbers[slots] * weights, 0), axis=1, keepdims=True)
@@ -85,7 +85,7 @@ def test_each_token_gets_the_sum_of_its_experts(spec, num_experts_devices, by_ch
 @pytest.mark.parametrize("by_choice", [True, False])
 @pytest.mark.parametrize(("spec", "num_experts_devices"), [("dp=2", 3), ("dp=1,tp=2", 6)])
 def test_rows_beyond_the_capacity_come_in_further_rounds_and_change_no_bit(spec, num_experts_devices, by_choice):
-    given = tokens_of(spec, num_experts_devices, busiest=1)
+    given = tokens_of(num_experts_devices, busiest=1)
     enough, half = sides(spec, num_experts_devices, by_choice)
     narrow, _ = sides(spec, num_experts_devices, by_choice, room=1)
     one, rounds = exchanged(enough, half, *given)
@@ -96,7 +96,7 @@ def test_rows_beyond_the_capacity_come_in_further_rounds_and_change_no_bit(spec,
 
 def test_a_row_goes_to_the_devices_that_have_experts_for_it_and_to_no_others():
     between, _ = sides("dp=2", 6, True)
-    x, slots, weights, _ = tokens_of("dp=2", 6)
+    x, slots, weights, _ = tokens_of(6)
     rows, counts = jax.jit(between.pack)(x, slots, weights, 0)
     wanted = [[np.sum((slots[s * 3 : s * 3 + 3] // 2 == e).any(axis=1)) for e in range(6)] for s in range(2)]
     np.testing.assert_array_equal(counts, wanted)
@@ -108,14 +108,12 @@ def test_a_row_goes_to_the_devices_that_have_experts_for_it_and_to_no_others():
         assert (np.asarray(ids)[~used.reshape(-1)] == -1).all()
 
 
-def test_bytes_of_even_routing_are_less_than_half_of_what_rows_to_all_devices_were():
+def test_even_routing_sends_the_bytes_that_are_reckoned_in_one_round():
     spec, there = MeshSpec.parse("dp=8"), MeshSpec(dp_size=24)
     wire = WireFormat(7168, 8, jnp.dtype("bfloat16"), True)
     between = Between(spec, spec.arrange(jax.devices()[:8]), there, 24, 8 * 128, 264, wire, False)
     assert between.capacity == 60
     assert (between.bytes_there, between.bytes_back) == (85_754_880, 165_150_720)
-    to_all = between.senders * 24 * between.rows
-    assert (to_all * wire.row_bytes, to_all * 2 * 7168) == (182_943_744, 352_321_536)
     rng = np.random.default_rng(0)
     slots = np.array([rng.permutation(264)[:8] for _ in range(1024)], np.int32)
     x, weights = np.zeros((1024, 7168), jnp.bfloat16), np.ones((1024, 8), np.float32)
@@ -123,5 +121,4 @@ def test_bytes_of_even_routing_are_less_than_half_of_what_rows_to_all_devices_we
     assert sum(one.size * one.dtype.itemsize for one in rows) == between.bytes_there
     assert counts.shape == (8, 24)
     on_devices = (slots[:, :, None] // 11 == np.arange(24)).any(axis=1)
-    assert on_devices.sum() / to_all == pytest.approx(0.29, abs=0.005)
     assert on_devices.reshape(8, 128, 24).sum(axis=1).max() <= 60  # one round

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from dsjax.checkpoint import load
+from dsjax.checkpoint.hub import resolve
+from dsjax.config import load_config
 from dsjax.engine.program_cache import compiled_programs
 from dsjax.kernels import build, table
-from sharding import cores
+from sharding import MeshSpec, Rules, cores
 from sharding.emulation import emulate_devices
 
 
@@ -86,13 +88,6 @@ def test_whatever_computes_with_threads_has_the_quotas(quota_of_three, monkeypat
     monkeypatch.setattr(compiled_programs, "ThreadPoolExecutor", ask)
     with pytest.raises(Asked, match="3"):
         compiled_programs.CompiledPrograms(None, None, None).compile_all({}, None, None)
-
-
-def test_a_checkpoint_is_read_with_the_quotas_threads(quota_of_three, monkeypatch):
-    from dsjax.checkpoint.hub import resolve
-    from dsjax.config import load_config
-    from sharding import MeshSpec, Rules
-
     monkeypatch.setattr(load, "ThreadPoolExecutor", ask)
     directory, spec = resolve("demo"), MeshSpec.parse("dp=1")
     with pytest.raises(Asked, match="3"):

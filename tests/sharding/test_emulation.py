@@ -1,12 +1,16 @@
-"""Emulated devices appear if asked for in time, and too late is said clearly. Each case in a process of its own."""
+"""Emulated devices appear if asked for in time, and asking too late is an error that says what to do."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from sharding import MeshError, MeshSpec
+from sharding.emulation import emulate_devices
 from sharding.scheduler_flags import start_exchanges_early
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +31,13 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+def refusal(before: str, **environment: str) -> str:
+    """What a mesh of two devices says that is built after these lines."""
+    build = "MeshSpec.parse('dp=2').build()"
+    mesh = f"from sharding import MeshError, MeshSpec\ntry:\n    {build}\nexcept MeshError as error:\n    print(error)"
+    return run(f"from sharding.emulation import emulate_devices\n{before}\n{mesh}", **environment)
+
+
 # The collective would hang if the thread pool were smaller than the mesh.
 SUM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -38,61 +49,49 @@ print(jax.device_count(), float(jax.jit(jnp.sum)(x)))
 """
 
 
-def test_asked_before_jax_is_imported_the_devices_exist_and_compute():
-    assert run(f"from sharding.emulation import emulate_devices; emulate_devices(6)\n{SUM}") == "6 15.0"
-
-
-def test_asked_after_the_import_but_before_the_backend_the_devices_exist_too():
-    assert run(f"import jax; from sharding.emulation import emulate_devices; emulate_devices(6)\n{SUM}") == "6 15.0"
+@pytest.mark.parametrize("before", ["", "import jax; "], ids=["before JAX is imported", "before its backend starts"])
+def test_asked_in_time_the_devices_exist_and_compute(before):
+    assert run(f"{before}from sharding.emulation import emulate_devices; emulate_devices(6)\n{SUM}") == "6 15.0"
 
 
 def test_asked_after_the_backend_has_started_the_mesh_says_what_to_do():
-    code = """
-import jax
-jax.devices()
-from sharding.emulation import emulate_devices
-from sharding.jax_internals import backend_is_running
-assert backend_is_running()
-emulate_devices(6)
-from sharding import MeshError, MeshSpec
-try:
-    MeshSpec.parse("dp=6").build()
-except MeshError as error:
-    print(error)
-"""
-    message = run(code)
-    assert "mesh dp=6 wants 6 devices, found 1 of platform 'cpu'" in message
+    message = refusal("import jax; jax.devices(); emulate_devices(2)")
+    assert "mesh dp=2 wants 2 devices, found 1 of platform 'cpu'" in message
     assert "start a fresh process" in message
 
 
-# Importing JAX would add a variable or two of its own, so these look at the environment alone.
-def environment_after(count: int, **given: str) -> list[str]:
-    code = f"""
-import os, sys
-from sharding.emulation import emulate_devices
-emulate_devices({count})
-print(os.environ["XLA_FLAGS"]); print(os.environ["PJRT_NPROC"])
-"""
-    return run(code, **given).splitlines()
+@pytest.fixture
+def environment_after(monkeypatch):
+    """``environment_after(count, flags, threads)``: what ``XLA_FLAGS`` and ``PJRT_NPROC`` are once devices were emulated."""
+    jax.devices()  # from here on the environment is all that changes
+
+    def after(count: int, flags: str = "", threads: str = "0") -> tuple[str, int]:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setenv("PJRT_NPROC", threads)
+        emulate_devices(count)
+        return os.environ["XLA_FLAGS"], int(os.environ["PJRT_NPROC"])
+
+    return after
 
 
-@pytest.mark.parametrize("count", [6, 32])
-def test_the_users_other_flags_stay(count):
-    flags, threads = environment_after(count, XLA_FLAGS="--xla_cpu_enable_fast_math=false")
-    assert flags.split() == ["--xla_cpu_enable_fast_math=false", f"--xla_force_host_platform_device_count={count}"]
-    assert int(threads) >= 2 * count
+SMALL, LARGE = (f"--xla_force_host_platform_device_count={count}" for count in (2, 16))
 
 
-def test_a_smaller_count_of_the_users_is_raised_and_a_larger_one_kept():
-    small, large = "--xla_force_host_platform_device_count=2", "--xla_force_host_platform_device_count=16"
-    assert environment_after(6, XLA_FLAGS=small)[0] == "--xla_force_host_platform_device_count=6"
-    assert environment_after(6, XLA_FLAGS=large)[0] == large
-    # XLA takes the last of several.
-    assert environment_after(6, XLA_FLAGS=f"{large} {small}")[0] == "--xla_force_host_platform_device_count=6"
-
-
-def test_a_larger_thread_pool_of_the_users_is_kept():
-    assert environment_after(2, PJRT_NPROC="100", XLA_FLAGS="")[1] == "100"
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("--xla_cpu_enable_fast_math=false", ["--xla_cpu_enable_fast_math=false", SMALL.replace("2", "6")]),
+        (SMALL, [SMALL.replace("2", "6")]),
+        (LARGE, [LARGE]),
+        (f"{LARGE} {SMALL}", [SMALL.replace("2", "6")]),  # XLA takes the last of several
+    ],
+    ids=["other flags stay", "a smaller count is raised", "a larger count stays", "the last count holds"],
+)
+def test_the_users_flags_stay_unless_they_ask_for_fewer_devices(environment_after, given, found):
+    flags, threads = environment_after(6, given)
+    assert flags.split() == found
+    assert threads >= 2 * 6
+    assert environment_after(2, threads="100")[1] == 100, "a larger thread pool of the user's stays"
 
 
 def test_devices_that_the_user_asked_jax_for_are_not_taken_away():
@@ -104,42 +103,33 @@ emulate_devices(6)
 print(jax.device_count())
 """
     assert run(code) == "8"
-
-
-def test_no_device_at_all_cannot_be_emulated():
-    from sharding.emulation import emulate_devices
-
     with pytest.raises(ValueError, match="found 0 devices"):
         emulate_devices(0)
 
 
-BUILD = """
-from sharding.emulation import emulate_devices
-emulate_devices({count})
-from sharding import MeshError, MeshSpec
-try:
-    MeshSpec.parse("dp={count}").build()
-except MeshError as error:
-    print(error)
-"""
+@pytest.mark.parametrize(
+    ("count", "space", "reason"),
+    [
+        (100_000, resource.RLIM_INFINITY, "at most 4,096 CPU devices, because more take minutes to start"),
+        (2000, 8 << 30, "at most 341 CPU devices, because this process may have 8.6 GB of address space"),
+    ],
+)
+def test_more_devices_than_can_be_emulated_are_refused_and_not_begun(
+    environment_after, monkeypatch, count, space, reason
+):
+    limits = {resource.RLIMIT_AS: (space, space)}
+    infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits.get(what, infinite))
+    assert environment_after(count) == ("", 0)
+    with pytest.raises(
+        MeshError, match=rf"mesh dp={count} wants {count} devices, found .* of platform 'cpu'.*{reason}"
+    ):
+        MeshSpec.parse(f"dp={count}").build()
 
 
-def test_more_devices_than_can_be_emulated_are_refused_and_not_begun():
-    message = run(BUILD.format(count=100_000))
-    assert "mesh dp=100000 wants 100000 devices, found 1 of platform 'cpu'" in message
-    assert "can emulate at most 4,096 CPU devices, because more take minutes to start; use a smaller mesh" in message
-
-
-def test_a_limit_of_address_space_bounds_the_emulation_instead_of_aborting_it():
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))"
-    message = run(limit + BUILD.format(count=2000))
-    assert "can emulate at most 341 CPU devices, because this process may have 8.6 GB of address space" in message
-
-
-@pytest.mark.parametrize("platforms", ["cuda", "nonsense"])
-def test_a_platform_that_is_not_there_is_said(platforms):
-    message = run(BUILD.format(count=2), JAX_PLATFORMS=platforms)
-    assert f"JAX_PLATFORMS is '{platforms}', and JAX found no device of that platform" in message
+def test_a_platform_that_is_not_there_is_said():
+    message = refusal("emulate_devices(2)", JAX_PLATFORMS="cuda")
+    assert "JAX_PLATFORMS is 'cuda', and JAX found no device of that platform" in message
     assert "set it to cpu" in message
 
 

@@ -24,10 +24,3 @@ def test_indices_are_not_looked_through_for_negative_ones(function, index, plain
     ours, jax_s = (str(jax.make_jaxpr(one)(jnp.asarray(ARRAY), index)) for one in (function, plain))
     assert "select_n" in jax_s
     assert "select_n" not in ours
-
-
-def test_what_is_put_at_a_negative_index_or_past_the_end_is_nowhere():
-    found = put(jnp.asarray(ARRAY), (np.array([-1, 5, 1]), np.array([0, 0, -1])), 99)
-    np.testing.assert_array_equal(found, ARRAY)
-    found = put(jnp.asarray(ARRAY), np.array([-1, 4]), np.array([[1], [2]]))
-    np.testing.assert_array_equal(found, np.concatenate([ARRAY[:4], [[2] * 4]]))

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.errors import MeshError
-from sharding.layer_placement import LayerPlacements, copy_tables, exchange_rounds
-from sharding.placement import Placement
+from sharding.layer_placement import LayerPlacements, exchange_rounds
 
 
 def random_row(seed: int, experts: int, physical: int) -> np.ndarray:
@@ -59,13 +58,3 @@ def test_rounds_bring_every_slot_its_expert_within_what_a_rank_may_send_and_rece
 def test_a_slot_reads_from_its_own_rank_where_that_has_the_expert():
     old = [0, 1, 2, 0]
     assert list(exchange_rounds(old, [0, 1, 2, 2], ranks=2, experts=1)) == [[(2, 3)]]
-
-
-def test_tables_of_one_layer_are_those_of_its_placement():
-    row = random_row(3, 12, 16)
-    placement = Placement(tuple(row.tolist()), 12)
-    physical, copies = copy_tables(row, 12)
-    width = placement.tables.physical_EC.shape[1]
-    np.testing.assert_array_equal(physical[:, :width], placement.tables.physical_EC)
-    np.testing.assert_array_equal(copies, placement.tables.copies_E)
-    assert (physical[:, width:] == -1).all()

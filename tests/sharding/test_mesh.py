@@ -67,28 +67,27 @@ def test_stages_are_runs_of_neighbours_each_with_the_mesh_of_the_rest():
         MeshSpec.parse("pp=0")
 
 
-def test_width_is_split_only_where_ep_leaves_no_room_for_tp():
-    whole, split = MeshSpec.parse("dp=2,tp=4,ep=4"), MeshSpec.parse("dp=2,tp=4,ep=2")
-    assert (whole.expert_axes, whole.expert_width_axes, whole.expert_copies) == (("ep", "tp"), (), 2)
-    assert (split.expert_axes, split.expert_width_axes, split.expert_copies) == (("ep",), ("tp",), 1)
-    assert split.expert_width_shards == 4
-
-
-def test_a_width_that_dp_ranks_share_has_an_axis_of_its_own_beside_tp():
-    over_both, over_ranks = MeshSpec.parse("dp=4,tp=2,ep=2,etp=4"), MeshSpec.parse("dp=8,tp=4,ep=8,etp=2")
-    assert (over_both.expert_axes, over_both.expert_width_axes) == (("ep",), ("etp", "tp"))
-    assert (over_ranks.expert_axes, over_ranks.expert_width_axes) == (("ep", "tp"), ("etp",))
-    assert over_both.batch_axes == over_ranks.batch_axes == ("dp", "ep", "etp")
-    assert MeshSpec.parse("tp=8,ep=1,etp=8") == MeshSpec.parse("tp=8,ep=1")
-    assert MeshSpec.parse("dp=8,etp=4").ep_size == 2
+@pytest.mark.parametrize(
+    ("text", "expert_axes", "width_axes", "copies"),
+    [
+        ("dp=2,tp=4,ep=4", ("ep", "tp"), (), 2),
+        ("dp=2,tp=4,ep=2", ("ep",), ("tp",), 1),
+        ("dp=4,tp=2,ep=2,etp=4", ("ep",), ("etp", "tp"), 1),  # DP ranks share the width too
+        ("dp=8,tp=4,ep=8,etp=2", ("ep", "tp"), ("etp",), 2),
+    ],
+)
+def test_width_is_split_only_where_ep_leaves_no_room_for_tp(text, expert_axes, width_axes, copies):
+    spec = MeshSpec.parse(text)
+    assert (spec.expert_axes, spec.expert_width_axes, spec.expert_copies) == (expert_axes, width_axes, copies)
+    assert ("etp" in spec.batch_axes) == ("etp" in text)
 
 
 def test_axes_left_out_take_their_defaults_and_spaces_do_not_count():
     assert MeshSpec.parse("tp=4") == MeshSpec(1, 4, 4)
     assert MeshSpec.parse(" ep=2, dp=8 ,tp=1") == MeshSpec(8, 1, 2)
     assert MeshSpec() == MeshSpec.parse("dp=1") == MeshSpec(1, 1, 1)
-    spec = MeshSpec(2, 4)
-    assert MeshSpec.parse(spec) is spec
+    assert MeshSpec.parse("tp=8,ep=1,etp=8") == MeshSpec.parse("tp=8,ep=1")
+    assert MeshSpec.parse("dp=8,etp=4").ep_size == 2
 
 
 @pytest.mark.parametrize(
@@ -96,16 +95,12 @@ def test_axes_left_out_take_their_defaults_and_spaces_do_not_count():
     [
         ("", ["found ''", "axis=size"]),
         ("dp", ["found 'dp'", "axis=size"]),
-        ("dp=4,", ["found ''"]),
         ("dp=4;tp=2", ["found 'dp=4;tp=2'"]),
         ("sp=2", ["found 'sp=2'", "pp, dp, tp, ep, etp"]),
         ("dp=8,ep=2,etp=3", ["ep × etp = 2 × 3 = 6", "8 × 1 = 8", "[1, 2, 4]"]),
         ("dp=4,tp=4,ep=2,etp=2", ["etp=2 is no multiple of tp=4", "ep=2"]),
         ("dp=-2", ["found 'dp=-2'"]),
-        ("dp=2.0", ["found 'dp=2.0'"]),
         ("dp=2,tp=2,dp=4", ["axis dp is given twice"]),
-        ("dp=٣", ["found 'dp=٣'"]),
-        ("tp=0", ["tp=0", "at least 1"]),
         ("ep=0", ["ep=0", "at least 1"]),
         ("dp=6,ep=4", ["ep=4", "6 × 1 = 6", "[1, 2, 3, 6]"]),
         # 6 divides 3 × 4 = 12, but is no multiple of tp = 4 and no divisor of dp = 3.
@@ -117,13 +112,6 @@ def test_a_wrong_mesh_is_named_with_what_would_fit(text, parts):
         MeshSpec.parse(text)
     for part in parts:
         assert part in str(error.value)
-
-
-def test_a_spec_made_from_numbers_is_checked_too():
-    with pytest.raises(MeshError, match="dp=0"):
-        MeshSpec(0, 1)
-    with pytest.raises(MeshError, match="ep=-1"):
-        MeshSpec(2, 1, -1)
 
 
 def fits(text, **model):
@@ -142,24 +130,18 @@ def fits(text, **model):
         ("tp=32,ep=1", {"block": 128}, ["expert width 2048 over tp=32 is 64", "block of 128", "[1, 2, 4, 8, 16]"]),
         # 384 is three blocks: tp = 2 cuts the middle one although fewer than three devices share it.
         ("tp=2", {"dense_widths": {"wide": 384}, "block": 128}, ["wide 384 over tp=2 is 192", "tp may be [1, 3]"]),
+        # All that does not fit, at once.
+        (
+            "dp=3,tp=5",
+            {"heads": 8, "dense_widths": {"wide": 12}},
+            ["8 attention heads", "256 physical", "is 14", "wide 12"],
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_told_which_number_and_what_would(text, model, parts):
     with pytest.raises(MeshError) as error:
         fits(text, **model)
     for part in (f"mesh {text} does not fit", *parts):
-        assert part in str(error.value)
-
-
-def test_all_that_does_not_fit_is_told_at_once():
-    with pytest.raises(MeshError) as error:
-        fits("dp=3,tp=5", heads=8, dense_widths={"dense MLP width": 12})
-    for part in (
-        "8 attention heads",
-        "256 physical experts",
-        "least number of redundant experts that fits is 14",
-        "12",
-    ):
         assert part in str(error.value)
 
 
@@ -221,34 +203,21 @@ def hosts_of(block) -> set[int]:
     return {device.process_index for device in block.flat}
 
 
-def test_tp_then_ep_neighbours_stay_inside_a_host():
+def test_tp_then_ep_neighbours_stay_inside_a_host_and_a_slice():
     devices = hosts_with_interleaved_ids(hosts=4, per_host=8)
     mesh = MeshSpec.parse("dp=8,tp=4,ep=8").build(devices)
-    assert mesh.devices.shape == (4, 2, 4)
-    assert mesh.axis_names == ("dp", "ep", "tp")
-    for copy in range(4):
-        assert hosts_of(mesh.devices[copy]) == {copy}  # a whole EP group of 8 on one host of 8
+    assert (mesh.devices.shape, mesh.axis_names) == ((4, 2, 4), ("dp", "ep", "tp"))
+    # A whole EP group of 8 is on one host of 8; one that is wider still keeps tp inside a host.
+    assert [hosts_of(copy) for copy in mesh.devices] == [{0}, {1}, {2}, {3}]
     ids = [device.id for device in mesh.devices[2].flat]
     assert ids == sorted(ids)
-
-
-def test_an_ep_group_wider_than_a_host_still_keeps_tp_inside_one():
-    mesh = MeshSpec.parse("dp=8,tp=4").build(hosts_with_interleaved_ids(hosts=4, per_host=8))
-    assert mesh.devices.shape == (1, 8, 4)
-    for replica in range(8):
-        assert hosts_of(mesh.devices[0, replica]) == {replica // 2}
-
-
-def test_a_mesh_takes_the_first_devices_and_leaves_the_rest():
-    devices = hosts_with_interleaved_ids(hosts=2, per_host=4)
-    mesh = MeshSpec.parse("dp=2,tp=2").build(devices)
-    assert hosts_of(mesh.devices) == {0}
-    assert [device.id for device in mesh.devices.flat] == [0, 20, 40, 60]
-
-
-def test_slices_of_one_process_are_not_mixed():
-    devices = [FakeDevice(id=i, process_index=0, slice_index=i % 2) for i in range(8)]
-    mesh = MeshSpec.parse("dp=2,tp=4").build(devices)
+    assert [hosts_of(row) for row in MeshSpec.parse("dp=8,tp=4").build(devices).devices[0]] == [
+        {i // 2} for i in range(8)
+    ]
+    first = MeshSpec.parse("dp=2,tp=2").build(devices)
+    assert [device.id for device in first.devices.flat] == [0, 40, 80, 120], "further devices are left"
+    of_two_slices = [FakeDevice(id=i, process_index=0, slice_index=i % 2) for i in range(8)]
+    mesh = MeshSpec.parse("dp=2,tp=4").build(of_two_slices)
     assert [{device.slice_index for device in row} for row in mesh.devices[0]] == [{0}, {1}]
 
 
@@ -292,11 +261,3 @@ def test_too_few_devices_names_wanted_and_found_and_what_to_do():
     cpus = [FakeDevice(i, 0, "cpu") for i in range(3)]
     with pytest.raises(MeshError, match=r"wants 8 devices, found 3 of platform 'cpu'.*emulate_devices\(8\)"):
         MeshSpec.parse("dp=8").build(cpus)
-
-
-def test_the_default_devices_are_jax_s_own_with_auto_axes():
-    from jax.sharding import AxisType
-
-    mesh = MeshSpec.parse("dp=4,tp=2").build()
-    assert [device.id for device in mesh.devices.flat] == list(range(8))
-    assert set(mesh.axis_types) == {AxisType.Auto}

@@ -22,13 +22,6 @@ def test_logical_axes_become_the_mesh_axes_of_the_table(wide):
     assert sharding.shard_shape((3, 16, 5)) == (3, 2, 5)
 
 
-def test_expert_width_is_split_where_experts_leave_tp_free():
-    spec = MeshSpec.parse("tp=8,ep=1")
-    rules = Rules.for_mesh(spec)
-    sharding = rules.sharding(spec.build(), ("experts", "expert_width", "embed"), (4, 16, 6))
-    assert sharding.shard_shape((4, 16, 6)) == (4, 2, 6)
-
-
 def test_two_dimensions_over_one_mesh_axis_are_a_collision_that_names_both(wide):
     rules, _ = wide
     with pytest.raises(MeshError, match=r"'heads' and 'vocab' are both split over mesh axis 'tp'"):
@@ -68,14 +61,3 @@ def test_a_dimension_that_does_not_divide_is_named_with_its_size_and_the_way_out
     with pytest.raises(MeshError, match=r"'experts' of size 12 is not divisible by 8"):
         rules.sharding(mesh, ("experts", "embed"), (12, 5))
     rules.sharding(mesh, ("embed", "vocab"), (3, 12))
-
-
-def test_the_number_of_pieces_is_the_product_over_mesh_axes(wide):
-    rules, mesh = wide
-    assert {name: rules.ways(mesh, name) for name in ("experts", "heads", "embed", "ranks", "tokens")} == {
-        "experts": 8,
-        "heads": 4,
-        "embed": 1,
-        "ranks": 2,
-        "tokens": 8,
-    }

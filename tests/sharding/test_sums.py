@@ -34,23 +34,17 @@ def test_branches_of_any_number_of_devices_add_up_to_the_same_bits():
     assert not np.array_equal(whole, sum(terms[1:], terms[0]))  # the order matters here
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
-@pytest.mark.parametrize("layout", ["tp=2", "tp=4", "tp=8"])
-def test_the_sum_over_devices_is_the_tree_over_their_branches(layout, rows):
+@pytest.mark.parametrize(
+    ("layout", "rows", "split"),
+    [("tp=2", 5, False), ("tp=4", 64, False), ("tp=8", 1, False), ("tp=8", 5, False), ("tp=4", 8, True)],
+)
+def test_the_sum_over_devices_is_the_tree_over_their_branches(layout, rows, split):
+    """split: each device has its rows of the sum alone."""
     spec = MeshSpec.parse(layout)
     terms = jnp.asarray(np.random.default_rng(rows).normal(size=(spec.tp_size, rows, 3)), jnp.float32)
     run = jax.shard_map(
-        lambda branch: tree_sum(branch[0], ("tp",), spec.tp_size),
-        mesh=spec.build(), in_specs=P("tp"), out_specs=P(), check_vma=False,
-    )  # fmt: skip
-    np.testing.assert_array_equal(jax.jit(run)(terms), add_as_tree(terms))
-
-
-def test_each_device_can_have_its_rows_of_the_sum_alone():
-    terms = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8, 3)), jnp.float32)
-    run = jax.shard_map(
-        lambda branch: tree_sum(branch[0], ("tp",), 4, split=True),
-        mesh=MeshSpec.parse("tp=4").build(), in_specs=P("tp"), out_specs=P("tp"), check_vma=False,
+        lambda branch: tree_sum(branch[0], ("tp",), spec.tp_size, split=split),
+        mesh=spec.build(), in_specs=P("tp"), out_specs=P("tp") if split else P(), check_vma=False,
     )  # fmt: skip
     np.testing.assert_array_equal(jax.jit(run)(terms), add_as_tree(terms))
 

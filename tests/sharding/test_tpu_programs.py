@@ -2,11 +2,8 @@
 arrays in the core's own memory."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sharding.program import OperationCost, Program, Shape, play, program_collectives, program_costs
-from sharding.program.convolutions import _positions
 from sharding.program.costs import bytes_moved
 
 
@@ -42,17 +39,6 @@ def test_a_convolution_computes_its_product_and_not_its_holes(out, left, right, 
         f"ROOT %c = bf16[{out}] convolution(%l, %r), {attributes}, operand_precision={{highest,highest}}",
     )
     assert program_costs(program).flops == 2 * product
-
-
-@settings(max_examples=200, deadline=None)
-@given(*(st.integers(1, 6) for _ in range(6)), st.integers(-3, 5))
-def test_positions_are_those_that_counting_finds(size, kernel, out, stride, hole, reach, low):
-    def exists(at):
-        return at >= 0 and at % hole == 0 and at // hole < size
-
-    side = {"stride": stride, "lhs_dilate": hole, "rhs_dilate": reach, "pad": f"{low}_0"}
-    counted = sum(exists(o * stride + k * reach - low) for o in range(out) for k in range(kernel))
-    assert _positions(size, kernel, out, {name: str(value) for name, value in side.items()}) == counted
 
 
 LOOP = """%condition (t: (s32[], s32[], f32[8])) -> pred[] {{

@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from layouts import TINY
 
 from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
 from dsjax.checkpoint.quantise import quantise
@@ -21,27 +22,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
     """Two MoE layers behind a dense one, eight experts, query compression, one MTP module."""
-    return ModelConfig(
-        model_type="deepseek_v3",
-        vocab_size=72,
-        hidden_size=152,
-        intermediate_size=272,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        moe_intermediate_size=136,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
-        num_nextn_predict_layers=1,
-    )
+    sizes = {"vocab_size": 72, "hidden_size": 152, "intermediate_size": 272, "moe_intermediate_size": 136}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    return ModelConfig.from_dict(TINY | sizes | experts | {"num_nextn_predict_layers": 1, "torch_dtype": "bfloat16"})
 
 
 def hf_tensors(config: ModelConfig, weights: str = "bf16", seed: int = 0) -> dict[str, np.ndarray]:

@@ -75,7 +75,7 @@ def test_a_tensors_name_dtype_and_shape_and_the_configuration_count(large):
     assert len(found) == 5
 
 
-def test_it_reads_a_bounded_part_of_a_file(large, monkeypatch):
+def test_it_reads_a_bounded_part_of_a_file(large):
     sampled = sum(len(item) for item in module._safetensors(large))
     assert sampled < BLOCKS * BLOCK_BYTES + 200
 

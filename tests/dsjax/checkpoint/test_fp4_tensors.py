@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from held_engines import Engine
 
 from dsjax.checkpoint.convert import convert_checkpoint
-from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.load import from_hf_tensors, load, to_hf_tensors
 from dsjax.checkpoint.source import open_checkpoint
@@ -42,56 +43,49 @@ def parts_of(matrix, form):
     return host.encode(matrix, form, scales, whole), scales, whole
 
 
-def modelopt(name, matrix):
-    values, scales, whole = parts_of(matrix, NVFP4)
-    return {name: values, f"{name}_scale": scales, f"{name}_scale_2": np.float32(whole).reshape(()),
-            name.replace(".weight", ".input_scale"): np.float32(1).reshape(())}  # fmt: skip
-
-
-def ct_nvfp4(name, matrix):
-    values, scales, whole = parts_of(matrix, NVFP4)
-    return {
+CONVENTIONS = {
+    "modelopt": lambda name, values, scales, whole: {
+        name: values,
+        f"{name}_scale": scales,
+        f"{name}_scale_2": np.float32(whole).reshape(()),
+        name.replace(".weight", ".input_scale"): np.float32(1).reshape(()),
+    },
+    "ct_nvfp4": lambda name, values, scales, whole: {
         f"{name}_packed": values,
         f"{name}_scale": scales,
         f"{name}_global_scale": np.array([1 / whole], np.float32),
-    }
+    },
+    "quark": lambda name, values, scales, _: {name: values, f"{name}_scale": scales},
+    "ct_mxfp4": lambda name, values, scales, _: {f"{name}_packed": values, f"{name}_scale": scales},
+    "deepseek": lambda name, values, scales, _: {name: values.view(np.int8), f"{name}_scale_inv": scales.view(E8M0)},
+}
+"""Tensors of a matrix from its values, the scales of its blocks, and that of the whole."""
 
 
-def quark(name, matrix):
-    values, scales, _ = parts_of(matrix, MXFP4)
-    return {name: values, f"{name}_scale": scales}
+def form_of(convention):
+    return NVFP4 if convention in ("modelopt", "ct_nvfp4") else MXFP4
 
 
-def ct_mxfp4(name, matrix):
-    values, scales, _ = parts_of(matrix, MXFP4)
-    return {f"{name}_packed": values, f"{name}_scale": scales}
-
-
-def deepseek(name, matrix):
-    values, scales, _ = parts_of(matrix, MXFP4)
-    return {name: values.view(np.int8), f"{name}_scale_inv": scales.view(E8M0)}
-
-
-CONVENTIONS = {convention.__name__: convention for convention in (modelopt, ct_nvfp4, quark, ct_mxfp4, deepseek)}
-
-
-def stored(tensors, convention, where=".mlp.experts."):
+def stored(tensors, convention, where=r"\.mlp\.experts\."):
     """The tensors with the matrices of some modules by a convention."""
     made = {}
     for name, value in tensors.items():
-        made |= convention(name, value) if where in name and value.ndim == 2 else {name: value}
+        if re.search(where, name) and value.ndim == 2:
+            made |= CONVENTIONS[convention](name, *parts_of(value, form_of(convention)))
+        else:
+            made[name] = value
     return made
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_every_convention_loads_as_the_same_parameters(config, tensors, convention, make_checkpoint, tmp_path):
-    form = "nvfp4" if convention in ("modelopt", "ct_nvfp4") else "mxfp4"
-    expected = from_hf_tensors(config, tensors, weights=f"{form}-bf16")
-    directory = make_checkpoint(tmp_path / "model", config, stored(tensors, CONVENTIONS[convention]))
-    checkpoint = open_checkpoint(directory)
-    assert checkpoint.stored_weights == f"{form}-bf16"
+def test_every_convention_loads_as_the_same_parameters(config, tensors, convention, make_checkpoint, tmp_path, recwarn):
+    weights = "nvfp4-bf16" if form_of(convention) is NVFP4 else "mxfp4-bf16"
+    expected = from_hf_tensors(config, tensors, weights=weights)
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path / "model", config, stored(tensors, convention)))
+    assert checkpoint.stored_weights == weights
     spec = MeshSpec.parse("dp=2")
-    found = load(config, checkpoint, spec.build(), Rules.for_mesh(spec), weights=f"{form}-bf16")
+    found = load(config, checkpoint, spec.build(), Rules.for_mesh(spec), weights=weights)
+    assert not [one for one in recwarn if "not part of the model" in str(one.message)], "scales of activations"
     assert found.keys() == expected.keys()
     for path, array in found.items():
         if path.endswith("global_scale") and convention == "ct_nvfp4":
@@ -112,7 +106,7 @@ def decoded(tensors, form):
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_fp4_loads_as_other_weights_as_its_decoded_numbers_do(config, tensors, form):
-    packed = stored(tensors, modelopt if form is NVFP4 else quark)
+    packed = stored(tensors, "modelopt" if form is NVFP4 else "quark")
     other = {NVFP4: "mxfp4", MXFP4: "nvfp4"}[form]
     for weights in ("f32", "bf16", "fp8", other):
         found = from_hf_tensors(config, packed, weights=weights)
@@ -121,8 +115,9 @@ def test_fp4_loads_as_other_weights_as_its_decoded_numbers_do(config, tensors, f
             np.testing.assert_array_equal(array, expected[path], err_msg=f"{weights} {path}")
 
 
-@pytest.mark.parametrize("mesh", ["dp=4", "tp=2,ep=1", "dp=2,tp=2"])
-@pytest.mark.parametrize("weights", ["nvfp4-bf16", "mxfp4-bf16"])
+@pytest.mark.parametrize(
+    ("mesh", "weights"), [("dp=4", "mxfp4-bf16"), ("tp=2,ep=1", "nvfp4-bf16"), ("dp=2,tp=2", "mxfp4-bf16")]
+)
 def test_a_mesh_gets_its_parts_of_what_is_encoded_while_loading(
     config, tensors, make_checkpoint, tmp_path, mesh, weights
 ):
@@ -133,8 +128,9 @@ def test_a_mesh_gets_its_parts_of_what_is_encoded_while_loading(
         np.testing.assert_array_equal(found[path], expected, err_msg=path)
 
 
-@pytest.mark.parametrize("weights", PACKED)
-@pytest.mark.parametrize("source", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("weights", "source"), [(name, ("bf16", "fp8")[place % 2]) for place, name in enumerate(PACKED)]
+)
 def test_conversion_gives_what_loading_gives_and_comes_back_to_the_byte(
     config, make_tensors, make_checkpoint, tmp_path, weights, source
 ):
@@ -161,15 +157,8 @@ def test_conversion_gives_what_loading_gives_and_comes_back_to_the_byte(
     assert {f"{EXPERT}_scale", EXPERT} <= written.keys() <= opened.tensors.keys()
 
 
-def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensors, make_checkpoint, tmp_path):
-    packed = stored(tensors, modelopt, where=".mlp.")
-    packed = {name: value for name, value in packed.items() if not name.startswith("model.layers.1.mlp.gate.")}
-    packed |= {name: value for name, value in tensors.items() if ".mlp.gate." in name}
-    packed = {
-        name: value
-        for name, value in packed.items()
-        if ".mlp.gate.weight_" not in name and ".mlp.gate.input" not in name
-    }
+def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensors):
+    packed = stored(tensors, "modelopt", where=r"\.mlp\.(?!gate\.)")
     name = "model.layers.0.mlp.up_proj.weight"
     values, scales, whole = parts_of(tensors[name], NVFP4)
     found = from_hf_tensors(config, packed, weights="nvfp4-bf16")["dense_layers.mlp.gate_up.weight"][0, :, 1]
@@ -188,7 +177,7 @@ def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensor
     ],
 )
 def test_what_is_wrong_with_an_fp4_matrix_is_said_before_anything_is_read(config, tensors, change, message):
-    packed = stored(tensors, modelopt)
+    packed = stored(tensors, "modelopt")
     change(packed)
     with pytest.raises(CheckpointError, match=message) as error:
         from_hf_tensors(config, packed, weights="nvfp4-bf16")
@@ -196,7 +185,7 @@ def test_what_is_wrong_with_an_fp4_matrix_is_said_before_anything_is_read(config
 
 
 def test_scales_that_are_no_numbers_are_found(config, tensors):
-    for convention, weights, bad in ((modelopt, "nvfp4-bf16", 0x7F), (quark, "mxfp4-bf16", 0xFF)):
+    for convention, weights, bad in (("modelopt", "nvfp4-bf16", 0x7F), ("quark", "mxfp4-bf16", 0xFF)):
         packed = stored(tensors, convention)
         packed[f"{EXPERT}_scale"].view(np.uint8)[2, 1] = bad
         with pytest.raises(CheckpointError, match=rf"{EXPERT}_scale: has values that are not finite"):
@@ -216,26 +205,15 @@ def test_a_width_that_blocks_do_not_divide_is_refused(tiny_config, make_tensors)
         from_hf_tensors(tiny_config, make_tensors(tiny_config), weights="nvfp4-bf16")
 
 
-def test_scales_of_activations_are_left_out_without_a_warning(config, tensors, make_checkpoint, tmp_path, recwarn):
-    directory = make_checkpoint(tmp_path / "model", config, stored(tensors, modelopt))
-    spec = MeshSpec.parse("dp=1")
-    load(config, directory, spec.build(), Rules.for_mesh(spec), weights="nvfp4-bf16")
-    assert [
-        w for w in recwarn if issubclass(w.category, CheckpointWarning) and "not part of the model" in str(w.message)
-    ] == []
-
-
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
-@pytest.mark.parametrize(("old", "new"), [("dp=4", "dp=2"), ("dp=2", "tp=2,ep=1"), ("tp=2,ep=1", "dp=4")])
+@pytest.mark.parametrize(
+    ("weights", "old", "new"), [("mxfp4-bf16", "dp=2", "tp=2,ep=1"), ("nvfp4", "tp=2,ep=1", "dp=4")]
+)
 def test_after_a_change_of_the_mesh_parameters_are_those_of_a_fresh_load_and_none_is_read(
     config, make_tensors, make_checkpoint, tmp_path, weights, old, new
 ):
-    config = dataclasses.replace(config, moe_intermediate_size=64 if weights == "mxfp4-bf16" else 256)
-    if weights == "nvfp4":  # on two tp devices each width is whole blocks of FP8, too
-        config = dataclasses.replace(
-            config, num_attention_heads=8, qk_nope_head_dim=32, v_head_dim=32, qk_rope_head_dim=32
-        )
-        config = dataclasses.replace(config, intermediate_size=256)
+    # On two tp devices each width is whole blocks of FP8, too.
+    heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
+    config = dataclasses.replace(config, intermediate_size=256, moe_intermediate_size=256, **heads)
     directory = make_checkpoint(tmp_path / "model", config, make_tensors(config))
     held = HeldWeights()
     Engine(directory, config, old, held=held, weights=weights).release(held, ())

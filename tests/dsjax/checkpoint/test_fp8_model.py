@@ -5,13 +5,12 @@ import pytest
 from fp8_checkpoints import RAGGED, WHOLE, dequantised, fp8_tensors, write_model
 
 from dsjax import LLM
-from dsjax.checkpoint.names import SCALE_SUFFIX
 from sharding import MeshError
 
 pytestmark = pytest.mark.slow  # all together
 
 CONFIGS = {"ragged": RAGGED, "whole": WHOLE}
-MESHES = [("ragged", "dp=1"), ("ragged", "dp=4"), ("whole", "tp=2"), ("whole", "tp=2,ep=1")]
+MESHES = [("ragged", "dp=4"), ("whole", "tp=2,ep=1")]
 TOKENS = np.random.default_rng(0).integers(2, 72, size=21).tolist()
 
 
@@ -40,24 +39,13 @@ def logits(directory, mesh: str, weights: str = "auto") -> np.ndarray:
         llm.shutdown()
 
 
-@pytest.fixture(scope="module")
-def plain_logits(directories):
-    """The logits that the dequantised checkpoint gives, computed once for each configuration and mesh."""
-    return {case: logits(directories[case[0], "plain"], case[1]) for case in MESHES}
-
-
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
-def test_dequantised_at_load_the_logits_are_exactly_those_of_the_dequantised_checkpoint(
-    directories, plain_logits, config, mesh
-):
-    np.testing.assert_array_equal(logits(directories[config, "fp8"], mesh), plain_logits[config, mesh])
-
-
-@pytest.mark.parametrize(("config", "mesh"), MESHES)
-def test_kept_fp8_in_memory_the_logits_are_those_of_the_dequantised_checkpoint(directories, plain_logits, config, mesh):
+def test_dequantised_at_load_or_kept_fp8_the_logits_are_those_of_the_dequantised_checkpoint(directories, config, mesh):
+    reference = logits(directories[config, "plain"], mesh)
+    np.testing.assert_array_equal(logits(directories[config, "fp8"], mesh), reference)
     llm = load(directories[config, "fp8"], mesh, "fp8")
     try:
-        found, reference = llm.logits([TOKENS])[0], plain_logits[config, mesh]
+        found = llm.logits([TOKENS])[0]
         # In float32, fp8 × scale is what was read at load: at most the order of sums differs.
         assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max()
         quantised = [path for path, info in llm.executor.model.table.infos.items() if info.quantised]
@@ -72,7 +60,7 @@ def test_parts_that_are_never_quantised_are_kept_in_bf16_beside_fp8_weights(tmp_
     # by at most 2⁻⁹ of itself.
     tensors = {name: wider(value) for name, value in fp8_tensors(RAGGED).items()}
     folder = write_model(tmp_path, RAGGED, tensors)
-    reference, found = logits(folder, "dp=1"), logits(folder, "dp=1", "fp8")
+    reference, found = logits(folder, "dp=4"), logits(folder, "dp=4", "fp8")
     difference = np.abs(found - reference).max() / np.abs(reference).max()
     assert 0 < difference <= 1e-2
 
@@ -82,19 +70,6 @@ def wider(value: np.ndarray) -> np.ndarray:
     if value.dtype.name != "bfloat16":
         return value
     return value.astype(np.float32) * np.float32(1 + 2**-10)
-
-
-def test_a_scale_on_the_wrong_block_would_be_noticed(directories, plain_logits, tmp_path):
-    # The comparison above is worth what this is: one matrix's scales, exchanged.
-    tensors = fp8_tensors(RAGGED)
-    name = "model.layers.0.mlp.down_proj.weight" + SCALE_SUFFIX
-    assert len(np.unique(tensors[name])) == tensors[name].size == 6
-    tensors[name] = tensors[name][:, ::-1].copy()
-    reference = plain_logits["ragged", "dp=1"]
-    assert (
-        np.abs(logits(write_model(tmp_path, RAGGED, tensors), "dp=1") - reference).max()
-        > 5e-2 * np.abs(reference).max()
-    )
 
 
 def test_a_tp_that_would_cut_blocks_is_refused_with_the_widths_it_cuts(directories):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from held_engines import Engine, assert_equal
 
-from dsjax.checkpoint.held_weights import HeldWeights, Part, difference
+from dsjax.checkpoint.held_weights import HeldWeights, Part
 from dsjax.checkpoint.place import aligned_empty
 from sharding import MeshSpec
 
@@ -13,17 +13,13 @@ pytestmark = pytest.mark.slow  # all together
 
 CHANGES = [
     # old mesh, new mesh, redundant experts before and after, first of the new devices, devices lost, weights
-    ("dp=4", "dp=2", (0, 0), 0, (), "bf16"),
-    ("dp=2", "dp=4", (0, 0), 0, (), "fp8"),
     ("dp=4", "dp=4", (4, 4), 0, (), "bf16"),
     ("dp=4", "dp=3", (4, 1), 0, (3,), "fp8"),
-    ("dp=4", "dp=2", (0, 0), 2, (0, 1), "f32"),
     ("dp=8,ep=2", "dp=4,ep=2", (0, 0), 0, (4, 5, 6, 7), "bf16"),
-    ("dp=2,tp=2", "tp=4", (0, 0), 0, (2, 3), "bf16"),
     ("tp=4,ep=1", "tp=2,ep=1", (0, 0), 0, (3,), "f32"),
     ("tp=2", "dp=2,tp=2", (0, 0), 1, (), "bf16"),
 ]
-ON_DEVICES = [CHANGES[place] for place in (3, 6, 7)]
+ON_DEVICES = CHANGES[1:2]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +75,7 @@ def test_shards_that_are_the_same_keep_their_memory(tiny_config, checkpoints):
     assert held.counts.moved == sum(array.nbytes for path, array in again.params.items() if ".experts." in path)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize(("at", "on_host"), [(1, False), (2, True), (5, True)])
 def test_what_was_held_is_there_after_a_change_that_fails_in_the_middle(
     tiny_config, checkpoints, monkeypatch, at, on_host
 ):
@@ -138,11 +133,3 @@ def test_a_layer_that_is_given_back_reads_as_zeros_and_its_neighbours_stay():
     part = Part(1, -1, ((0, 1 << 20),))
     assert held.look_up("a", part) == ([], [part.box])
     assert [run[1][:2] for run in held.inventory()["shards"]["a"]] == [[0, 1], [2, 1]]
-
-
-@pytest.mark.parametrize("inner", [((0, 1), (0, 5)), ((1, 3), (2, 4)), ((0, 4), (0, 5)), ((2, 4), (1, 5))])
-def test_a_box_without_another_is_every_other_cell_once(inner):
-    cells = np.zeros((4, 5), int)
-    for box in [inner, *difference(((0, 4), (0, 5)), inner)]:
-        cells[tuple(slice(*part) for part in box)] += 1
-    assert (cells == 1).all()

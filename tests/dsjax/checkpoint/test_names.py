@@ -13,7 +13,7 @@ import pytest
 from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.safetensors import TensorSpec
-from dsjax.config import ModelConfig, load_config
+from dsjax.config import load_config
 from dsjax.model.transformer import abstract_parameters
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference"
@@ -42,26 +42,6 @@ def test_every_tensor_of_the_real_checkpoint_is_placed_with_its_shape_and_dtype(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_structure("R1", TensorNames(config, abstract_parameters(config, weights="bf16")), specs)
-
-
-def test_pieces_cover_every_parameter_exactly_once(tiny_config):
-    for weights in ("bf16", "fp8"):
-        names = TensorNames(tiny_config, abstract_parameters(tiny_config, weights=weights))
-        total = sum(_size(piece.shape(names.parameters[path].shape)) for path, piece in names.places().values())
-        assert total == sum(_size(info.shape) for info in names.parameters.values())
-
-
-def test_layers_count_through_the_stacks_and_the_mtp_module(tiny_config):
-    names = TensorNames(tiny_config, abstract_parameters(tiny_config))
-    assert [piece.name for piece in names.pieces("moe_layers.attn.o.weight")] == [
-        "model.layers.1.self_attn.o_proj.weight",
-        "model.layers.2.self_attn.o_proj.weight",
-    ]
-    assert [piece.name for piece in names.pieces("mtp.final_norm.scale")] == ["model.layers.3.shared_head.norm.weight"]
-    assert names.copies() == {
-        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.3.shared_head.head.weight": "lm_head.weight",
-    }
 
 
 def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):
@@ -96,17 +76,6 @@ def test_the_number_behind_the_last_expert_is_the_shared_one(tiny_config):
     assert names.expected() == TensorNames(tiny_config, abstract_parameters(tiny_config)).expected()
 
 
-@pytest.mark.parametrize("change", [{"q_lora_rank": None}, {"attention_bias": True}, {"tie_word_embeddings": True}])
-def test_names_follow_the_configurations_switches(tiny_config, change):
-    config: ModelConfig = dataclasses.replace(tiny_config, **change)
-    found = set(TensorNames(config, abstract_parameters(config)).places())
-    layer = "model.layers.0.self_attn"
-    assert (f"{layer}.q_proj.weight" in found) == (config.q_lora_rank is None)
-    assert (f"{layer}.q_a_proj.bias" in found) == config.attention_bias
-    assert (f"{layer}.o_proj.bias" in found) == config.attention_bias
-    assert ("lm_head.weight" in found) == (not config.tie_word_embeddings)
-
-
 def test_a_tied_model_takes_the_head_it_need_not_have_as_a_copy(tiny_config):
     config = dataclasses.replace(tiny_config, tie_word_embeddings=True)
     copies = TensorNames(config, abstract_parameters(config)).copies()
@@ -119,10 +88,3 @@ def test_products_derived_from_other_weights_are_not_expected_of_a_checkpoint(ti
     derived = {path for path, info in declared.items() if info.init == "derived"}
     assert derived
     assert set(TensorNames(tiny_config, declared).parameters) == set(declared) - derived
-
-
-def _size(shape):
-    size = 1
-    for dimension in shape:
-        size *= dimension
-    return size

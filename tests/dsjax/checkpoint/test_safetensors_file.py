@@ -37,20 +37,12 @@ def entry(start=0, stop=8, dtype="F32", shape=(2,)):
 
 
 def test_every_dtype_comes_back_to_the_bit(tmp_path):
-    tensors = every_dtype()
+    tensors = every_dtype() | {"scalar": np.float32(7).reshape(()), "empty": np.zeros((0, 4), np.float32)}
     file = SafetensorsFile(write(tmp_path / "a.safetensors", tensors))
     assert set(file) == set(tensors)
     for name, expected in tensors.items():
-        assert file[name].dtype == expected.dtype
+        assert (file[name].dtype, file[name].shape) == (expected.dtype, expected.shape)
         assert file[name].tobytes() == expected.tobytes()
-
-
-def test_scalars_and_empty_tensors_come_back(tmp_path):
-    tensors = {"scalar": np.float32(7).reshape(()), "empty": np.zeros((0, 4), np.float32)}
-    file = SafetensorsFile(write(tmp_path / "a.safetensors", tensors))
-    assert file["scalar"].shape == ()
-    assert file["scalar"] == 7
-    assert file["empty"].shape == (0, 4)
 
 
 def test_tensors_are_read_only_views_of_one_map(tmp_path):

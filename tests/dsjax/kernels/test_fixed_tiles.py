@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import test_kernel_order
+from kernel_cases import ExpertsCase
 from test_kernel_order import BF16, LAYER, shape, stated
 
-from dsjax.kernels.pallas import PallasKernels, attention, heads, products, tpu_attention, tpu_heads, tpu_products
+from dsjax.kernels.pallas import PallasKernels, attention, products, tpu_attention, tpu_heads, tpu_products
 from dsjax.kernels.pallas.norm import rms_norm
 from dsjax.kernels.table import Kernels
 from dsjax.model.experts import ExpertProduct
@@ -29,8 +31,7 @@ def dense(x, weight, pieces, scale=None, dtype=jnp.float32):
     )
 
 
-@pytest.mark.parametrize(("K", "N"), [(512, 200), (96, 40)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("K", "N", "dtype"), [(512, 200, jnp.bfloat16), (96, 40, jnp.float32)], ids=["bf16", "f32"])
 def test_a_row_of_a_dense_product_is_the_same_beside_any_others(K, N, dtype):
     x, weight = drawn(1, 70, K, dtype=dtype), drawn(2, 1, K, N, dtype=dtype)
     found = dense(x, weight, 8)
@@ -100,28 +101,18 @@ def test_a_token_attends_alike_in_a_decode_and_in_a_chunk_of_a_prompt(kernel):
 
 
 def test_a_tokens_experts_are_added_in_the_order_of_its_choice_in_one_round_or_many(monkeypatch):
-    X, D, F, N, K = 4, 32, 16, 5, 3
-    product = ExpertProduct(platform="gpu", kernels=Kernels(pallas=FIXED), mean_load=N * K / X)
-    params = {"gate_up.weight": drawn(1, X, D, 2, F), "down.weight": drawn(2, X, F, D)}
-    rows, rng = drawn(3, N, D), np.random.default_rng(4)
-    ids = jnp.asarray(np.stack([rng.permutation(X)[:K] for _ in range(N)]), jnp.int32)
-    weights = drawn(5, N, K)
-    whole = np.asarray(product(params, rows, ids, weights))
-    alone = [np.asarray(product(params, rows[n : n + 1], ids[n : n + 1], weights[n : n + 1]))[0] for n in (4,)]
-    np.testing.assert_array_equal(alone, whole[[4]])
+    case = ExpertsCase.drawn(1, X=4, D=32, F=16, N=5, K=3, routing="all")
+    product = ExpertProduct(platform="gpu", kernels=Kernels(pallas=FIXED), mean_load=15 / 4)
+    params, tokens = case.params(), [jnp.asarray(array) for array in (case.rows, case.ids, case.weights)]
+    whole = np.asarray(product(params, *tokens))
+    np.testing.assert_array_equal(np.asarray(product(params, *[array[4:] for array in tokens])), whole[4:])
     monkeypatch.setattr(importlib.import_module("dsjax.model.experts"), "round_pairs", lambda *_: 8)
-    np.testing.assert_array_equal(np.asarray(product(params, rows, ids, weights)), whole)
-    gate_up, down = (np.asarray(params[name], np.float64) for name in ("gate_up.weight", "down.weight"))
-    for n in range(N):
-        expected = np.zeros(D)
-        for k, x in enumerate(np.asarray(ids)[n]):
-            gate, up = (np.asarray(rows, np.float64)[n] @ gate_up[x, :, half] for half in (0, 1))
-            expected += float(weights[n, k]) * ((gate / (1 + np.exp(-gate)) * up) @ down[x])
-        np.testing.assert_allclose(whole[n], expected, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_array_equal(np.asarray(product(params, *tokens)), whole)
+    for found, expected in zip(whole, case.expected()[0], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("D", [96, 128])
+@pytest.mark.parametrize(("platform", "D"), [("gpu", 96), ("tpu", 128)])
 def test_a_rows_norm_is_the_definitions_and_the_same_beside_any_others(platform, D):
     kernels = PallasKernels(platform, interpret=True, fixed=True)
     x, scale = drawn(1, 21, D), drawn(2, D)
@@ -132,12 +123,11 @@ def test_a_rows_norm_is_the_definitions_and_the_same_beside_any_others(platform,
     np.testing.assert_array_equal(np.asarray(rms_norm(x[4:5], scale, 1e-6, kernels)), found[4:5])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_tpus_dense_product_has_the_bits_of_devices_that_share_its_depth(fused):
+def test_a_tpus_dense_product_has_the_bits_of_devices_that_share_its_depth():
     K, T = 512, 130
     x = drawn(1, T, K, dtype=jnp.bfloat16)
-    weight = drawn(2, 1, K, *[2] * fused, 128).astype(FP8)
-    scale = jnp.abs(drawn(3, 1, K // 128, *[2] * fused, 1))
+    weight = drawn(2, 1, K, 2, 128).astype(FP8)
+    scale = jnp.abs(drawn(3, 1, K // 128, 2, 1))
 
     def of(x, weight, scale, pieces):
         stack = tpu_products.Stack(weight, scale, FP8)
@@ -152,25 +142,18 @@ def test_a_tpus_dense_product_has_the_bits_of_devices_that_share_its_depth(fused
 
 def test_a_call_says_that_nothing_chose_its_sizes():
     def of(rows):
-        cache = {"latent": shape(2, 64, 16, 512), "rope": shape(2, 64, 16, 64)}
-        ints = [shape(rows, dtype=jnp.int32), shape(rows, 64, dtype=jnp.int32)]
-        queries = shape(rows, 1, 128, 512), shape(rows, 1, 128, 64)
+        x, weight = shape(rows, 7168), shape(2, 7168, 1536)
+        on_tpu = lambda w, x: tpu_products.dense(  # noqa: E731
+            tpu_products.Stack(w, None, BF16), LAYER, x, pieces=8, dtype=jnp.bfloat16
+        )
+        norm = lambda x, s: rms_norm(x, s, 1e-6, PallasKernels("gpu", fixed=True))  # noqa: E731
         return [
-            stated(
-                lambda w, x: products.dense(w, None, BF16, LAYER, x, pieces=8, dtype=jnp.float32),
-                shape(2, 7168, 1536), shape(rows, 7168),
-            ),
-            stated(lambda w, q: heads.absorb(w, None, BF16, LAYER, q, 128, fixed=True), shape(2, 512, 128 * 256), shape(rows, 128, 128)),
-            stated(
-                lambda q, r, c, s, t: attention.latent_attention(q, r, c, BF16, LAYER, s, s, t, scale=1.0, fixed=True),
-                *queries, cache, *ints,
-            ),
-            stated(
-                lambda w, x: tpu_products.dense(tpu_products.Stack(w, None, BF16), LAYER, x, pieces=8, dtype=jnp.bfloat16),
-                shape(2, 7168, 1536), shape(rows, 7168),
-            ),
-            stated(lambda x, s: rms_norm(x, s, 1e-6, PallasKernels("gpu", fixed=True)), shape(rows, 7168), shape(7168)),
-        ]  # fmt: skip
+            test_kernel_order.dense(rows, pieces=8, dtype=jnp.float32),
+            test_kernel_order.absorb(rows, fixed=True),
+            test_kernel_order.attend(rows, fixed=True),
+            stated(on_tpu, weight, x),
+            stated(norm, x, shape(7168)),
+        ]
 
     few = of(1)
     assert few == of(256)

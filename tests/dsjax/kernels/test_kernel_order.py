@@ -12,7 +12,6 @@ from jax.extend.core import jaxprs_in_params
 
 import dsjax.kernels.pallas as kernels
 from dsjax.kernels.pallas import attention, experts, heads, products, tpu_products
-from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 
 BF16, LAYER = jnp.dtype(jnp.bfloat16), jnp.zeros((), jnp.int32)
 
@@ -21,24 +20,50 @@ def shape(*dims, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def stated(function, *arguments):
-    """The fields of the one kernel's metadata that speak of its order."""
+def kernel_call(function, *arguments):
+    """The one call of a kernel."""
 
     def calls(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "pallas_call":
-                yield equation.params["metadata"]
+                yield equation
             for inner in jaxprs_in_params(equation.params):
                 yield from calls(inner)
 
-    (metadata,) = calls(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return {name: value for name, value in dict(metadata).items() if name.startswith("order_")}
+    (call,) = calls(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return call
 
 
-def dense(rows, tiles=None):
+def kernel_arrays(function, *arguments):
+    """The arrays that the one kernel is given."""
+    return [value.aval for value in kernel_call(function, *arguments).invars]
+
+
+def stated(function, *arguments):
+    """The fields of the one kernel's metadata that speak of its order."""
+    metadata = dict(kernel_call(function, *arguments).params["metadata"])
+    return {name: value for name, value in metadata.items() if name.startswith("order_")}
+
+
+def dense(rows, **options):
+    """What the call of a dense product states; and so on for the other kernels."""
     return stated(
-        lambda w, x: products.dense(w, None, BF16, LAYER, x, tiles=tiles), shape(2, 7168, 1536), shape(rows, 7168)
+        lambda w, x: products.dense(w, None, BF16, LAYER, x, **options), shape(2, 7168, 1536), shape(rows, 7168)
     )
+
+
+def attend(rows, **options):
+    cache = {"latent": shape(2, 64, 16, 512), "rope": shape(2, 64, 16, 64)}
+    return stated(
+        lambda q, r, c, s, t: attention.latent_attention(q, r, c, BF16, LAYER, s, s, t, scale=1.0, **options),
+        shape(rows, 1, 128, 512), shape(rows, 1, 128, 64), cache, shape(rows, dtype=jnp.int32),
+        shape(rows, 64, dtype=jnp.int32),
+    )  # fmt: skip
+
+
+def absorb(rows, **options):
+    weight, q = shape(2, 512, 128 * 256), shape(rows, 128, 128)
+    return stated(lambda w, q: heads.absorb(w, None, BF16, LAYER, q, 128, **options), weight, q)
 
 
 def test_a_dense_product_of_few_rows_splits_its_depth_by_its_shape():
@@ -48,34 +73,11 @@ def test_a_dense_product_of_few_rows_splits_its_depth_by_its_shape():
     assert (dense(2048)["order_splits"], dense(2048)["order_depth"]) == ("1", "64")
 
 
-def test_tiles_that_the_caller_gives_are_chosen_by_nothing():
-    tiles = products.ProductTiles(64, 64, 128, 1, 4, 4)
-    orders = [dense(rows, tiles) for rows in (1, 64, 2048)]
-    assert orders == [{"order_depth": "128", "order_splits": "1", "order_rows": "64", "order_depends": ""}] * 3
-
-
 def test_attention_of_few_rows_splits_their_context():
-    def of(rows):
-        cache = {"latent": shape(2, 64, 16, 512), "rope": shape(2, 64, 16, 64)}
-        return stated(
-            lambda q, r, c, s, t: attention.latent_attention(q, r, c, BF16, LAYER, s, s, t, scale=1.0),
-            shape(rows, 1, 128, 512), shape(rows, 1, 128, 64), cache, shape(rows, dtype=jnp.int32),
-            shape(rows, 64, dtype=jnp.int32),
-        )  # fmt: skip
-
-    few, many = of(1), of(128)
+    few, many = attend(1), attend(128)
     assert (few["order_splits"], many["order_splits"]) == ("16", "1")
     assert few["order_positions"] == many["order_positions"] == "64"
     assert few["order_depends"] == "rows.mesh"
-
-
-def test_heads_have_one_depth_and_a_tile_by_rows():
-    def of(rows):
-        weight, q = shape(2, 512, 128 * 256), shape(rows, 128, 128)
-        return stated(lambda w, q: heads.absorb(w, None, BF16, LAYER, q, 128), weight, q)
-
-    assert [(of(rows)["order_depth"], of(rows)["order_rows"]) for rows in (1, 64)] == [("128", "16"), ("128", "64")]
-    assert of(1)["order_depends"] == "rows"
 
 
 def test_the_sum_of_a_tokens_experts_depends_on_where_they_are():
@@ -92,12 +94,6 @@ def test_a_tpus_product_takes_the_whole_depth():
 
     found = stated(of, shape(8, 256), shape(2, 256, 128, dtype=jnp.float8_e4m3fn), shape(2, 2, 1, dtype=jnp.float32))
     assert found == {"order_depth": "256", "order_rows": "16", "order_depends": "rows.mesh"}
-
-
-def test_an_order_is_written_in_words_that_a_programs_text_keeps():
-    order = KernelOrder({"depth": 128}, (ROWS, MESH))
-    assert order.metadata == {"order_depth": "128", "order_depends": "rows.mesh"}
-    assert KernelOrder(exact=True).metadata == {"order_depends": "exact"}
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(kernels.__path__)])

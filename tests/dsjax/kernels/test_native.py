@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_cases import STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
+from kernel_cases import ATTENTION, DENSE, EXPERTS, INDEX, STORED, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
 from dsjax.fp4 import rows as nvfp4_rows
 from dsjax.kernels.native_calls import ExchangeInMemory
 from dsjax.kernels.table import PLAIN
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme
-from dsjax.model.sparse import choose, index_scores
 from dsjax.model.sparse.choose import pack
 from sharding import fp8
 from sharding.cores import most_threads
 from sharding.dispatch import DispatchConfig, dispatch
-from sharding.dispatch.wire import WireFormat
 from sharding.mesh import MeshSpec
 from sharding.sums import add_as_tree, add_in_order, pieces_here
 
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
 
 
 def with_threads(kernels, threads):
@@ -41,51 +38,30 @@ def experts_of(kernels, case, threads=1):
     return np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
 
 
-def attention_of(kernels, case, form, threads=1):
-    native = dataclasses.replace(kernels.native, threads=threads)
+def attention_of(kernels, case, form, threads=1, cache=None, chosen=None):
+    native = with_threads(kernels, threads).native
     kernel = native.absorbed_attention if form == "absorbed" else native.expanded_attention
+    widths = {"value_width": case.value_width, "latent_width": case.latent.shape[-1]}
+    filled = None if case.filled is None else jnp.asarray(case.filled, bool)
 
-    def run(case_arrays, cache):
-        return kernel(
-            *case_arrays[:3],
-            cache,
-            jnp.int32(len(case.latent) - 1),
-            *case_arrays[3:6],
-            None if case.filled is None else jnp.asarray(case.filled, bool),
-            scale=case.scale,
-            value_width=case.value_width,
-            latent_width=case.latent.shape[-1],
-        )
+    def run(queries, cache, rows, *chosen):
+        layer = jnp.int32(len(case.latent) - 1)
+        return kernel(*queries, cache, layer, *rows, filled, *chosen, scale=case.scale, **widths)
 
-    arrays = (case.q_nope, case.q_rope, case.weights, case.start, case.length, case.tables)
-    return np.asarray(jax.jit(run)(arrays, case.cache()))
+    queries, rows = (case.q_nope, case.q_rope, case.weights), (case.start, case.length, case.tables)
+    return np.asarray(jax.jit(run)(queries, cache or case.cache(), rows, *([] if chosen is None else [chosen])))
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    X=st.integers(1, 9),
-    D=st.integers(1, 300),
-    F=st.integers(1, 150),
-    N=st.sampled_from([1, 2, 7, 60]),
-    K=st.integers(1, 4),
-    stored=st.sampled_from([4, 2, 1]),
-    routing=st.sampled_from(["all", "some", "one expert", "none"]),
-)
-def test_experts_are_those_of_the_plain_form(kernels, seed, X, D, F, N, K, stored, routing):
-    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
+@given(**EXPERTS)
+def test_experts_are_those_of_the_plain_form(kernels, D, F, stored, **drawn):
+    case = ExpertsCase.drawn(D=D, F=F, stored=stored, **drawn)
     plain = jax.jit(ExpertProduct(weight_dtype=STORED[stored]))(case.params(), case.rows, case.ids, case.weights)
     expected, size = case.expected()
     # float32 sums of D and of F products: relative to what is added up, a few units in the last place of it
     bound = 1e-6 * (D + F) ** 0.5 * (size + 1)
     assert np.all(np.abs(experts_of(kernels, case) - expected) <= bound)
     assert np.all(np.abs(experts_of(kernels, case) - np.asarray(plain)) <= 2 * bound)
-
-
-def test_wide_matrices_are_read_in_panels(kernels):
-    case = ExpertsCase.drawn(3, X=3, D=700, F=530, N=40, K=2, stored=2, routing="all")
-    expected, size = case.expected()
-    assert np.all(np.abs(experts_of(kernels, case) - expected) <= 1e-6 * 1230**0.5 * (size + 1))
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -108,10 +84,8 @@ def test_a_rows_sum_is_the_same_where_matrices_stream_by_and_where_they_are_read
         np.testing.assert_array_equal(experts_of(kernels, few, threads), every[:count])
 
 
-@pytest.mark.parametrize("N", [1, 2, 8, 9])  # streamed by, the last in panels
-@pytest.mark.parametrize(
-    "scale", [1, 2.0**-120, 2.0**121]
-)  # the last is beyond float32 where a widening is left 2^8 to multiply by
+# Nine rows go in panels, fewer stream by; the last scale is beyond float32 where a widening is left 2^8 to multiply by.
+@pytest.mark.parametrize(("N", "scale"), [(1, 2.0**121), (2, 1), (8, 2.0**-120), (9, 2.0**121)])
 def test_each_value_of_fp8_is_widened_exactly(kernels, N, scale):
     codes = np.arange(256, dtype=np.uint8).view(STORED[1])
     case = DenseCase(
@@ -182,37 +156,14 @@ def test_numbers_of_all_sizes_are_rounded_to_fp8_and_to_nvfp4_alike(kernels):
         assert np.isnan(np.asarray(found)[3:5]).any(axis=1).all()
 
 
-def test_an_experts_number_changes_no_bit_of_a_rows_sum(kernels):
-    case = ExpertsCase.drawn(6, X=6, D=64, F=24, N=33, K=4, stored=4, routing="all")
-    order = np.array([3, 5, 0, 1, 4, 2])  # expert e stands at place order[e]
-    moved = dataclasses.replace(
-        case,
-        gate_up=case.gate_up[:, np.argsort(order)],
-        down=case.down[:, np.argsort(order)],
-        ids=np.where(case.ids >= 0, order[case.ids], -1).astype(np.int32),
-    )
-    np.testing.assert_array_equal(experts_of(kernels, moved), experts_of(kernels, case))
-
-
-def dense_of(kernels, case, rows=None, **options):
-    rows = case.rows if rows is None else rows
-    threads = options.pop("threads", 1)
-    native = dataclasses.replace(kernels.native, threads=threads)
+def dense_of(kernels, case, rows=None, threads=1, **options):
+    rows, native = case.rows if rows is None else rows, with_threads(kernels, threads).native
     found = native.dense(case.stored(), case.scale, jnp.int32(1), rows, transposed=case.transposed, **options)
     return np.asarray(found).reshape(len(rows), *found.shape[1:])
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    K=st.sampled_from([8, 40, 72, 400]),
-    width=st.integers(1, 400),
-    parts=st.sampled_from([1, 2]),
-    stored=st.sampled_from([4, 2, 1]),
-    pieces=st.sampled_from([1, 2, 8]),
-    threads=st.sampled_from([1, 3]),
-    transposed=st.booleans(),
-)
+@given(**DENSE, pieces=st.sampled_from([1, 2, 8]), threads=st.sampled_from([1, 3]))
 def test_the_other_rows_change_no_bit_of_a_rows_product(
     kernels, seed, K, width, parts, stored, pieces, threads, transposed
 ):
@@ -229,8 +180,7 @@ def test_the_other_rows_change_no_bit_of_a_rows_product(
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("N", [1, 8, 40])
-@pytest.mark.parametrize("stored", [4, 2])
+@pytest.mark.parametrize(("N", "stored"), [(1, 2), (8, 4), (40, 2)])
 def test_columns_and_branches_of_a_product_have_the_bits_of_the_whole(kernels, N, stored):
     case = DenseCase.drawn(9, K=256, width=96, N=N, stored=stored)
     whole = dense_of(kernels, case, pieces=8).reshape(N, 96)
@@ -265,38 +215,10 @@ def test_norms_are_those_of_the_plain_form_and_each_row_is_by_itself(kernels, wi
     np.testing.assert_allclose(shifted, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_rows_are_read_in_place(kernels):
-    case = ExpertsCase.drawn(5, X=4, D=24, F=8, N=11, K=2)
-    wire = WireFormat(24, 2, jnp.dtype(jnp.float32))
-
-    def run(params, rows, ids, weights):
-        packed, ids, weights, _ = wire.unpack(wire.pack(rows, ids, weights, jnp.int32(0)))
-        return ExpertProduct(kernels=kernels)(params, packed, ids, weights)
-
-    found = jax.jit(run)(case.params(), case.rows, case.ids, case.weights)
-    np.testing.assert_array_equal(found, experts_of(kernels, case))
-
-
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    R=st.integers(1, 4),
-    C=st.sampled_from([1, 2, 5, 70]),
-    H=st.integers(1, 9),
-    widths=st.tuples(*(st.integers(1, 70) for _ in "NOU"), st.sampled_from([1, 16, 67, 128, 131])),
-    G=st.sampled_from([1, 4, 16]),
-    longest=st.sampled_from([1, 64, 65, 200]),
-    stored=st.sampled_from([4, 2, 1]),
-    form=st.sampled_from(["absorbed", "latent", "expanded"]),
-    threads=st.sampled_from([1, 3]),
-    holes=st.booleans(),
-)
-def test_attention_is_softmax_over_each_rows_pages(
-    kernels, seed, R, C, H, widths, G, longest, stored, form, threads, holes
-):
-    N, O, U, M = widths
-    sizes = {"R": R, "C": C, "H": H, "N": N, "O": O, "U": U, "M": M, "G": G, "longest": longest}
-    case = AttentionCase.drawn(seed, **sizes, stored=stored, absorbs=form != "latent", holes=holes)
+@given(**ATTENTION, form=st.sampled_from(["absorbed", "latent", "expanded"]), threads=st.sampled_from([1, 3]))
+def test_attention_is_softmax_over_each_rows_pages(kernels, form, threads, **drawn):
+    case = AttentionCase.drawn(**drawn, absorbs=form != "latent")
     found = attention_of(kernels, case, "expanded" if form == "expanded" else "absorbed", threads)
     # Scores of N + O or M + O products reach 30 with the widest; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
@@ -320,8 +242,7 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_rows_attention(kernels, f
     assert not once[1].any()
 
 
-@pytest.mark.parametrize("H", [3, 8, 16])
-@pytest.mark.parametrize("stored", [4, 2, 1])
+@pytest.mark.parametrize(("stored", "H"), [(4, 3), (2, 16), (1, 8)])
 def test_a_token_alone_has_the_bits_of_it_behind_others(kernels, stored, H):
     """Few queries have their scores summed by another loop than many, which fill several vectors."""
     case = AttentionCase.drawn(3, R=4, C=6, H=H, N=32, O=16, U=32, M=65, G=16, longest=300, holes=True, stored=stored)
@@ -346,16 +267,8 @@ def test_a_row_of_no_queries_reads_nothing(kernels):
 
 def test_the_joined_cache_is_read_like_the_split_one(kernels):
     case = AttentionCase.drawn(4, R=2, C=2, H=3, N=8, O=4, U=8, M=16, G=4, longest=90)
-    joined = np.concatenate([case.latent, case.rope], axis=-1)
-    found = kernels.native.absorbed_attention(
-        *(jnp.asarray(a) for a in (case.q_nope, case.q_rope, case.weights)),
-        {"joined": jnp.asarray(joined)},
-        jnp.int32(1),
-        *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
-        scale=case.scale,
-        value_width=8,
-        latent_width=16,
-    )
+    joined = {"joined": np.concatenate([case.latent, case.rope], axis=-1)}
+    found = attention_of(kernels, case, "absorbed", cache=joined)
     np.testing.assert_array_equal(found, attention_of(kernels, case, "absorbed"))
 
 
@@ -364,23 +277,13 @@ def test_keys_and_values_of_each_head_are_read_as_they_would_be_expanded(kernels
     """The weights take the latents apart into keys and values of each head, so that both caches hold the same numbers."""
     H, N, U, M = 3, 8, 5, 39
     case = AttentionCase.drawn(4, R=3, C=50, H=H, N=N, O=4, U=U, M=M, G=4, longest=150, stored=stored, holes=True)
-    weights = np.eye(M, dtype=np.float32).reshape(M, H, N + U)
-    case = dataclasses.replace(case, weights=weights)
+    case = dataclasses.replace(case, weights=np.eye(M, dtype=np.float32).reshape(M, H, N + U))
     heads = case.latent.reshape(*case.latent.shape[:3], H, N + U)
     rope = np.broadcast_to(case.rope[..., None, :], (*heads.shape[:-1], 4))
-    keys, values = np.concatenate([heads[..., :N], rope], axis=-1), heads[..., N:]
-    bits = lambda array: jnp.asarray(array if stored == 4 else np.ascontiguousarray(array).view(np.uint16))  # noqa: E731
-    found = kernels.native.expanded_attention(
-        *(jnp.asarray(a) for a in (case.q_nope, case.q_rope)),
-        None,
-        {"key": bits(keys), "value": bits(values)},
-        jnp.int32(1),
-        *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
-        jnp.asarray(case.filled, bool),
-        scale=case.scale,
-        value_width=U,
-        latent_width=M,
-    )
+    cache = {"key": np.concatenate([heads[..., :N], rope], axis=-1), "value": np.ascontiguousarray(heads[..., N:])}
+    if stored == 2:
+        cache = {name: array.view(np.uint16) for name, array in cache.items()}
+    found = attention_of(kernels, dataclasses.replace(case, weights=None), "expanded", cache=cache)
     np.testing.assert_array_equal(found, attention_of(kernels, case, "expanded"))
 
 
@@ -390,17 +293,8 @@ def test_what_a_query_has_not_chosen_is_left_out_like_what_is_not_there(kernels)
     there = np.broadcast_to(case.filled[case.tables].reshape(R, 1, S), (R, C, S)).copy()
     for row, query in np.ndindex(R, C):
         there[row, query, min(case.start[row] + query, S - 1)] = 1
-    found = kernels.native.expanded_attention(
-        *(jnp.asarray(a) for a in (case.q_nope, case.q_rope, case.weights)),
-        {name: jnp.asarray(array) for name, array in case.cache().items()},
-        jnp.int32(1),
-        *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
-        None,
-        pack(jnp.asarray(there, bool)),
-        scale=case.scale,
-        value_width=8,
-        latent_width=16,
-    )
+    chosen = pack(jnp.asarray(there, bool))
+    found = attention_of(kernels, dataclasses.replace(case, filled=None), "expanded", chosen=chosen)
     np.testing.assert_array_equal(found, attention_of(kernels, case, "expanded"))
 
 
@@ -417,23 +311,9 @@ def choice_of(kernels, case, threads=1):
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    R=st.integers(1, 3),
-    C=st.integers(1, 4),
-    I=st.sampled_from([1, 3, 16, 17, 40]),
-    A=st.sampled_from([4, 16, 64, 256]),
-    G=st.sampled_from([1, 4, 16]),
-    pages=st.sampled_from([1, 7, 40, 90]),
-    k=st.sampled_from([1, 5, 33]),
-    stored=st.sampled_from([4, 2, 1]),
-    holes=st.booleans(),
-    threads=st.sampled_from([1, 3]),
-)
-def test_index_choices_are_the_highest_scores_and_of_equal_ones_the_first(
-    kernels, seed, R, C, I, A, G, pages, k, stored, holes, threads
-):
-    case = IndexCase.drawn(seed, R=R, C=C, I=I, A=A, G=G, pages=pages, k=k, stored=stored, holes=holes)
+@given(**INDEX, threads=st.sampled_from([1, 3]))
+def test_index_choices_are_the_highest_scores_and_of_equal_ones_the_first(kernels, R, C, k, threads, **drawn):
+    case = IndexCase.drawn(R=R, C=C, k=k, **drawn)
     chosen, count, words = choice_of(kernels, case, threads)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(R * C, -1)
     rows = zip(chosen.reshape(R * C, k), count.reshape(-1), bits, case.expected(), strict=True)
@@ -443,124 +323,62 @@ def test_index_choices_are_the_highest_scores_and_of_equal_ones_the_first(
         assert np.flatnonzero(marked).tolist() == expected
 
 
-def test_an_index_choice_is_that_of_the_plain_form_for_numbers_of_all_kinds(kernels):
-    rng = np.random.default_rng(4)
-    case = IndexCase.drawn(4, R=2, C=3, I=5, A=24, G=4, pages=60, k=20)
-    normal = lambda array: rng.normal(size=array.shape).astype(np.float32)  # noqa: E731
-    case = dataclasses.replace(case, query=normal(case.query), weight=normal(case.weight), keys=normal(case.keys))
-    keys = case.keys[-1][case.tables].reshape(2, -1, 24)
-    scores = index_scores(case.query, case.weight, keys)
-    seen = case.positions[..., None] >= np.arange(keys.shape[1])
-    marked = np.asarray(choose(jnp.where(seen, scores, -jnp.inf), case.k))
-    chosen, count, _ = choice_of(kernels, case)
-    for r, c in np.ndindex(2, 3):
-        assert chosen[r, c, : count[r, c]].tolist() == np.flatnonzero(marked[r, c]).tolist()
+def meeting(native, kind):
+    """``(run, expected)`` of four devices that exchange rows in memory, or whose experts read each other's.
 
+    ``run(places, groups)`` takes the place and the group that each device says it has; kind: ``gather``, ``swap`` or ``experts``.
+    """
+    case = ExpertsCase.drawn(6, X=8, D=24, F=16, N=16, K=2, routing="all")
+    stack = {name: array for name, array in case.params().items() if name != "layer"}
+    layer, mesh = jnp.int32(len(case.down) - 1), MeshSpec.parse("dp=4").build()
 
-def exchanges(kernels, axes, *, beside_a_collective):
-    """A function of rows: three turns of ``all_gather`` and ``all_to_all`` over ``axes`` of a mesh, in memory and by XLA."""
-    mesh = MeshSpec.parse("dp=4,tp=2,ep=4").build()
-    ranks = math.prod(mesh.shape[axis] for axis in axes)
-    in_memory = ExchangeInMemory(kernels.native, mesh.axis_names)
-
-    def turns(rows, gather, swap):
-        def turn(_, rows):
-            largest = jax.lax.pmax(jnp.max(rows), "tp") if beside_a_collective else jnp.max(rows)
-            return swap(gather(rows + largest)).reshape(ranks, -1, rows.shape[1])[::-1].sum(0)[: len(rows)]
-
-        return jax.lax.fori_loop(0, 3, turn, rows)
-
-    def both(rows):
-        mine = turns(rows, *(lambda x, g=g: in_memory(x, axes, ranks, g) for g in (True, False)))
-        theirs = turns(
-            rows,
-            lambda x: jax.lax.all_gather(x, axes, axis=0, tiled=True),
-            lambda x: jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True),
-        )
-        return mine, theirs
+    def meet(stack, rows, ids, weights, place, group):
+        if kind == "experts":
+            where = {"ranks": 4, "held": 2, "pieces": pieces_here(16, 1)}
+            return native.experts_together(stack, layer, rows, ids, weights, place[0], group[0], **where)[0]
+        return native.exchange(rows, place[0], group[0], ranks=4, gathers=kind == "gather")
 
     spread = P(mesh.axis_names)
-    return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
+    specs = dict.fromkeys(stack, P(None, mesh.axis_names)), *[spread] * 5
+    compiled = jax.jit(jax.shard_map(meet, mesh=mesh, in_specs=specs, out_specs=spread, check_vma=False))
+
+    def run(places=range(4), groups=(0, 0, 0, 0)):
+        own = (np.array([*values], np.int32) for values in (places, groups))
+        return np.asarray(jax.block_until_ready(compiled(stack, case.rows, case.ids, case.weights, *own)))
+
+    swapped = case.rows.reshape(4, 4, 24).swapaxes(0, 1).reshape(16, 24)
+    return run, {"gather": np.tile(case.rows, (4, 1)), "swap": swapped, "experts": case}[kind]
 
 
-@pytest.mark.parametrize("places", [[0, 1, 7, 3], [0, 1, -1, 3], [0, 1, 1, 3]])
-@pytest.mark.parametrize("gathers", [True, False])
-def test_devices_whose_places_are_not_all_different_fail_and_none_waits_for_them(kernels, places, gathers):
-    mesh = MeshSpec.parse("dp=4").build()
-
-    def run(rows, place):
-        return kernels.native.exchange(rows, place[0], jnp.int32(0), ranks=4, gathers=gathers)
-
-    spread = P(mesh.axis_names)
-    exchange = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False))
-    rows = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+@pytest.mark.parametrize(
+    ("places", "kind"),
+    [
+        ([0, 1, 7, 3], "gather"),
+        ([0, 1, -1, 3], "swap"),
+        ([0, 1, 1, 3], "swap"),
+        ([0, 1, 1, 3], "experts"),
+        ([0, 1, -1, 3], "experts"),
+    ],
+)
+def test_devices_whose_places_are_not_all_different_fail_and_none_waits_for_them(kernels, places, kind):
+    run, expected = meeting(kernels.native, kind)
     with pytest.raises(Exception, match="had not the places 0 to ranks - 1"):
-        jax.block_until_ready(exchange(rows, np.array(places, np.int32)))
-    found = np.asarray(exchange(rows, np.arange(4, dtype=np.int32)))
-    expected = np.tile(rows, (4, 1)) if gathers else rows.reshape(4, 4, 3).swapaxes(0, 1).reshape(16, 3)
-    np.testing.assert_array_equal(found, expected)
+        run(places)
+    np.testing.assert_array_equal(run(), experts_of(kernels, expected) if kind == "experts" else expected)
 
 
-@pytest.mark.parametrize("places", [[0, 1, 7, 3], [0, 1, -1, 3], [0, 1, 1, 3]])
-def test_devices_of_other_places_than_they_should_have_fail_where_experts_read_in_memory_too(kernels, places):
-    case = ExpertsCase.drawn(6, X=8, D=24, F=16, N=8, K=2, routing="all")
-    mesh, stack = MeshSpec.parse("dp=4").build(), {k: v for k, v in case.params().items() if k != "layer"}
-    layer = jnp.int32(len(case.down) - 1)
-
-    def run(stack, rows, ids, weights, place):
-        where = {"ranks": 4, "held": 2, "pieces": pieces_here(16, 1)}
-        return kernels.native.experts_together(stack, layer, rows, ids, weights, place[0], jnp.int32(0), **where)[0]
-
-    spread = P(mesh.axis_names)
-    specs = dict.fromkeys(stack, P(None, mesh.axis_names)), spread, spread, spread, spread
-    together = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spread, check_vma=False))
-    arguments = stack, case.rows, case.ids, case.weights
-    with pytest.raises(Exception, match="had not the places 0 to ranks - 1"):
-        jax.block_until_ready(together(*arguments, np.array(places, np.int32)))
-    np.testing.assert_array_equal(together(*arguments, np.arange(4, dtype=np.int32)), experts_of(kernels, case))
-
-
-def test_who_waits_in_memory_for_a_device_that_does_not_come_is_told_in_time(kernels):
+@pytest.mark.parametrize("kind", ["gather", "experts"])
+def test_who_waits_in_memory_for_a_device_that_does_not_come_is_told_in_time(kernels, kind):
     """One is taken to another group, as if its program had failed before."""
-    native = dataclasses.replace(kernels.native, patience=1)
-    case = ExpertsCase.drawn(6, X=8, D=24, F=16, N=8, K=2, routing="all")
-    mesh, stack = MeshSpec.parse("dp=4").build(), {k: v for k, v in case.params().items() if k != "layer"}
-    layer, spread = jnp.int32(len(case.down) - 1), P(mesh.axis_names)
-
-    def exchange(stack, rows, ids, weights, group):
-        place = jax.lax.axis_index(mesh.axis_names)
-        return native.exchange(rows, place, group[0], ranks=4, gathers=True)[: len(rows)]
-
-    def together(stack, rows, ids, weights, group):
-        where = {"ranks": 4, "held": 2, "pieces": pieces_here(16, 1)}
-        place = jax.lax.axis_index(mesh.axis_names)
-        return native.experts_together(stack, layer, rows, ids, weights, place, group[0], **where)[0]
-
-    specs = dict.fromkeys(stack, P(None, mesh.axis_names)), spread, spread, spread, spread
-    for run, expected in ((exchange, np.asarray(case.rows)), (together, experts_of(kernels, case))):
-        meet = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spread, check_vma=False))
-        arguments = stack, case.rows, case.ids, case.weights
-        with pytest.raises(Exception, match="did not come to an exchange with the others in 1 s"):
-            jax.block_until_ready(meet(*arguments, np.array([0, 0, 1, 0], np.int32)))
-        found = np.asarray(meet(*arguments, np.zeros(4, np.int32)))
-        if run is exchange:
-            found = found[:2]  # each device kept the beginning of what it got, which is device 0's
-            expected = expected[:2]
-        np.testing.assert_array_equal(found, expected)
+    run, expected = meeting(dataclasses.replace(kernels.native, patience=1), kind)
+    with pytest.raises(Exception, match="did not come to an exchange with the others in 1 s"):
+        run(groups=[0, 0, 1, 0])
+    np.testing.assert_array_equal(run(), experts_of(kernels, expected) if kind == "experts" else expected)
 
 
 def test_rows_that_are_no_equal_blocks_are_refused_as_the_program_is_made(kernels):
     with pytest.raises(ValueError, match="6 rows are exchanged between 4 devices"):
         kernels.native.exchange(jnp.zeros((6, 2)), jnp.int32(0), jnp.int32(0), ranks=4, gathers=False)
-
-
-@pytest.mark.parametrize(("axes", "beside_a_collective"), [(("ep", "tp"), True), (("ep",), False), (("dp",), False)])
-def test_rows_that_pass_in_memory_arrive_as_those_of_a_collective(kernels, axes, beside_a_collective):
-    run = exchanges(kernels, axes, beside_a_collective=beside_a_collective)
-    for seed in range(4):
-        rows = np.random.default_rng(seed).normal(size=(16, 5)).astype(np.float32)
-        mine, theirs = run(rows)
-        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -637,8 +455,9 @@ def dispatched(kernels, case, spec, config):
     return jax.jit(call)(params, case.rows, case.ids, case.weights)
 
 
-@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2", "dp=4,tp=2,ep=4", "dp=8,ep=2"])
-@pytest.mark.parametrize(("stored", "tokens"), [(2, 8), (4, 48)])
+@pytest.mark.parametrize(
+    ("mesh", "stored", "tokens"), [("dp=8", 4, 48), ("dp=4,tp=2", 2, 8), ("dp=4,tp=2,ep=4", 4, 48), ("dp=8,ep=2", 2, 8)]
+)
 def test_experts_that_read_tokens_where_they_lie_give_the_sums_of_one_device(kernels, mesh, stored, tokens):
     case = ExpertsCase.drawn(5, X=16, D=40, F=24, N=tokens, K=4, stored=stored, routing="some")
     case.ids[: tokens // 8] = -1  # a rank without a token

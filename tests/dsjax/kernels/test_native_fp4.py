@@ -17,7 +17,7 @@ from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 
 FORMS = st.sampled_from(list(FORMATS.values()))
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
+FEW = settings(max_examples=6, deadline=None, derandomize=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +63,14 @@ def test_products_are_those_of_the_decoded_numbers(kernels, seed, form, X, sizes
     assert np.all(np.abs(drawn.run(kernels) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("count", [1, 3, 6, 40])
+@pytest.mark.parametrize(("form", "count"), [(NVFP4, 40), (MXFP4, 6), (NVFP4, 1), (MXFP4, 3)])
 def test_wide_matrices_and_any_number_of_rows(kernels, form, count):
     drawn = Drawn.of(3, form, X=2, D=1088, F=544, N=count, K=1, routing="one expert")
     expected, size = drawn.numbers.expected()
     assert np.all(np.abs(drawn.run(kernels) - expected) <= 1e-6 * 1632**0.5 * (size + 1))
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("form", "threads"), [(NVFP4, 2), (MXFP4, 5)], ids=FORMATS)
 def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, threads):
     drawn = Drawn.of(1, form, X=3, D=288, F=160, N=90, K=2, routing="all")
     many = drawn.run(kernels)

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import STORED, AttentionCase, ExpertsCase, IndexCase
+from kernel_cases import STORED, AttentionCase, ExpertsCase, IndexCase, attention_by, choices_by, shared_expert_of
 from layouts import TINY, wide
 
-from dsjax.bench.modules.setting import random_parameter
 from dsjax.config import ModelConfig, load_config
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import _refuses_experts, make_step
@@ -29,7 +27,6 @@ from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.mla import Projections
-from dsjax.model.sparse import choose
 from sharding import MeshSpec, fp8
 
 pytestmark = pytest.mark.slow  # all together
@@ -37,24 +34,7 @@ pytestmark = pytest.mark.slow  # all together
 FEW = settings(max_examples=2, deadline=None, derandomize=True)
 
 
-def attention_of(case, tiles=None, *, joined=False, spare=0):
-    """spare: numbers behind each entry's own, which hold zeros."""
-    cache = {name: np.pad(array, [(0, 0)] * 3 + [(0, spare)]) for name, array in case.cache().items()}
-    if joined:
-        cache = {"joined": np.pad(np.concatenate(list(case.cache().values()), axis=-1), [(0, 0)] * 3 + [(0, spare)])}
-    return np.asarray(
-        tpu_attention.latent_attention(
-            *(jnp.asarray(a) for a in (case.q_nope, case.q_rope)),
-            cache,
-            case.latent.dtype,
-            jnp.int32(len(case.latent) - 1),
-            *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
-            None if case.filled is None else jnp.asarray(case.filled),
-            scale=case.scale,
-            interpret=True,
-            tiles=tiles or tpu_attention.TpuAttentionTiles(rows=16, positions=16),
-        )
-    )
+TILES = tpu_attention.TpuAttentionTiles(rows=16, positions=16)
 
 
 @FEW
@@ -76,7 +56,7 @@ def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longe
     case = AttentionCase.drawn(
         seed, R=R, C=C, H=H, N=1, O=O, U=1, M=M, G=G, longest=longest, stored=stored, absorbs=False, holes=holes
     )
-    found = attention_of(case, joined=joined, spare=spare)
+    found = attention_by(tpu_attention.latent_attention, case, TILES, joined=joined, spare=spare)
     # Scores of M + O products reach 15; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
@@ -169,17 +149,7 @@ def test_experts_are_those_of_a_loop(stored, seed, X, D, F, N, K, routing, mean_
 def test_index_scores_give_the_choices_of_a_loop(seed, C, I, pages, stored, holes):
     case = IndexCase.drawn(seed, R=2, C=C, I=I, A=128, G=16, pages=pages, k=20, stored=stored, holes=holes)
     assert tpu_index.takes(128, case.keys.dtype, 16)
-    scores = tpu_index.index_scores(
-        *(jnp.asarray(a) for a in (case.query, case.weight)),
-        case.cache(),
-        case.keys.dtype,
-        jnp.int32(len(case.keys) - 1),
-        *(jnp.asarray(a) for a in (case.positions, case.tables)),
-        None if case.filled is None else jnp.asarray(case.filled),
-        interpret=True,
-    )
-    marked = np.asarray(choose(scores, case.k)).reshape(2 * C, -1)
-    assert [np.flatnonzero(row).tolist() for row in marked] == case.expected()
+    assert choices_by(tpu_index.index_scores, case) == case.expected()
 
 
 def test_index_keys_that_the_kernel_cannot_read_are_left_to_the_plain_form():
@@ -207,32 +177,7 @@ def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form()
     args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme="none", dtype="float32", kernels="plain")
     plain = make_step(args, config, spec, spec.build())
     step = dataclasses.replace(plain, kernels=Kernels(pallas=PallasKernels("tpu", interpret=True)))
-    params = {path: random_parameter(info, 3) for path, info in step.table.infos.items() if "moe_layers" in path}
-    module = step.table.bind(dict.fromkeys(step.table.infos, jnp.zeros(())) | params).moe_layers
-    mlp, x = module.moe.shared, jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 128)), jnp.float32)
-    graph, state = nnx.split(mlp)
-    one = nnx.merge(graph, jax.tree.map(lambda array: array[1], state))
-
-    def run(step, mlp):
-        return np.asarray(jax.jit(lambda x: mlp(x, step.in_place.multiply(jnp.int32(1))))(x))
-
     assert step.in_place.names(("CC", "A_CC_ME")) >= {"gate_up", "down"}
     assert "kv_b" not in step.in_place.names(("CC", "A_CC_ME"))
-    found, expected = run(step, mlp), run(plain, one)
+    found, expected = shared_expert_of(step), shared_expert_of(plain, sliced=True)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-
-
-def test_tiles_hold_each_experts_pairs_and_blocks_fit_the_cores_memory():
-    placed = jax.jit(tpu_products.tile_pairs, static_argnums=(2, 3))(
-        jnp.asarray([0, 5, 5]), jnp.asarray([5, 0, 17]), 22, 16
-    )
-    assert placed.use.tolist() == [3]
-    assert placed.expert_T.tolist()[:3] == [0, 2, 2]
-    assert placed.pair_S[placed.used_S].tolist() == list(range(22))
-    assert tpu_products.block_columns(7168, 2048, 2) == 512
-    assert tpu_products.takes(7168, 2048)
-    assert not tpu_products.takes(7168, 100)
-    assert not tpu_products.takes(2**20, 128)
-    few, many = (tpu_products.TpuProductTiles.for_load(load) for load in (64, 4096))
-    assert (few.rows, few.rows_first) == (128, True)
-    assert (many.rows, many.rows_first) == (256, False)

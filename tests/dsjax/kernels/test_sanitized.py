@@ -11,7 +11,7 @@ import pytest
 from fp4_weights import in_fp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import AttentionCase, DenseCase, ExpertsCase, IndexCase
+from kernel_cases import ATTENTION, DENSE, EXPERTS, INDEX, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
 from dsjax.engine.device.process import cache_folder
 from dsjax.fp4.formats import MXFP4, NVFP4
@@ -19,7 +19,7 @@ from dsjax.kernels import build
 
 SANITIZERS = ("address,undefined", "thread")
 
-FEW = settings(max_examples=20, deadline=None, derandomize=True)
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)
@@ -34,7 +34,7 @@ def harness(request):
         flags = [
             "-std=c++17",
             "-O0",  # as many checks, and a third of -O1's time to compile; the cases are small
-            "-g",
+            "-g1",
             "-march=native",
             "-w",
             f"-fsanitize={request.param}",
@@ -76,25 +76,12 @@ def run(harness, *case):
 
 @pytest.mark.slow
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    X=st.integers(1, 6),
-    D=st.sampled_from([1, 8, 37, 130, 300]),
-    F=st.sampled_from([1, 7, 32, 140]),
-    N=st.sampled_from([1, 5, 70]),
-    K=st.integers(1, 3),
-    stored=st.sampled_from([4, 2, 1]),
-    routing=st.sampled_from(["all", "some", "one expert", "none"]),
-    threads=st.sampled_from([1, 2, 4]),
-    pieces=st.sampled_from([1, 4]),
-    apart=st.booleans(),
-)
-def test_experts(harness, seed, X, D, F, N, K, stored, routing, threads, pieces, apart):
-    case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=K, stored=stored, routing=routing)
+@given(**EXPERTS, threads=st.sampled_from([1, 2, 4]), pieces=st.sampled_from([1, 4]), apart=st.booleans())
+def test_experts(harness, X, D, F, N, K, stored, threads, pieces, apart, **drawn):
+    case = ExpertsCase.drawn(X=X, D=D, F=F, N=N, K=K, stored=stored, **drawn)
     arrays = (case.gate_up, case.down, *(case.scales or ()), case.rows, case.ids, case.weights)
-    found = run(
-        harness, 0, threads, (2, X, D, F, N, K, stored, D, pieces if F % pieces == 0 else 1, apart, 0), 0.0, *arrays
-    )
+    sizes = (2, X, D, F, N, K, stored, D, pieces if F % pieces == 0 else 1, apart, 0)
+    found = run(harness, 0, threads, sizes, 0.0, *arrays)
     found = found.reshape(N, K, D).sum(axis=1) if apart else found
     expected, size = case.expected()
     assert np.all(np.abs(found.reshape(expected.shape) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
@@ -115,17 +102,8 @@ def test_experts_in_fp4(harness, seed, form, sizes, N, threads, pieces):
     packed, decoded = in_fp4({"gate_up.weight": case.gate_up[-1], "down.weight": case.down[-1]}, form)
     parts = ("weight", "scale", "global_scale")[: 3 if form.has_global else 2]
     weights = [packed[f"{name}.{part}"] for part in parts for name in ("gate_up", "down")]
-    found = run(
-        harness,
-        0,
-        threads,
-        (1, 3, D, F, N, 2, 1, D, pieces, False, form.block),
-        0.0,
-        *weights,
-        case.rows,
-        case.ids,
-        case.weights,
-    )
+    sizes = (1, 3, D, F, N, 2, 1, D, pieces, False, form.block)
+    found = run(harness, 0, threads, sizes, 0.0, *weights, case.rows, case.ids, case.weights)
     numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
     expected, size = numbers.expected()
     assert np.all(np.abs(found.reshape(expected.shape) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
@@ -133,15 +111,7 @@ def test_experts_in_fp4(harness, seed, form, sizes, N, threads, pieces):
 
 @FEW
 @given(
-    seed=st.integers(0, 2**31),
-    K=st.sampled_from([1, 8, 24, 72, 140]),
-    parts=st.sampled_from([1, 2]),
-    width=st.sampled_from([1, 16, 37, 130, 300]),
-    N=st.sampled_from([1, 3, 8, 9, 100]),
-    stored=st.sampled_from([4, 2, 1]),
-    pieces=st.sampled_from([1, 4, 8]),
-    transposed=st.booleans(),
-    threads=st.sampled_from([1, 3]),
+    **DENSE, N=st.sampled_from([1, 3, 8, 9, 100]), pieces=st.sampled_from([1, 4, 8]), threads=st.sampled_from([1, 3])
 )
 def test_dense(harness, seed, K, parts, width, N, stored, pieces, transposed, threads):
     parts, stored = (1, 4) if transposed else (parts, stored)
@@ -153,58 +123,23 @@ def test_dense(harness, seed, K, parts, width, N, stored, pieces, transposed, th
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    R=st.integers(1, 4),
-    C=st.sampled_from([1, 3, 50]),
-    H=st.integers(1, 8),
-    widths=st.tuples(*(st.integers(1, 40) for _ in "NOU"), st.sampled_from([1, 16, 37, 128, 140])),
-    G=st.sampled_from([1, 4, 16]),
-    longest=st.sampled_from([1, 64, 150]),
-    stored=st.sampled_from([4, 2, 1]),
-    form=st.sampled_from(["absorbed", "latent", "expanded"]),
-    threads=st.sampled_from([1, 2, 4]),
-    holes=st.booleans(),
-)
-def test_attention(harness, seed, R, C, H, widths, G, longest, stored, form, threads, holes):
-    N, O, U, M = widths
+@given(**ATTENTION, form=st.sampled_from(["absorbed", "latent", "expanded"]), threads=st.sampled_from([1, 2, 4]))
+def test_attention(harness, form, threads, stored, holes, **drawn):
     absorbs = form != "latent"
-    drawn = {"R": R, "C": C, "H": H, "N": N, "O": O, "U": U, "M": M, "G": G, "longest": longest}
-    case = AttentionCase.drawn(seed, **drawn, stored=stored, absorbs=absorbs, holes=holes)
-    sizes = (R, C, H, N, O, U, M, case.tables.shape[1], *case.latent.shape[:3], stored, absorbs, holes)
+    case = AttentionCase.drawn(**drawn, stored=stored, absorbs=absorbs, holes=holes)
+    sizes = [drawn[name] for name in "RCHNOUM"]
+    sizes += [case.tables.shape[1], *case.latent.shape[:3], stored, absorbs, holes]
     arrays = [case.q_nope, case.q_rope, *([case.weights] if absorbs else []), case.latent]
     arrays += [case.rope] if case.scales is None else [case.scales, case.rope]
-    found = run(
-        harness,
-        2 if form == "expanded" else 1,
-        threads,
-        sizes,
-        case.scale,
-        *arrays,
-        case.start,
-        case.length,
-        case.tables,
-        *([case.filled] if holes else []),
-    )
+    arrays += [case.start, case.length, case.tables, *([case.filled] if holes else [])]
+    found = run(harness, 2 if form == "expanded" else 1, threads, sizes, case.scale, *arrays)
     expected = case.expected()
     np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.slow
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    R=st.integers(1, 3),
-    C=st.integers(1, 3),
-    I=st.sampled_from([1, 17]),
-    A=st.sampled_from([4, 64]),
-    G=st.sampled_from([1, 4]),
-    pages=st.sampled_from([1, 7, 150]),
-    k=st.sampled_from([1, 33]),
-    stored=st.sampled_from([4, 2, 1]),
-    holes=st.booleans(),
-    threads=st.sampled_from([1, 2, 4]),
-)
+@given(**INDEX, threads=st.sampled_from([1, 2, 4]))
 def test_index_choice(harness, seed, R, C, I, A, G, pages, k, stored, holes, threads):
     case = IndexCase.drawn(seed, R=R, C=C, I=I, A=A, G=G, pages=pages, k=k, stored=stored, holes=holes)
     layers, total = case.keys.shape[:2]

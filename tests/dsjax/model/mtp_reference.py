@@ -23,13 +23,6 @@ Tensors = Mapping[str, np.ndarray]
 LATENT_EPS = 1e-6
 
 
-def mtp_logits(config: ModelConfig, tensors: Tensors, hidden: np.ndarray, next_tokens: np.ndarray) -> np.ndarray:
-    """Logits `[S, V]` for token i + 2 from the states `h_i [S, D]` and the tokens `t_{i+1} [S]` of one sequence."""
-    embedding = tensors["model.embed_tokens.weight"].astype(np.float64)
-    head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"].astype(np.float64)
-    return mtp_states(config, tensors, hidden, next_tokens) @ head.T
-
-
 def mtp_states(
     config: ModelConfig, tensors: Tensors, hidden: np.ndarray, next_tokens: np.ndarray, holes: Container[int] = ()
 ) -> np.ndarray:

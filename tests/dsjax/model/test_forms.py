@@ -1,7 +1,6 @@
 """Which MLA forms go together, and what each layout of the cache keeps of a token."""
 
 import itertools
-import math
 
 import ml_dtypes
 import numpy as np
@@ -43,26 +42,10 @@ def test_two_forms_share_a_layout_exactly_where_the_table_says(prefill, decode):
     assert named == [form for form in FORMS if (form, decode) in TOGETHER or (decode, form) in TOGETHER]
 
 
-@pytest.mark.parametrize("pair", [("cc", "CC"), ("CC", "MHA"), ("", "CC")])
-def test_an_unknown_form_is_answered_with_those_there_are(pair):
-    unknown = next(form for form in pair if form not in FORMS)
+@pytest.mark.parametrize("unknown", ["cc", "MHA", ""])
+def test_an_unknown_form_is_answered_with_those_there_are(unknown):
     with pytest.raises(UserError, match=f"MLA form '{unknown}': expected one of CD, CC, A_CC, A_CC_ME, AM_CC_ME"):
-        common_layout(*pair)
-
-
-@pytest.mark.parametrize(("layout", "bf16_bytes"), [("decompressed", 81_920), ("joined", 1_152), ("split", 1_152)])
-def test_v3_keeps_the_documented_bytes_of_a_token_and_layer(layout, bf16_bytes):
-    arrays = cache_arrays(layout, load_config("deepseek-v3"), BF16).values()
-    assert sum(math.prod(width) * dtype.itemsize for width, dtype in arrays) == bf16_bytes
-
-
-def test_the_arrays_of_each_layout_have_the_widths_of_the_paper():
-    def widths(layout):
-        return {name: width for name, (width, _) in cache_arrays(layout, load_config("deepseek-v3"), BF16).items()}
-
-    assert widths("split") == {"latent": (512,), "rope": (64,)}
-    assert widths("joined") == {"joined": (576,)}
-    assert widths("decompressed") == {"key": (128, 192), "value": (128, 128)}
+        common_layout("CC", unknown)
 
 
 def test_an_fp8_cache_keeps_scales_for_128_latent_values_each_and_rotary_keys_in_bf16():

@@ -14,12 +14,11 @@ if any(importlib.util.find_spec(name) is None for name in ("torch", "transformer
 if int(version("transformers").split(".")[0]) < 5:
     pytest.skip("compares with transformers 5's DeepSeek classes", allow_module_level=True)
 
-from goldens.configurations import case_configuration, draw
+from goldens.configurations import case_configuration
 from goldens.our_model import (
     COMPILE_QUICKLY,
     bound,
     hf_tensors,
-    logits_of,
     logits_of_parameters,
 )
 from goldens.random_weights import RandomWeights
@@ -29,7 +28,6 @@ from dsjax.checkpoint.load import load as load_checkpoint
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.model.dense import forward, predict_further
-from dsjax.model.rope import inverse_frequencies
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec
 from sharding.rules import Rules
@@ -58,41 +56,33 @@ def random_tokens(raw: dict, seed: int, length: int = 20) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(seed)).integers(0, raw["vocab_size"], (2, length))
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v2", "deepseek_v32"])
-@pytest.mark.parametrize("draw_number", range(6))
-def test_logits_equal_those_of_transformers(model_type, draw_number):
-    rng = np.random.Generator(np.random.PCG64(FIRST_SEED + draw_number))
-    raw, bias_center = draw(rng, {"model_type": model_type})
-    tokens = random_tokens(raw, draw_number)
-    weights, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED + 1000 * draw_number)
-    reference = their().reference_logits(model, tokens)
-    config = ModelConfig.from_dict(raw)
-    logits = logits_of(config, hf_tensors(config, weights), tokens)
-    assert np.abs(logits - reference).max() <= bound(reference), raw
-
-
 @pytest.mark.parametrize(
     "name", ["v3-yarn", "v3-no-shared", "v3-tied", "v3-attention-bias", "v2-greedy-yarn", "v32-groups-yarn"]
 )
-def test_a_checkpoint_saved_by_transformers_gives_its_logits(name, tmp_path):
+def test_a_checkpoint_saved_by_transformers_gives_its_weights(name, tmp_path):
     raw, bias_center = case_configuration(name)
     # As transformers' V3 configuration has it unless told otherwise: it announces an MTP module and saves none.
     del raw["num_nextn_predict_layers"]
-    tokens = random_tokens(raw, 7)
-    _, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED)
+    weights = RandomWeights(FIRST_SEED, bias_center)
+    model = their().reference_model(raw, weights)
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config.rope == ModelConfig.from_dict(raw).rope
-    spec = MeshSpec.parse("dp=1")
-    params = load_checkpoint(checkpoint.config, checkpoint, spec.build(jax.devices()[:1]), Rules.for_mesh(spec))
-    reference = their().reference_logits(model, tokens)
-    logits = logits_of_parameters(checkpoint.config, params, tokens)
-    assert np.abs(logits - reference).max() <= bound(reference)
+    config, spec = checkpoint.config, MeshSpec.parse("dp=1")
+    assert config.rope == ModelConfig.from_dict(raw).rope
+    params = load_checkpoint(config, checkpoint, spec.build(jax.devices()[:1]), Rules.for_mesh(spec))
+    expected = from_hf_tensors(config, hf_tensors(config, weights))
+    assert params.keys() == expected.keys()
+    for path, array in params.items():
+        np.testing.assert_array_equal(array, expected[path], err_msg=path)
+    if name == "v32-groups-yarn":
+        tokens = random_tokens(raw, 7)
+        reference = their().reference_logits(model, tokens)
+        logits = logits_of_parameters(config, params, tokens)
+        assert np.abs(logits - reference).max() <= bound(reference)
 
 
-@pytest.mark.parametrize("name", ["v3-yarn-two-mscales", "v32-groups-yarn"])
-def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model(name):
-    raw, _ = case_configuration(name)
+def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model():
+    raw, _ = case_configuration("v32-groups-yarn")
     written = ModelConfig.from_dict(raw).to_dict()
     weights, tokens = RandomWeights(FIRST_SEED), random_tokens(raw, 8)
     ours, theirs = (
@@ -101,24 +91,8 @@ def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model(name):
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["v3-plain", "v3-yarn", "v3-yarn-not-truncated", "v3-yarn-step", "kimi-k2-like"])
-def test_inverse_frequencies_are_those_of_transformers_to_the_bit(name):
-    raw, _ = case_configuration(name)
-    # Of V3's width, so that there are 32 of them.
-    raw["qk_rope_head_dim"] = 64
-    theirs = their().reference_model(raw, RandomWeights(FIRST_SEED)).model.rotary_emb
-    rope = ModelConfig.from_dict(raw).rope
-    ours = inverse_frequencies(rope, 64)
-    # One unit in the last place is left where a product is rounded once or twice (1 of 160 values seen).
-    np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=1.2e-7)
-    assert (ours == theirs.inv_freq.numpy()).mean() > 0.9
-    assert rope.cos_sin_scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
-
-
-# Of a module with sparse attention transformers has none (5.23).
-@pytest.mark.parametrize("name", ["v3-groups"])
-def test_the_mtp_module_equals_that_of_transformers(name):
-    raw, bias_center = case_configuration(name)
+def test_the_mtp_module_equals_that_of_transformers():
+    raw, bias_center = case_configuration("v3-groups")  # of a module with sparse attention transformers has none (5.23)
     raw["num_nextn_predict_layers"] = 1
     tokens = random_tokens(raw, 9)
     weights, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED)

@@ -13,16 +13,16 @@ from goldens.random_weights import RandomWeights
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import TINY
+from test_step import pack_rows, placed
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.engine.setup.loading import materialise
 from dsjax.errors import UserError
 from dsjax.model import dense, mtp
-from dsjax.model.rows import GroupShape, RowGroup, unpack
+from dsjax.model.rows import GroupShape, unpack
 from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec
 from sharding.placement import CopyTables
@@ -34,7 +34,6 @@ CONFIG = ModelConfig.from_dict(SMALL)
 D, MODULE = CONFIG.hidden_size, CONFIG.num_hidden_layers
 G, PAGES, TABLE = 4, 12, 4  # slots of a page, pages of a rank, pages of a row's table
 ROWS, CHUNK = 2, 4
-FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
 @functools.cache
@@ -45,19 +44,14 @@ def tensors():
 class Module:
     """A tiny model with its MTP module on a mesh; one program serves prompts' chunks and decodes."""
 
-    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None, report=False):
+    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None):
         spec = MeshSpec.parse(mesh)
         args = EngineArgs(mesh=mesh, page_size=G, dtype="float32", mla_prefill=form, mla_decode=form)
         step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
-        dispatch = dataclasses.replace(step.dispatch, report=report)
+        dispatch = dataclasses.replace(step.dispatch, report=True)
         self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch)
-        infos, rules, on = step.table.infos, step.rules, step.mesh
-        params = {
-            path: jax.device_put(value, rules.sharding(on, infos[path].logical_axes, value.shape))
-            for path, value in from_hf_tensors(CONFIG, tensors()).items()
-        }
-        self.params = materialise(step, params)
-        self.ranks, self.on_ranks = spec.dp_size, NamedSharding(on, P(spec.batch_axes))
+        self.params = placed(step, from_hf_tensors(CONFIG, tensors()))
+        self.ranks, self.on_ranks = spec.dp_size, NamedSharding(step.mesh, P(spec.batch_axes))
         self.shape = GroupShape(ROWS, CHUNK, TABLE, form)
         self.copies = step.placement.tables
         self._further = jax.jit(self._run_further, compiler_options=COMPILE_QUICKLY)
@@ -80,15 +74,7 @@ class Module:
         return cache, jax.device_put(np.zeros((self.ranks * PAGES, G), bool), self.on_ranks)
 
     def pack(self, rows):
-        """``{(rank, row): (tokens, start, pages)}`` as a step's integers; tables of padding name pages that are in use."""
-        lead = (self.ranks, ROWS)
-        tokens, start, length = np.ones((*lead, CHUNK)), np.zeros(lead), np.zeros(lead)
-        table = np.full((*lead, TABLE), 3)
-        for at, (own, first, pages) in rows.items():
-            tokens[at][: len(own)], start[at], length[at] = own, first, len(own)
-            table[at] = [*pages, *[0] * (TABLE - len(pages))]
-        packed = RowGroup.pack(*(a.astype(np.int32) for a in (tokens, start, length, table)))
-        return jax.device_put(packed, self.on_ranks)
+        return jax.device_put(pack_rows((self.ranks, ROWS), CHUNK, TABLE, rows), self.on_ranks)
 
     def further(self, cache, filled, rows, copies=None, params=None):
         """``{(rank, row): (hidden, next_tokens, start, pages)}`` → the module's states of each row, cache, filled."""
@@ -162,9 +148,20 @@ def sequences(ranks):
     return Sequence(0, 11, (0, 0), [1, 2, 7]), Sequence(1, 6, (ranks - 1, 1), [5, 4])
 
 
-# Every form with the context in one block and in several; every form's heads over two devices where it has its own layout.
-CASES = [("dp=2", form, block) for form in FORMS for block in (None, 4)]
-CASES += [("dp=1", "A_CC_ME", None), ("dp=2,tp=2", "AM_CC_ME", 4), ("dp=2,tp=2", "CD", None)]
+def test_the_module_on_whole_sequences_is_that_of_the_report():
+    for sequence in sequences(2):
+        expected = reference(sequence, len(sequence.hidden))
+        assert np.abs(dense_passes()[1](sequence.hidden, sequence.next_tokens) - expected).max() <= bound(expected)
+
+
+# Every form, with the context in one block or in several, and with heads over two devices where a layout has heads.
+CASES = [
+    ("dp=2", "CC", 4),
+    ("dp=2", "A_CC", 4),
+    ("dp=2", "A_CC_ME", None),
+    ("dp=2,tp=2", "AM_CC_ME", 4),
+    ("dp=2,tp=2", "CD", None),
+]
 
 
 @pytest.mark.parametrize(("mesh", "form", "block"), CASES)
@@ -214,6 +211,8 @@ def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():
         return {(int(page) // PAGES, int(page) % PAGES, int(offset)) for page, offset in np.argwhere(marked)}
 
     assert places(np.asarray(filled)) == written
+    counts = np.asarray(one.reports["tokens_per_expert"])
+    assert (counts.shape[0], counts.sum()) == (1, 5 * CONFIG.num_experts_per_tok), "its report counts no padding"
     for name, array in before.items():
         changed = np.any(np.asarray(after[name]) != np.asarray(array), axis=tuple(range(3, array.ndim)))
         assert [places(layer) for layer in changed] == [set()] * MODULE + [written]
@@ -223,7 +222,7 @@ def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():
 
 
 def test_it_drafts_on_from_the_models_states_and_from_its_own():
-    one = module("dp=2,tp=2")
+    one = module("dp=2,tp=2", "AM_CC_ME", 4)
     tokens, pages, at = np.array([7, 3, 60, 11, 28, 90, 14]), [1, 2], (0, 0)
     cache, filled = one.empty()
     states = []
@@ -262,15 +261,6 @@ def test_the_modules_experts_have_the_last_row_of_the_placement_and_the_model_th
     prompt = {(0, 0): ([7, 8, 9], 0, [1])}
     models, _ = one.main(one.empty()[0], prompt)
     np.testing.assert_array_equal(one.main(one.empty()[0], prompt, turned)[0][0, 0], models[0, 0])
-
-
-def test_its_report_counts_its_tokens_and_no_padding():
-    one = Module(report=True)
-    long, short = sequences(one.ranks)
-    one.further(*one.empty(), long.rows(0, 3) | short.rows(0, 2))
-    counts = np.asarray(one.reports["tokens_per_expert"])
-    assert counts.shape[0] == 1
-    assert counts.sum() == 5 * CONFIG.num_experts_per_tok
 
 
 def test_a_model_without_a_module_is_refused_by_the_options_name():

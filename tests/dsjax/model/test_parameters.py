@@ -11,7 +11,7 @@ import pytest
 from dsjax.config import load_config
 from dsjax.model.parameters import BLOCK, Declaration, Matrix, dequantise, reinterpret, storage_dtype
 from dsjax.model.parameters import ParameterTable as Table
-from dsjax.model.transformer import abstract_parameters, parameter_table
+from dsjax.model.transformer import parameter_table
 
 FP8, BF16, F32 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float32))
 
@@ -74,46 +74,12 @@ def test_a_declared_matrix_reads_the_stored_bits_as_what_they_mean(weights, plat
     np.testing.assert_array_equal(found, expected)
 
 
-def test_scales_stand_beside_quantised_matrices_with_one_entry_a_block():
-    infos = a_matrix("fp8", "cpu").infos
-    assert infos["weight"].shape == (3, 2, 130, 2, 140)
-    assert infos["scale"].shape == (3, 2, 2, 2, 2)
-    assert infos["weight"].logical_axes == infos["scale"].logical_axes
-    assert (infos["weight"].quantised, infos["scale"].init, infos["scale"].dtype) == (True, "scale", F32)
-    assert set(a_matrix("bf16", "cpu").infos) == {"weight"}
-
-
 def test_narrow_dtypes_are_stored_as_integers_of_their_bits_on_cpu_alone():
     assert [storage_dtype(dtype, "cpu").name for dtype in (F32, BF16, FP8)] == ["float32", "uint16", "uint8"]
     for platform in ("gpu", "tpu"):
         assert [storage_dtype(dtype, platform) for dtype in (F32, BF16, FP8)] == [F32, BF16, FP8]
     bits = np.array([0x3F80, 0xC000], np.uint16)
     np.testing.assert_array_equal(jax.jit(lambda b: reinterpret(b, BF16))(bits), np.array([1, -2], BF16))
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_no_parameter_of_v3_changes_its_meaning_or_size_with_the_platform(platform):
-    config = load_config("deepseek-v3")
-    here = abstract_parameters(config, weights="fp8", platform=platform)
-    for path, info in here.items():
-        assert info.storage_dtype.itemsize == info.dtype.itemsize, path
-        assert info.storage_dtype == storage_dtype(info.dtype, platform), path
-
-
-def test_v3_has_the_published_number_of_parameters():
-    infos = parameter_table(load_config("deepseek-v3"), mtp=False).infos
-    assert sum(math.prod(info.shape) for info in infos.values()) == 671_026_419_200
-    router_bias = 58 * 256
-    # bf16 but for the routers' correction bias
-    assert sum(info.nbytes for info in infos.values()) == 2 * (671_026_419_200 - router_bias) + 4 * router_bias
-
-
-def test_v3_s_mtp_module_adds_its_own():
-    config = load_config("deepseek-v3")
-    with_mtp, without = (abstract_parameters(config, mtp=mtp) for mtp in (True, False))
-    own = sum(math.prod(info.shape) for path, info in with_mtp.items() if path not in without)
-    assert own == 11_610_068_224
-    assert all(path.startswith("mtp.") for path in with_mtp.keys() - without.keys())
 
 
 def test_v3_s_fp8_weights_are_the_linear_ones_with_a_scale_a_block():
@@ -131,28 +97,3 @@ def test_v3_s_fp8_weights_are_the_linear_ones_with_a_scale_a_block():
     assert infos["moe_layers.attn.kv_a.scale"].shape == (58, 56, 5)
     assert infos["moe_layers.moe.experts.gate_up.scale"].shape == (58, 256, 56, 2, 16)
     assert infos["moe_layers.moe.experts.down.scale"].shape == (58, 256, 16, 56)
-
-
-def test_a_device_of_dp_32_holds_v3_s_active_parameters():
-    # 8 of 256 experts are on a device, and 8 are used by a token: both are 37,552,297,472 parameters.
-    infos = parameter_table(load_config("deepseek-v3"), mtp=False).infos
-    on_a_device = sum(math.prod(info.shape) // (32 if ".experts." in path else 1) for path, info in infos.items())
-    assert on_a_device == 37_552_297_472
-
-
-def test_a_table_binds_values_to_the_paths_that_it_names():
-    table = a_matrix("bf16", "gpu", (2, 3, 2, 4))
-    bound = table.bind({"weight": np.zeros((3, 2, 3, 2, 4), BF16)})
-    assert bound.value(jnp.float32).shape == (3, 2, 3, 2, 4)
-    with pytest.raises(KeyError, match="weight"):
-        table.bind({})
-
-
-def test_materialised_products_are_derived_and_in_no_checkpoint():
-    config = load_config("deepseek-v3")
-    plain = abstract_parameters(config, mtp=False)
-    more = abstract_parameters(config, materialise=True, mtp=False)
-    added = {path: info for path, info in more.items() if path not in plain}
-    assert {info.init for info in added.values()} == {"derived"}
-    assert added["moe_layers.attn.query_key"].shape == (58, 1536, 128, 512)
-    assert added["moe_layers.attn.value_output"].shape == (58, 128, 512, 7168)

@@ -75,18 +75,6 @@ def test_large_scores_neither_overflow_nor_vanish(case, block, size):
     np.testing.assert_allclose(found, plain(positions, q, keys, values), atol=2e-2)
 
 
-@pytest.mark.parametrize("block", [4, 24])
-def test_a_maximum_that_comes_late_or_early_is_taken_over_all_blocks(case, block):
-    positions, q, keys, values = case
-    positions = np.full_like(positions, S - 1)
-    q = np.ones_like(q)
-    for place in (0, 5, S - 1):
-        keys = np.full_like(keys, -1e4)
-        keys[:, place] = 1e4
-        expected = np.broadcast_to(values[:, None, None, place], (R, C, H, W))
-        np.testing.assert_allclose(in_blocks(positions, q, keys, values, block), expected, rtol=1e-6)
-
-
 def test_blocks_that_no_query_sees_are_never_read(case):
     positions, q, keys, values = case
     positions = np.minimum(positions, 15)  # the third block of 8 is past every query
@@ -94,12 +82,6 @@ def test_blocks_that_no_query_sees_are_never_read(case):
     keys[:, 16:] = values[:, 16:] = np.nan
     found = in_blocks(positions, q, keys, values, 8)
     np.testing.assert_allclose(found, expected, **TOLERANCE)
-
-
-def test_a_context_that_ends_in_its_first_block_leaves_later_blocks_no_weight(case):
-    positions, q, keys, values = case
-    positions = np.array([[0, 1], [2, 3], [0, 23]])  # the last row needs all blocks, the others only the first
-    np.testing.assert_allclose(in_blocks(positions, q, keys, values, 4), plain(positions, q, keys, values), **TOLERANCE)
 
 
 def test_queries_past_the_table_see_all_of_it(case):

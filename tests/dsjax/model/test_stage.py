@@ -84,6 +84,12 @@ def test_each_stage_has_the_rows_of_its_own_layers_of_a_placement():
     np.testing.assert_array_equal(np.concatenate(found), coded)
 
 
+def test_the_windows_of_stages_are_side_by_side():
+    windows = [stage.window(V3).layers for stage in stages_of(V3, 4, given="2,3,50,6")]
+    for stack, layers in (("dense_layers", 3), ("moe_layers", 58)):
+        np.testing.assert_array_equal(np.concatenate([one[stack] for one in windows]), np.arange(layers))
+
+
 def test_a_stage_of_dense_layers_alone_has_no_experts():
     first, second, *_ = stages_of(V3, 4, given="2,3,50,6")
     assert not first.config(V3).is_moe

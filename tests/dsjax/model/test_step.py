@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from goldens.our_model import COMPILE_QUICKLY, bound, hf_tensors, logits_of
+from goldens.our_model import COMPILE_QUICKLY, hf_tensors
 from goldens.random_weights import RandomWeights
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +19,7 @@ from dsjax.config import ModelConfig
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.engine.setup.loading import materialise
+from dsjax.model.derived import materialise
 from dsjax.model.forms import cache_arrays
 from dsjax.model.rows import GroupShape, RowGroup, unpack
 from sharding import MeshSpec, fp8
@@ -36,6 +36,26 @@ def tensors():
     return hf_tensors(CONFIG, RandomWeights(3, bias_center=-0.2))
 
 
+def placed(step, host):
+    """The parameters on the step's mesh, with those that are derived from them."""
+    infos, rules, on = step.table.infos, step.rules, step.mesh
+    shardings = {path: rules.sharding(on, infos[path].logical_axes, value.shape) for path, value in host.items()}
+    return materialise(step, {path: jax.device_put(value, shardings[path]) for path, value in host.items()})
+
+
+def pack_rows(lead, chunk, table_width, rows):
+    """``{(rank, row): (tokens, start, pages)}`` of ``lead`` ranks and rows as a step's integers.
+
+    Padding's tables name pages that are in use: a write that is not dropped would be seen.
+    """
+    token, start, length = np.ones((*lead, chunk)), np.zeros(lead), np.zeros(lead)
+    table = np.full((*lead, table_width), 3)
+    for at, (own, first, pages) in rows.items():
+        token[at][: len(own)], start[at], length[at] = own, first, len(own)
+        table[at] = [*pages, *[0] * (table_width - len(pages))]
+    return RowGroup.pack(*(a.astype(np.int32) for a in (token, start, length, table)))
+
+
 class Model:
     """A tiny model on a mesh, and its cache as one array after the other."""
 
@@ -47,14 +67,9 @@ class Model:
             self.step = dataclasses.replace(self.step, dispatch=dataclasses.replace(self.step.dispatch, report=True))
         weights = "f32" if self.step.dtype == np.float32 else "bf16"
         host = from_hf_tensors(CONFIG, tensors(), weights=weights, mtp=False)
-        infos, rules, on = self.step.table.infos, self.step.rules, self.step.mesh
-        params = {
-            path: jax.device_put(value, rules.sharding(on, infos[path].logical_axes, value.shape))
-            for path, value in host.items()
-        }
-        self.params = materialise(self.step, params)
+        self.params = placed(self.step, host)
         self.ranks = spec.dp_size
-        self.rows = NamedSharding(on, P(spec.batch_axes))
+        self.rows = NamedSharding(self.step.mesh, P(spec.batch_axes))
         self._programs = {}
 
     def empty_cache(self):
@@ -63,28 +78,21 @@ class Model:
             for name, array in device_cache.describe(self.step, PAGES).items()
         }
 
-    def run(self, cache, groups, every_token=False):
+    def run(self, cache, groups):
         """Logits and cache of a step over ``groups``: ``(kind, rows by rank)``, a row ``(tokens, start, pages)``."""
         shapes, parts = [], []
         for (rows, chunk), form, by_rank in groups:
             shapes.append(GroupShape(rows, chunk, TABLE, form))
-            lead = (self.ranks, rows)
-            # Padding's tables name pages that are in use: a write that is not dropped would be seen.
-            token, start, length = np.ones((*lead, chunk)), np.zeros(lead), np.zeros(lead)
-            table = np.full((*lead, TABLE), 3)
-            for rank, own in enumerate(by_rank):
-                for i, (tokens, first, pages) in enumerate(own):
-                    token[rank, i, : len(tokens)], start[rank, i], length[rank, i] = tokens, first, len(tokens)
-                    table[rank, i] = [*pages, *[0] * (TABLE - len(pages))]
-            parts.append(RowGroup.pack(*(a.astype(np.int32) for a in (token, start, length, table))))
-        key = (tuple(shapes), every_token)
+            placed_rows = {(rank, i): row for rank, own in enumerate(by_rank) for i, row in enumerate(own)}
+            parts.append(pack_rows((self.ranks, rows), chunk, TABLE, placed_rows))
+        key = tuple(shapes)
         if key not in self._programs:
             copies = self.step.placement.tables
 
             def run(params, cache, packed):
-                parts = unpack(packed, key[0])
+                parts = unpack(packed, key)
                 hidden, cache, reports = self.step.hidden(params, cache, parts, copies)
-                return self.step.logits(params, hidden if every_token else last_tokens(hidden, parts)), cache, reports
+                return self.step.logits(params, last_tokens(hidden, parts)), cache, reports
 
             self._programs[key] = jax.jit(run, compiler_options=COMPILE_QUICKLY)
         packed = jax.device_put(np.concatenate(parts, axis=1), self.rows)
@@ -96,6 +104,10 @@ class Model:
 
     def decode(self, *by_rank):
         return (DECODE, self.step.decode_form, by_rank)
+
+    def both(self, decodes=((), ()), prompts=((), ())):
+        """A group of decodes and one of prompts: one program for a step of either, and of both."""
+        return [self.decode(*decodes), self.prefill(*prompts)]
 
 
 def last_tokens(x, groups):
@@ -119,30 +131,14 @@ def tokens_of(length, seed):
 
 FIRST, SECOND = tokens_of(6, 0), tokens_of(5, 1)
 FIRST_PAGES, SECOND_PAGES = [1, 2], [5, 4]
-
-
-def test_every_position_has_the_logits_of_the_model_without_cache():
-    one = model()
-    logits, _ = one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])], True)
-    for rank, tokens in enumerate((FIRST, SECOND)):
-        reference = logits_of(CONFIG, tensors(), np.array([tokens]))[0]
-        assert np.abs(logits[rank, : len(tokens)] - reference).max() <= bound(reference)
-
-
-def test_the_last_tokens_logits_are_those_of_every_token_there(kernels):
-    one = model()
-    group = one.prefill([(FIRST, 0, FIRST_PAGES), (SECOND, 0, SECOND_PAGES)], [])
-    every, _ = one.run(one.empty_cache(), [group], True)
-    last, _ = one.run(one.empty_cache(), [group])
-    np.testing.assert_array_equal(last[0, 0], every[0, 5])
-    np.testing.assert_array_equal(last[0, 1], every[0, 6 + 4])
+PROMPTS = [(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)]
+NEXT = [([7], 6, FIRST_PAGES)], [([8], 5, SECOND_PAGES)]
 
 
 def test_groups_in_one_step_give_what_they_give_in_steps_of_their_own(kernels):
     one = model()
-    _, cache = one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [])])
-    decode = one.decode([([7], 6, FIRST_PAGES)], [])
-    prefill = one.prefill([], [(SECOND, 0, SECOND_PAGES)])
+    _, cache = one.run(one.empty_cache(), [one.prefill(PROMPTS[0], [])])
+    decode, prefill = one.decode(NEXT[0], []), one.prefill([], PROMPTS[1])
     decoded, after_decode = one.run(cache, [decode])
     prefilled, after_both = one.run(after_decode, [prefill])
     mixed, after_mixed = one.run(cache, [decode, prefill])
@@ -151,14 +147,6 @@ def test_groups_in_one_step_give_what_they_give_in_steps_of_their_own(kernels):
     for name in cache:
         np.testing.assert_array_equal(after_mixed[name], after_both[name])
         assert np.any(np.asarray(after_mixed[name]) != np.asarray(cache[name]))
-
-
-def test_a_rank_gets_the_same_logits_whether_the_other_is_idle_or_busy(kernels):
-    one = model()
-    alone, _ = one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [])])
-    beside, _ = one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)] * 2)])
-    np.testing.assert_array_equal(alone[0, 0], beside[0, 0])
-    assert np.all(np.isfinite(alone[1]))
 
 
 # One layout each, and both that decode with one form and prefill with another.
@@ -180,13 +168,9 @@ def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
     for key, array in one.empty_cache().items():
         values = rng.normal(size=array.shape).astype(kept[key][1])
         before[key] = values.view(array.dtype)
-    groups = [
-        one.decode([([7], 4, [9, 8])], []),
-        one.prefill(
-            [(FIRST[:3], 2, [1, 2])], [(SECOND, 0, [5, 4])]
-        ),  # a row that is shorter than the chunk, one padding row
-    ]
-    written = {(0, 8, 0), (0, 1, 2), (0, 1, 3), (0, 2, 0)}  # rank, page, offset
+    # One row is at its table's last page, one is shorter than the chunk, and one is padding.
+    groups = one.both(([([7], 18, [9, 8, 7, 6, 10])], []), ([(FIRST[:3], 2, [1, 2])], [(SECOND, 0, [5, 4])]))
+    written = {(0, 10, 2), (0, 1, 2), (0, 1, 3), (0, 2, 0)}  # rank, page, offset
     written |= {(1, 5, offset) for offset in range(G)} | {(1, 4, 0)}
     _, after = one.run(jax.device_put(before, shardings), groups)
     for key, array in before.items():
@@ -212,9 +196,8 @@ def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
 )
 def test_fewer_bits_stay_close_to_float32(options, tolerance):
     def logits(one):
-        groups = [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])]
-        _, cache = one.run(one.empty_cache(), groups)
-        return one.run(cache, [one.decode([([7], 6, FIRST_PAGES)], [([8], 5, SECOND_PAGES)])])[0][:, 0]
+        _, cache = one.run(one.empty_cache(), one.both(prompts=PROMPTS))
+        return one.run(cache, one.both(NEXT))[0][:, 0]
 
     exact, rounded = logits(model()), logits(model(**options))
     difference = np.abs(rounded - exact).max() / np.abs(exact).max()
@@ -223,8 +206,7 @@ def test_fewer_bits_stay_close_to_float32(options, tolerance):
 
 def test_an_fp8_cache_holds_the_rounded_entries_and_every_form_reads_them_alike():
     def prefilled(one):
-        groups = [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])]
-        return one.run(one.empty_cache(), groups)[1]
+        return one.run(one.empty_cache(), one.both(prompts=PROMPTS))[1]
 
     exact, kept = prefilled(model()), prefilled(model(kv_cache_dtype="fp8"))
     values, scale = fp8.quantise(exact["latent"][0])
@@ -238,53 +220,21 @@ def test_an_fp8_cache_holds_the_rounded_entries_and_every_form_reads_them_alike(
     for form in ("CC", "A_CC_ME", "AM_CC_ME"):
         one = model(kv_cache_dtype="fp8", mla_decode=form, kernels="plain")
         cache = {name: jax.device_put(held[name], array.sharding) for name, array in one.empty_cache().items()}
-        found[form] = one.run(cache, [one.decode([([7], 6, FIRST_PAGES)], [([8], 5, SECOND_PAGES)])])[0][:, 0]
+        found[form] = one.run(cache, [one.decode(*NEXT)])[0][:, 0]
     largest = np.abs(found["CC"]).max()
     for form, logits in found.items():
         # A last bit of float32 may turn the rounding of the decoded token's own entry.
         assert np.abs(logits - found["CC"]).max() <= 1e-2 * largest, form
 
 
-@pytest.mark.parametrize(
-    ("positions", "expected"),
-    [
-        ((0, 6), [[4, 5, 6, 7, 8, 9], [-1] * 6]),  # pages 1 and 2
-        ((3, 2), [[7, 8, -1, -1, -1, -1], [-1] * 6]),
-        ((18, 1), [[22, -1, -1, -1, -1, -1], [-1] * 6]),  # the last page of the table
-    ],
-)
-def test_tokens_go_to_the_slots_of_their_pages_and_padding_to_none(positions, expected):
-    start, length = positions
-    shape = GroupShape(2, 6, TABLE, "CC")
-    tables = np.array([[[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]])
-    fields = np.zeros((1, 2, 6), int), np.array([[start, 0]]), np.array([[length, 0]]), tables
-    packed = RowGroup.pack(*fields)
-    assert packed.shape == (1, shape.packed_width)
-    assert packed.dtype == np.int32
-    group = RowGroup.unpack(jax.numpy.asarray(packed), shape)
-    np.testing.assert_array_equal(group.slots(G)[0], expected)
-    for name, value in zip(("tokens", "start", "length", "tables"), fields, strict=True):
-        np.testing.assert_array_equal(getattr(group, name), value)
-
-
-def test_reports_count_every_token_of_every_moe_layer_and_no_padding():
-    one = model(mesh="dp=2", report=True, dispatch="padded")
-    one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])])
-    pairs = (len(FIRST) + len(SECOND)) * CONFIG.num_experts_per_tok
-    assert np.asarray(one.reports["tokens_per_expert"]).sum() == pairs * CONFIG.num_moe_layers
-    assert set(np.asarray(one.reports["rounds"]).ravel().tolist()) == {1}
-
-
-def test_an_fp8_wire_moves_logits_by_its_rounding_only():
-    exact, rounded = model(mesh="dp=2"), model(mesh="dp=2", dispatch="padded", dispatch_wire="fp8")
-    found = []
-    for one in (exact, rounded):
-        found.append(
-            one.run(one.empty_cache(), [one.prefill([(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)])])[0]
-        )
+def test_a_report_counts_tokens_without_padding_and_an_fp8_wire_moves_logits_by_its_rounding_only():
+    exact, rounded = model(), model(report=True, dispatch="padded", dispatch_wire="fp8")
+    found = [one.run(one.empty_cache(), one.both(prompts=PROMPTS))[0][:, 2] for one in (exact, rounded)]
     # e4m3 has 3 mantissa bits: values are off by up to 2⁻⁴ of themselves, sums of many by a small part of that.
-    difference = np.abs(found[0][:, 0] - found[1][:, 0]).max()
-    assert 0 < difference <= 2**-4 * np.abs(found[0][:, 0]).max()
+    assert 0 < np.abs(found[0] - found[1]).max() <= 2**-4 * np.abs(found[0]).max()
+    pairs = (len(FIRST) + len(SECOND)) * CONFIG.num_experts_per_tok
+    assert np.asarray(rounded.reports["tokens_per_expert"]).sum() == pairs * CONFIG.num_moe_layers
+    assert set(np.asarray(rounded.reports["rounds"]).ravel().tolist()) == {1}
 
 
 @pytest.mark.parametrize(

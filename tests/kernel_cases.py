@@ -1,11 +1,92 @@
 """Cases for the native kernels, and what they should give, by loops in float64."""
 
+import math
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+
+from dsjax.bench.modules.setting import random_parameter
+from dsjax.model.sparse import choose
 
 STORED = {4: np.dtype(np.float32), 2: np.dtype(ml_dtypes.bfloat16), 1: np.dtype(ml_dtypes.float8_e4m3fn)}
+
+
+def blocks(size):
+    """Number of blocks of 128."""
+    return -(-size // 128)
+
+
+def as_stored(array):
+    """The array as it lies in memory on CPU: bits of what is narrower than float32."""
+    return array.view({4: array.dtype, 2: np.uint16, 1: np.uint8}[array.itemsize])
+
+
+EXPERTS = {
+    "seed": st.integers(0, 2**31),
+    "X": st.integers(1, 9),
+    "D": st.sampled_from([1, 8, 37, 130, 300]),
+    "F": st.sampled_from([1, 7, 32, 140]),
+    "N": st.sampled_from([1, 2, 7, 60]),
+    "K": st.integers(1, 4),
+    "stored": st.sampled_from([4, 2, 1]),
+    "routing": st.sampled_from(["all", "some", "one expert", "none"]),
+}
+"""What ``ExpertsCase.drawn`` is given, for hypothesis; and so on for the other cases."""
+DENSE = {
+    "seed": st.integers(0, 2**31),
+    "K": st.sampled_from([8, 24, 72, 400]),
+    "width": st.sampled_from([1, 16, 37, 130, 300]),
+    "parts": st.sampled_from([1, 2]),
+    "stored": st.sampled_from([4, 2, 1]),
+    "transposed": st.booleans(),
+}
+ATTENTION = {
+    "seed": st.integers(0, 2**31),
+    "R": st.integers(1, 4),
+    "C": st.sampled_from([1, 2, 5, 70]),
+    "H": st.integers(1, 9),
+    **{name: st.integers(1, 70) for name in "NOU"},
+    "M": st.sampled_from([1, 16, 67, 128, 131]),
+    "G": st.sampled_from([1, 4, 16]),
+    "longest": st.sampled_from([1, 64, 65, 200]),
+    "stored": st.sampled_from([4, 2, 1]),
+    "holes": st.booleans(),
+}
+INDEX = {
+    "seed": st.integers(0, 2**31),
+    "R": st.integers(1, 3),
+    "C": st.integers(1, 4),
+    "I": st.sampled_from([1, 3, 16, 17, 40]),
+    "A": st.sampled_from([4, 16, 64, 256]),
+    "G": st.sampled_from([1, 4, 16]),
+    "pages": st.sampled_from([1, 7, 40, 150]),
+    "k": st.sampled_from([1, 5, 33]),
+    "stored": st.sampled_from([4, 2, 1]),
+    "holes": st.booleans(),
+}
+
+_STRIDES = (1, 1, 2, 1, 2, 2, 1, 2, 1, 1, 2)
+
+
+def spread(**factors):
+    """Parametrise a test by as few cases as have every value of every factor, each factor at a pace of its own.
+
+    The first case has the first value of every factor, so put there what is hardest together.
+    """
+    lists = {name: list(values) for name, values in factors.items()}
+    count = max(map(len, lists.values()))
+    paces = [next(s for s in (stride, 1) if math.gcd(s, len(own)) == 1)
+             for stride, own in zip(_STRIDES, lists.values(), strict=False)]  # fmt: skip
+    cases = [
+        tuple(own[at * pace % len(own)] for own, pace in zip(lists.values(), paces, strict=True)) for at in range(count)
+    ]
+    return pytest.mark.parametrize(tuple(lists), cases)
 
 
 @dataclass(frozen=True)
@@ -22,7 +103,6 @@ class ExpertsCase:
     @classmethod
     def drawn(cls, seed, *, X, D, F, N, K, stored=4, layers=2, routing="some"):
         rng = np.random.default_rng(seed)
-        blocks = lambda size: -(-size // 128)  # noqa: E731
         draw = lambda *shape: rng.normal(size=shape).astype(STORED[stored])  # noqa: E731
         scales = None
         if stored == 1:
@@ -42,9 +122,7 @@ class ExpertsCase:
         )
 
     def params(self):
-        """As ``ExpertProduct`` takes them on CPU: bits of what is narrower than float32, and the layer's number."""
-        bits = {2: np.uint16, 1: np.uint8}
-        as_stored = lambda a: a.view(bits[a.itemsize]) if a.itemsize in bits else a  # noqa: E731
+        """As ``ExpertProduct`` takes them on CPU, and the layer's number."""
         found = {"gate_up.weight": as_stored(self.gate_up), "down.weight": as_stored(self.down)}
         if self.scales:
             found |= {"gate_up.scale": self.scales[0], "down.scale": self.scales[1]}
@@ -84,7 +162,6 @@ class DenseCase:
     @classmethod
     def drawn(cls, seed, *, K, width, N, parts=1, stored=4, transposed=False):
         rng = np.random.default_rng(seed)
-        blocks = lambda size: -(-size // 128)  # noqa: E731
         shape = (2, width, K) if transposed else (2, K, parts, width)
         scale = None
         if stored == 1:
@@ -93,9 +170,7 @@ class DenseCase:
         return cls(weight, scale, rng.normal(size=(N, K)).astype(np.float32), transposed)
 
     def stored(self):
-        """The weight as the kernel takes it: bits of what is narrower than float32."""
-        bits = {2: np.uint16, 1: np.uint8}
-        return self.weight.view(bits[self.weight.itemsize]) if self.weight.itemsize in bits else self.weight
+        return as_stored(self.weight)
 
     def expected(self):
         """``[N, parts, width]`` in float64."""
@@ -144,13 +219,11 @@ class AttentionCase:
             tables,
             U,
             (rng.random((pages, G)) < 0.6).astype(np.uint8) if holes else None,
-            rng.uniform(0.5, 2, size=(layers, pages, G, -(-M // 128))).astype(np.float32) if stored == 1 else None,
+            rng.uniform(0.5, 2, size=(layers, pages, G, blocks(M))).astype(np.float32) if stored == 1 else None,
         )
 
     def cache(self):
-        """As the kernels take it: bits of what is narrower than float32."""
-        bits = {2: np.uint16, 1: np.uint8}
-        as_stored = lambda a: a.view(bits[a.itemsize]) if a.itemsize in bits else a  # noqa: E731
+        """As the kernels take it."""
         found = {"latent": as_stored(self.latent), "rope": as_stored(self.rope)}
         return found if self.scales is None else found | {"scale": self.scales}
 
@@ -206,7 +279,7 @@ class IndexCase:
         total = R * pages + 2
         tables = rng.permutation(total)[: R * pages].reshape(R, pages).astype(np.int32)
         start = rng.integers(0, max(1, pages * G - C), size=(R, 1))
-        scale = 2.0 ** rng.integers(-1, 2, size=(layers, total, G, -(-A // 128))) if stored == 1 else None
+        scale = 2.0 ** rng.integers(-1, 2, size=(layers, total, G, blocks(A))) if stored == 1 else None
         return cls(
             rng.integers(-2, 3, size=(R, C, I, A)).astype(np.float32),
             rng.integers(-2, 3, size=(R, C, I)).astype(np.float32),
@@ -219,10 +292,8 @@ class IndexCase:
         )
 
     def cache(self):
-        """As the step has it on CPU: bits of what is narrower than float32."""
-        bits = {2: np.uint16, 1: np.uint8}
-        stored = self.keys.view(bits[self.keys.itemsize]) if self.keys.itemsize in bits else self.keys
-        return {"index": stored} | ({} if self.scale is None else {"index_scale": self.scale})
+        """As the step has it on CPU."""
+        return {"index": as_stored(self.keys)} | ({} if self.scale is None else {"index_scale": self.scale})
 
     def expected(self):
         """The chosen positions of each query, in order."""
@@ -243,3 +314,55 @@ class IndexCase:
             best = np.argsort(-scores, kind="stable")[: self.k]
             found.append(sorted(int(position) for position in best if scores[position] > -np.inf))
         return found
+
+
+def attention_by(kernel, case, tiles, *, joined=False, spare=0, dtype=np.float32):
+    """What a Pallas kernel gives for an ``AttentionCase``, by the interpreter, in float64.
+
+    spare: numbers behind each entry of the cache, which hold zeros.
+    """
+    cache = case.cache()
+    if joined:
+        cache = {"joined": np.concatenate(list(cache.values()), axis=-1)}
+    found = kernel(
+        *(jnp.asarray(a, dtype) for a in (case.q_nope, case.q_rope)),
+        {name: np.pad(array, [(0, 0)] * 3 + [(0, spare)]) for name, array in cache.items()} if spare else cache,
+        case.latent.dtype,
+        jnp.int32(len(case.latent) - 1),
+        *(jnp.asarray(a) for a in (case.start, case.length, case.tables)),
+        None if case.filled is None else jnp.asarray(case.filled, bool),
+        scale=case.scale,
+        interpret=True,
+        tiles=tiles,
+    )
+    return np.asarray(found).astype(np.float64)
+
+
+def choices_by(index_scores, case):
+    """The positions that are chosen by a Pallas kernel's scores of an ``IndexCase``, query by query."""
+    scores = index_scores(
+        *(jnp.asarray(a) for a in (case.query, case.weight)),
+        case.cache(),
+        case.keys.dtype,
+        jnp.int32(len(case.keys) - 1),
+        *(jnp.asarray(a) for a in (case.positions, case.tables)),
+        None if case.filled is None else jnp.asarray(case.filled),
+        interpret=True,
+    )
+    marked = np.asarray(choose(scores, case.k))
+    return [np.flatnonzero(row).tolist() for row in marked.reshape(-1, marked.shape[-1])]
+
+
+def shared_expert_of(step, sliced=False):
+    """The shared expert of the second layer with random weights, for three tokens.
+
+    sliced: the layer's matrices are cut out of the stack before the product, and not read in it.
+    """
+    params = {path: random_parameter(info, 3) for path, info in step.table.infos.items() if "moe_layers" in path}
+    module = step.table.bind(dict.fromkeys(step.table.infos, jnp.zeros(())) | params).moe_layers.moe.shared
+    if sliced:
+        graph, state = nnx.split(module)
+        module = nnx.merge(graph, jax.tree.map(lambda array: array[1], state))
+    width = step.config.hidden_size
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, width)), jnp.float32)
+    return np.asarray(jax.jit(lambda x: module(x, step.in_place.multiply(jnp.int32(1))))(x))
