@@ -21,17 +21,9 @@ MOST_SECONDS = 600
 _PALETTE = 128
 
 
-def execute(name: str, sizes: str = "", xla_flags: str = ""):
-    """Run a notebook from the source tree, on the CPU, and give it with its outputs.
-
-    sizes: Python assignments that replace those of the cell tagged ``parameters``. xla_flags: what XLA is told beside what the
-    notebook itself tells it.
-
-    Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised; the message has its traceback.
-    """
+def read(name: str, sizes: str = ""):
+    """Read a notebook. sizes: Python assignments that replace those of the cell tagged ``parameters``."""
     import nbformat
-    from nbclient import NotebookClient
 
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     if sizes:
@@ -41,6 +33,19 @@ def execute(name: str, sizes: str = "", xla_flags: str = ""):
                 f"notebook {name} has {len(places)} cells tagged 'parameters', expected one to put sizes after"
             )
         notebook.cells.insert(places[0] + 1, nbformat.v4.new_code_cell(sizes))
+    return notebook
+
+
+def execute(notebook, xla_flags: str = "") -> None:
+    """Run a notebook from the source tree, on the CPU, in a fresh kernel, and keep its outputs in it.
+
+    xla_flags: what XLA is told beside what the notebook itself tells it.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell raised; the message has its traceback.
+    """
+    from nbclient import NotebookClient
+
     client = NotebookClient(
         notebook,
         timeout=MOST_SECONDS,
@@ -49,7 +54,6 @@ def execute(name: str, sizes: str = "", xla_flags: str = ""):
         record_timing=False,
     )
     client.execute(env=_environment() | {"XLA_FLAGS": xla_flags})
-    return notebook
 
 
 def _environment() -> dict[str, str]:
@@ -85,7 +89,8 @@ def main() -> None:
         parser.error(f"no notebook {', '.join(unknown)}; there are {', '.join(NOTEBOOKS)}")
     for name in names:
         started = time.perf_counter()
-        notebook = execute(name)
+        notebook = read(name)
+        execute(notebook)
         shrink_pictures(notebook)
         path = FOLDER / f"{name}.ipynb"
         nbformat.write(notebook, path)

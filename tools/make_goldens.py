@@ -17,11 +17,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch
-import transformers
 from goldens.configurations import CASES, case_configuration
 from goldens.random_weights import digest_of_shapes
-from goldens.reference_model import reference_logits, saved_shapes, settled_weights
 
 GOLDENS = ROOT / "tests" / "goldens"
 ROWS, LENGTH = 2, 20
@@ -29,6 +26,8 @@ ROWS, LENGTH = 2, 20
 
 def make_case(name: str, index: int) -> tuple[dict, np.ndarray, np.ndarray]:
     """One case: its entry in `cases.json`, its token ids and its logits."""
+    from goldens.reference_model import reference_logits, saved_shapes, settled_weights
+
     raw, bias_center = case_configuration(name)
     rng = np.random.Generator(np.random.PCG64(index))
     tokens = rng.integers(0, raw["vocab_size"], (ROWS, LENGTH))
@@ -65,6 +64,9 @@ def main() -> None:
     if arguments.check:
         check(entries, arrays)
         return
+    import torch
+    import transformers
+
     made_with = {"torch": torch.__version__, "transformers": transformers.__version__}
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     (GOLDENS / "cases.json").write_text(f'{{"made_with": {json.dumps(made_with)}, "cases": [\n{lines}\n]}}\n')

@@ -12,7 +12,7 @@ Names, types, enumerations and what is required are theirs; a pod's template is 
 
 from typing import Any
 
-_INT, _STRING, _BOOL = {"type": "integer"}, {"type": "string"}, {"type": "boolean"}
+_INT, _STRING = {"type": "integer"}, {"type": "string"}
 _MAP = {"type": "object", "additionalProperties": _STRING}
 _INT_OR_STRING = {"anyOf": [_INT, _STRING]}
 _STRINGS = {"type": "array", "items": _STRING}
@@ -40,7 +40,6 @@ LEADER_WORKER_SET = _object(
         ("leaderWorkerTemplate",),
         replicas={"type": "integer", "minimum": 0, "maximum": 1_000_000},
         startupPolicy=_choice("LeaderCreated", "LeaderReady"),
-        networkConfig=_object(("subdomainPolicy",), subdomainPolicy=_choice("Shared", "UniquePerReplica")),
         rolloutStrategy=_object(
             ("type",),
             type=_choice("RollingUpdate"),
@@ -50,9 +49,7 @@ LEADER_WORKER_SET = _object(
             ("workerTemplate",),
             size=_INT,
             restartPolicy=_choice("Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"),
-            leaderTemplate=_TEMPLATE,
             workerTemplate=_TEMPLATE,
-            subGroupPolicy=_object(subGroupPolicyType=_choice("LeaderWorker", "LeaderExcluded"), subGroupSize=_INT),
         ),
     ),
 )
@@ -64,21 +61,16 @@ POD_MONITOR = _object(
     metadata=_METADATA,
     spec=_object(
         ("selector",),
-        selector=_object(matchLabels=_MAP, matchExpressions={"type": "array"}),
-        jobLabel=_STRING,
+        selector=_object(matchLabels=_MAP),
         podTargetLabels=_STRINGS,
         podMetricsEndpoints={
             "type": "array",
             "items": _object(
                 port=_STRING,
                 path=_STRING,
-                scheme=_STRING,
                 interval=_DURATION,
-                scrapeTimeout=_DURATION,
-                honorLabels=_BOOL,
-                filterRunning=_BOOL,
                 authorization=_object(
-                    type=_STRING, credentials=_object(("key",), key=_STRING, name=_STRING, optional=_BOOL)
+                    type=_STRING, credentials=_object(("key",), key=_STRING, name=_STRING, optional={"type": "boolean"})
                 ),
             ),
         },
@@ -93,16 +85,9 @@ COMPUTE_DOMAIN = _object(
     spec=_object(
         ("numNodes", "channel"),
         numNodes={"type": "integer", "minimum": 0},
-        channel=_object(
-            ("resourceClaimTemplate",),
-            resourceClaimTemplate=_object(("name",), name=_STRING),
-            allocationMode=_choice("Single", "All"),
-        ),
+        channel=_object(("resourceClaimTemplate",), resourceClaimTemplate=_object(("name",), name=_STRING)),
     ),
 )
-
-_NAME = {"type": "string", "minLength": 1, "maxLength": 63}
-_ENV = {"type": "array", "items": _object(("name",), name=_STRING, value=_STRING, valueFrom={"type": "object"})}
 
 DYNAMO_GRAPH_DEPLOYMENT = _object(
     ("apiVersion", "kind", "metadata", "spec"),
@@ -110,28 +95,15 @@ DYNAMO_GRAPH_DEPLOYMENT = _object(
     kind=_choice("DynamoGraphDeployment"),
     metadata=_METADATA,
     spec=_object(
-        annotations=_MAP,
-        labels=_MAP,
-        backendFramework=_choice("sglang", "vllm", "trtllm"),
-        env=_ENV,
-        priorityClassName=_STRING,
-        restart=_object(("id",), id=_NAME, strategy={"type": "object"}),
-        topologyConstraint=_object(("clusterTopologyName",), clusterTopologyName=_NAME, packDomain=_STRING),
         components={
             "type": "array",
             "items": _object(
                 ("name",),
-                name=_NAME,
+                name={"type": "string", "minLength": 1, "maxLength": 63},
                 type=_choice("frontend", "worker", "prefill", "decode", "planner", "epp"),
                 replicas={"type": "integer", "minimum": 0},
                 multinode=_object(nodeCount={"type": "integer", "minimum": 2}),
                 sharedMemorySize=_INT_OR_STRING,
-                globalDynamoNamespace=_BOOL,
-                compilationCache=_object(("pvcName",), pvcName=_NAME, mountPath=_STRING),
-                modelRef=_object(("name",), name=_NAME, revision=_STRING),
-                scalingAdapter=_object(),
-                topologyConstraint=_object(("packDomain",), packDomain=_STRING),
-                frontendSidecar=_STRING,
                 podTemplate=_TEMPLATE,
             ),
         },

@@ -1,17 +1,14 @@
 """`deploy/dynamo`: files that the published schemas accept, with options that `dsjax dynamo` takes, on as many devices as they ask for."""
 
 import importlib.metadata
+import json
 import shlex
 import sys
 from pathlib import Path
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import typer
-import yaml
-from custom_resources import COMPUTE_DOMAIN, DYNAMO_GRAPH_DEPLOYMENT
-from test_deploy import check_restricted, versions_for
+from test_deploy import check, check_restricted, plan, read
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -30,23 +27,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 
 def documents(path: Path) -> list[dict]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
-
-
-def check(document: dict) -> None:
-    """Hold a document against the published schema of its kind, and its pods against Kubernetes' own."""
-    for version in versions_for(document):
-        if document["kind"] == "ComputeDomain":
-            jsonschema.validate(document, COMPUTE_DOMAIN)
-            continue
-        if document["kind"] != "DynamoGraphDeployment":
-            kubernetes_validate.validate(document, version, strict=True)
-            continue
-        jsonschema.validate(document, DYNAMO_GRAPH_DEPLOYMENT)
-        for component in document["spec"]["components"]:
-            template = component["podTemplate"]
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "made"}, **template}
-            kubernetes_validate.validate(pod, version, strict=True)
+    return json.loads(json.dumps(read(path)))
 
 
 def workers_of(found: list[dict]) -> list[tuple[dict, dict]]:
@@ -66,6 +47,11 @@ def devices_of(found: list[dict]) -> int:
         hosts = worker.get("multinode", {}).get("nodeCount", 1)
         total += worker["replicas"] * hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])
     return total
+
+
+def engine_args(options: dict) -> EngineArgs:
+    """Those of them that are the engine's."""
+    return EngineArgs(**{name: value for name, value in options.items() if name in EngineArgs.__dataclass_fields__})
 
 
 def parsed(arguments: list[str]) -> dict:
@@ -110,18 +96,6 @@ def test_pods_are_restricted_have_their_secrets_and_are_fenced(path):
         assert ("claims" in container["resources"]) == (several and bool(domain))
 
 
-def test_a_wrong_file_is_found():
-    found = documents(FILES[0])
-    worker, container = workers_of(found)[0]
-    worker["multiNode"] = worker.pop("multinode", {"nodeCount": 2})
-    with pytest.raises(jsonschema.ValidationError):
-        check(found[2])
-    del worker["multiNode"]
-    container["arguments"] = container.pop("args")
-    with pytest.raises(kubernetes_validate.ValidationError):
-        check(found[2])
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
     from dsjax.dynamo.command import CLEANUP_SECONDS
@@ -130,11 +104,11 @@ def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
     assert [worker["type"] for worker, _ in workers_of(found)] in (["worker"], ["prefill", "decode"])
     for worker, container in workers_of(found):
         assert container["command"] == ["dsjax", "dynamo"]
-        own = {n: v for n, v in parsed(container["args"]).items() if n in EngineArgs.__dataclass_fields__}
-        args = EngineArgs(**own)
+        options = parsed(container["args"])
+        args = engine_args(options)
         assert args.disaggregation_mode == {"worker": "agg"}.get(worker["type"], worker["type"])
         grace = worker["podTemplate"]["spec"]["terminationGracePeriodSeconds"]
-        assert grace >= DYNAMOS_GRACE_SECONDS + parsed(container["args"])["shutdown_timeout"] + CLEANUP_SECONDS
+        assert grace >= DYNAMOS_GRACE_SECONDS + options["shutdown_timeout"] + CLEANUP_SECONDS
         mesh = MeshSpec.parse(args.mesh)
         hosts = worker.get("multinode", {}).get("nodeCount", 1)
         assert mesh.num_devices == hosts * int(container["resources"]["limits"]["nvidia.com/gpu"])
@@ -191,53 +165,44 @@ def test_the_files_are_what_the_tool_writes(path):
     assert path.read_text() == graph(path.stem)
 
 
-def test_a_plan_writes_a_file_of_its_own(tmp_path):
-    path = tmp_path / "my service.yaml"
-    ask = ["plan", "--cluster", "h200-16", "--mesh", "dp=16", "--concurrency", "64", "--recipe", str(path)]
-    result = CliRunner().invoke(app, ask)
-    assert result.exit_code == 0, result.output
+def planned(path: Path, words: str) -> tuple[list[dict], dict[str, tuple[dict, dict]]]:
+    """The documents of a plan's file; and by its type each worker, with the options of its engine."""
+    plan(path, words)
     found = documents(path)
-    assert [document["kind"] for document in found] == KINDS
     for document in found:
         check(document)
-    ((worker, container),) = workers_of(found)
+    return found, {worker["type"]: (worker, parsed(container["args"])) for worker, container in workers_of(found)}
+
+
+def test_a_plan_writes_a_file_of_its_own(tmp_path):
+    found, workers = planned(tmp_path / "my service.yaml", "--cluster h200-16 --mesh dp=16 --concurrency 64")
+    assert [document["kind"] for document in found] == KINDS
     assert found[2]["metadata"]["name"] == "my-service"
+    [(worker, options)] = workers.values()
     assert worker["multinode"] == {"nodeCount": 2}
-    options = parsed(container["args"])
     assert (options["mesh"], options["weights"], options["model"]) == ("dp=16", "fp8", "/models/deepseek-v3")
 
 
 def test_a_separated_plan_writes_prefill_and_decode_workers(tmp_path):
-    path = tmp_path / "apart.yaml"
-    ask = ["plan", "--cluster", "h200-32", "--mode", "separated", "--concurrency", "64", "--recipe", str(path)]
-    result = CliRunner().invoke(app, ask)
-    assert result.exit_code == 0, result.output
-    found = documents(path)
-    for document in found:
-        check(document)
-    for worker, container in workers_of(found):
-        assert f"--disaggregation-mode={worker['type']}" in container["args"]
-    assert {worker["type"] for worker, _ in workers_of(found)} == {"prefill", "decode"}
+    found, workers = planned(tmp_path / "apart.yaml", "--cluster h200-32 --mode separated --concurrency 64")
+    assert {side: options["disaggregation_mode"] for side, (_, options) in workers.items()} == {
+        "prefill": "prefill", "decode": "decode"
+    }  # fmt: skip
     assert devices_of(found) == 32
 
 
 def test_a_process_with_attention_and_experts_is_a_worker(tmp_path):
-    path = tmp_path / "apart.yaml"
-    ask = ["plan", "--cluster", "h200-8", "--attention-mesh", "dp=2", "--expert-mesh", "ep=6", "--mode", "aggregated"]
-    result = CliRunner().invoke(app, [*ask, "--recipe", str(path)])
-    assert result.exit_code == 0, result.output
-    found = documents(path)
-    for document in found:
-        check(document)
-    ((worker, container),) = workers_of(found)
-    own = {n: v for n, v in parsed(container["args"]).items() if n in EngineArgs.__dataclass_fields__}
-    assert (worker["type"], EngineArgs(**own).num_devices, devices_of(found)) == ("worker", 8, 8)
+    found, workers = planned(
+        tmp_path / "apart.yaml", "--cluster h200-8 --attention-mesh dp=2 --expert-mesh ep=6 --mode aggregated"
+    )
+    assert workers.keys() == {"worker"}
+    assert (engine_args(workers["worker"][1]).num_devices, devices_of(found)) == (8, 8)
 
 
 def test_experts_in_processes_of_their_own_are_no_workers(tmp_path):
     path = tmp_path / "apart.yaml"
-    ask = ["plan", "--cluster", "h200-32", "--attention-mesh", "dp=8", "--expert-mesh", "ep=16", "--mode", "aggregated"]
-    refused = CliRunner().invoke(app, [*ask, "--recipe", str(path)])
+    words = f"plan --cluster h200-32 --attention-mesh dp=8 --expert-mesh ep=16 --mode aggregated --recipe {path}"
+    refused = CliRunner().invoke(app, words.split())
     assert isinstance(refused.exception, UserError)
     assert "give a folder, which has both sides for Kubernetes" in str(refused.exception)
     assert not path.exists()

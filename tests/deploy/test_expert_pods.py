@@ -1,32 +1,24 @@
 """Attention and experts apart on Kubernetes: what `dsjax plan --recipe FOLDER` writes of both sides, the tests of `plan/expert_pods.py`."""
 
-import importlib
 import json
 
 import pytest
-import typer
-from test_deploy import check, check_restricted, render
-from typer.testing import CliRunner
+from test_deploy import check, check_restricted, plan, render, serve_command, template_of
 
-from dsjax.cli import app
-from dsjax.cli.main import COMMANDS
 from dsjax.engine.afd.options import afd_addresses
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
 from dsjax.serve.guards import OPEN_PATHS
 
-ON_ONE_HOST = ["--attention-mesh", "dp=8"]
+ON_ONE_HOST = "--attention-mesh dp=8 --expert-mesh ep=16"
 GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 RANK_LABEL = "apps.kubernetes.io/pod-index"
 """What their controllers write on each pod."""
 
 
-def planned(folder, *words):
+def planned(folder, words):
     """The documents of a plan's folder by kind, in lists."""
-    result = CliRunner().invoke(
-        app, ["plan", "--cluster", "h200-32", "--mode", "aggregated", *words, "--recipe", str(folder)]
-    )
-    assert result.exit_code == 0, result.output
+    plan(folder, f"--cluster h200-32 --mode aggregated {words}")
     found: dict[str, list[dict]] = {}
     for document in render(folder):
         check(document)
@@ -37,21 +29,21 @@ def planned(folder, *words):
 @pytest.fixture(scope="module")
 def one_kind(tmp_path_factory):
     """One instance: attention on a host of eight devices, experts on two."""
-    return planned(tmp_path_factory.mktemp("one") / "mine", *ON_ONE_HOST, "--expert-mesh", "ep=16")
+    return planned(tmp_path_factory.mktemp("one") / "mine", ON_ONE_HOST)
 
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
     """One instance: attention on two hosts of eight devices, experts on two."""
     folder = tmp_path_factory.mktemp("group") / "mine"
-    return planned(folder, "--attention-mesh", "dp=16", "--expert-mesh", "ep=16")
+    return planned(folder, "--attention-mesh dp=16 --expert-mesh ep=16")
 
 
 @pytest.fixture(scope="module")
 def two_kinds(tmp_path_factory):
     """Two instances, with experts on another kind of hosts."""
-    beside = ["--engine", "published", "--expert-mesh", "ep=16", "--expert-device", "h20", "--expert-hosts", "4"]
-    return planned(tmp_path_factory.mktemp("two") / "mine", *ON_ONE_HOST, *beside)
+    beside = "--engine published --expert-device h20 --expert-hosts 4"
+    return planned(tmp_path_factory.mktemp("two") / "mine", f"{ON_ONE_HOST} {beside}")
 
 
 def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
@@ -67,10 +59,7 @@ def read(pod: dict, labels: dict[str, str]) -> tuple[EngineArgs, dict]:
         words = [word.replace(f"$({name})", value) for word in words]
     assert words[0] == "serve"
     assert not any("$(" in word or "EXPERTS" in word for word in words), "something is left open"
-    module, function = COMMANDS["serve"]
-    command = typer.Typer(add_completion=False)
-    command.command()(getattr(importlib.import_module(module), function))
-    context = typer.main.get_command(command).make_context("dsjax serve", words[1:])
+    context = serve_command().make_context("dsjax serve", words[1:])
     assert context.args == []
     own = {name: value for name, value in context.params.items() if name in EngineArgs.__dataclass_fields__}
     return EngineArgs(**own), context.params
@@ -80,7 +69,7 @@ def groups_of(found):
     """Read, for each instance, the arguments that all its processes with attention have, and those of its processes with experts by host
     name."""
     (group,) = found["LeaderWorkerSet"]
-    pod = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    pod = template_of(group)["spec"]
     sets = {one["metadata"]["name"]: one["spec"] for one in found["StatefulSet"]}
     assert len(sets) == group["spec"]["replicas"]
     for number in range(group["spec"]["replicas"]):
@@ -115,7 +104,7 @@ def test_each_attention_process_calls_the_pods_of_its_group_at_the_names_and_ran
 def test_a_pod_has_the_devices_of_its_side_and_a_step_waits_longer_than_experts_take_to_come_back(one_kind):
     ((attention, server, experts),) = groups_of(one_kind)
     (group,), (experts_set,) = one_kind["LeaderWorkerSet"], one_kind["StatefulSet"]
-    pods = [group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"], experts_set["spec"]["template"]["spec"]]
+    pods = [template_of(group)["spec"], experts_set["spec"]["template"]["spec"]]
     devices = [int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in pods]
     assert devices == [attention.num_devices, next(iter(experts.values())).num_devices] == [8, 8]
     assert 600 < attention.start_timeout < server["step_timeout"]
@@ -141,16 +130,10 @@ def test_pods_with_experts_are_restricted_have_their_keys_and_are_probed_as_they
     pod = pods["spec"]["template"]["spec"]
     check_restricted(pod)
     (container,) = pod["containers"]
-    (attention,) = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
-    secrets = [
-        {
-            one["name"]: one["valueFrom"]["secretKeyRef"]
-            for one in each["env"]
-            if "secretKeyRef" in one.get("valueFrom", {})
-        }
-        for each in (container, attention)
-    ]
+    (attention,) = template_of(group)["spec"]["containers"]
+    secrets = [[one for one in each["env"] if "secretKeyRef" in str(one)] for each in (container, attention)]
     assert secrets[0] == secrets[1]
+    assert secrets[0]
     assert container["image"] == attention["image"]
     probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert probes == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
@@ -159,24 +142,19 @@ def test_pods_with_experts_are_restricted_have_their_keys_and_are_probed_as_they
 
 def test_nodes_of_two_kinds_are_told_apart(one_kind, two_kinds):
     def selectors(found):
-        pods = [found["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]["workerTemplate"]]
-        return [
-            pod["spec"].get("nodeSelector")
-            for pod in (*pods, *(one["spec"]["template"] for one in found["StatefulSet"]))
-        ]
+        pods = [template_of(found["LeaderWorkerSet"][0]), *(one["spec"]["template"] for one in found["StatefulSet"])]
+        return [pod["spec"].get("nodeSelector") for pod in pods]
 
     assert selectors(one_kind) == [None, None]
     assert selectors(two_kinds) == [{"dsjax-device": "h200"}, {"dsjax-device": "h20"}, {"dsjax-device": "h20"}]
 
 
 def test_both_sides_on_one_host_are_one_process(tmp_path):
-    words = "plan --cluster h200-8 --mode aggregated --attention-mesh dp=2 --expert-mesh ep=6 --redundant-experts 2 --num-afd-stages 3 "
-    words += f"--concurrency 1024 --input 512 --output 512 --recipe {tmp_path / 'mine'}"
-    assert CliRunner().invoke(app, words.split()).exit_code == 0
+    words = "--cluster h200-8 --mode aggregated --attention-mesh dp=2 --expert-mesh ep=6 --redundant-experts 2 --num-afd-stages 3 "
+    plan(tmp_path / "mine", words + "--concurrency 1024 --input 512 --output 512")
     found = {one["kind"]: one for one in render(tmp_path / "mine")}
     assert "StatefulSet" not in found
-    pod = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
-    args, _ = read(pod, {})
+    args, _ = read(template_of(found["LeaderWorkerSet"])["spec"], {})
     assert (args.afd_role, args.num_devices) == ("both", 8)
     assert (args.enable_dbo, args.num_afd_stages) == (True, 3)
     assert json.loads((tmp_path / "mine" / "recipe.json").read_text())["services"][0]["devices_each"] == 8
@@ -186,8 +164,7 @@ def test_attention_on_two_hosts_is_a_group_whose_processes_find_each_other_and_e
     """The pods are those of any engine of several hosts: each has its place from LeaderWorkerSet, and its network cards."""
     ((attention, server, experts),) = groups_of(group)
     spec = group["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]
-    pod = spec["workerTemplate"]["spec"]
-    (container,) = pod["containers"]
+    (container,) = spec["workerTemplate"]["spec"]["containers"]
     assert spec["size"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == attention.num_devices == 16
     assert container["resources"]["limits"]["rdma/ib"] == "1"
     assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
@@ -206,7 +183,7 @@ def test_attention_on_two_hosts_is_a_group_whose_processes_find_each_other_and_e
 def test_clients_reach_process_0_of_attention_and_its_group_reaches_every_port(group):
     services = {one["metadata"]["name"]: one["spec"] for one in group["Service"]}
     assert services["dsjax"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
-    labels = group["LeaderWorkerSet"][0]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"].items()
+    labels = template_of(group["LeaderWorkerSet"][0])["metadata"]["labels"].items()
     (policy,) = group["NetworkPolicy"]
     only_http, among_engines = policy["spec"]["ingress"]
     assert [one["port"] for one in only_http["ports"]] == ["http"]
@@ -215,18 +192,7 @@ def test_clients_reach_process_0_of_attention_and_its_group_reaches_every_port(g
 
 
 def test_experts_leave_a_folder_with_the_plan(tmp_path):
-    planned(tmp_path / "mine", *ON_ONE_HOST, "--expert-mesh", "ep=16")
+    planned(tmp_path / "mine", ON_ONE_HOST)
     assert (tmp_path / "mine" / "experts.yaml").exists()
-    whole = [
-        "plan",
-        "--cluster",
-        "h200-32",
-        "--mesh",
-        "dp=8",
-        "--mode",
-        "aggregated",
-        "--recipe",
-        str(tmp_path / "mine"),
-    ]
-    assert CliRunner().invoke(app, whole).exit_code == 0
+    plan(tmp_path / "mine", "--cluster h200-32 --mesh dp=8 --mode aggregated")
     assert not (tmp_path / "mine" / "experts.yaml").exists()

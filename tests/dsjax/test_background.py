@@ -11,9 +11,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import numpy as np
@@ -56,33 +58,23 @@ STARTS = {
 """What starts a thread or a task, by the last part of its name."""
 
 
-class Starts(ast.NodeVisitor):
-    """Collects the functions of a module that start threads or tasks."""
-
-    def __init__(self):
-        self._within, self.names = [], set()
-
-    def _enter(self, node):
-        self._within.append(node.name)
-        self.generic_visit(node)
-        self._within.pop()
-
-    visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _enter
-
-    def visit_Call(self, node):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in STARTS:
-            self.names.add(".".join(self._within))
-        self.generic_visit(node)
+def starts(node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the functions within `node` that start threads or tasks."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        within = (*within, node.name)
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in STARTS:
+        yield ".".join(within)
+    for inner in ast.iter_child_nodes(node):
+        yield from starts(inner, within)
 
 
 def started() -> set[tuple[str, str]]:
-    found = set()
-    for path in sorted((ROOT / "dsjax").rglob("*.py")):
-        starts = Starts()
-        starts.visit(ast.parse(path.read_text(encoding="utf-8")))
-        found |= {(path.relative_to(ROOT / "dsjax").as_posix(), name) for name in starts.names}
-    return found
+    package = ROOT / "dsjax"
+    return {
+        (path.relative_to(package).as_posix(), name)
+        for path in package.rglob("*.py")
+        for name in starts(ast.parse(path.read_text(encoding="utf-8")))
+    }
 
 
 def rows() -> list[list[str]]:
@@ -115,12 +107,11 @@ def until(condition, seconds=60.0):
 
 def once(error, then=lambda *arguments: None):
     """A function that raises when it is called first, and is `then` afterwards."""
-    calls = []
+    failures = [error]
 
     def call(*arguments, **named):
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise error
+        if failures:
+            raise failures.pop()
         return then(*arguments, **named)
 
     return call
@@ -325,6 +316,9 @@ def listening(serve):
     return listener, lambda: page_channel.connect_to(listener.address, {}, page_channel.PAGES, KEY)[0]
 
 
+IDLE_PEER = SimpleNamespace(receive=lambda message: None, leave=lambda: None)
+
+
 def has_ended(channel):
     channel.settimeout(60)
     with pytest.raises((EOFError, OSError)):
@@ -355,12 +349,7 @@ def fail_transfer_messages(monkeypatch):
 def fail_connection(monkeypatch):
     """Who has connected sees the end, instead of waiting for an answer; the next one is served."""
     served = []
-
-    def serve(channel):
-        served.append(channel)
-        return SimpleNamespace(receive=lambda message: None, leave=lambda: None)
-
-    listener, connect = listening(once(BROKEN, serve))
+    listener, connect = listening(once(BROKEN, lambda channel: served.append(channel) or IDLE_PEER))
     assert has_ended(connect())
     connect()
     until(lambda: served)
@@ -371,9 +360,7 @@ def fail_listener(monkeypatch):
     """The next one that connects is let in."""
     monkeypatch.setattr(secure_listener.SecureListener, "_make_room", once(BROKEN))
     served = []
-    listener, connect = listening(
-        lambda channel: served.append(channel) or SimpleNamespace(receive=None, leave=lambda: None)
-    )
+    listener, connect = listening(lambda channel: served.append(channel) or IDLE_PEER)
     with contextlib.suppress(EOFError, OSError, ValueError):
         connect()
     connect()
@@ -456,20 +443,16 @@ def fail_welcome(monkeypatch):
     assert made.comers.ids == set()
 
 
-class Engine:
+def make_engine():
     """What front ends need of the engine's process; it cannot admit the first request."""
-
-    def __init__(self):
-        self.admitted, self.observers, self.on_death = [], [], None
-        self.rules = SimpleNamespace(make=once(BROKEN, lambda *a: []))
-        self.admit = lambda link, one, requests: self.admitted.append(one)
-
-    def drop(self, link, handles):
-        return []
+    made = SimpleNamespace(admitted=[], observers=[], on_death=None, drop=lambda link, handles: [])
+    made.rules = SimpleNamespace(make=once(BROKEN, lambda *a: []))
+    made.admit = lambda link, one, requests: made.admitted.append(one)
+    return made
 
 
-def request_with(handle, **fields):
-    params = SimpleNamespace(structured_outputs=fields.get("grammar"))
+def request_with(handle, grammar):
+    params = SimpleNamespace(structured_outputs=grammar)
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
         sampling_params=lambda: params,
@@ -479,55 +462,45 @@ def request_with(handle, **fields):
     )
 
 
-@pytest.mark.parametrize("grammar", [None, "root"])
-def test_a_request_that_cannot_be_admitted_gets_an_error_and_the_next_one_is_admitted(grammar):
-    async def serve():
-        engine = Engine()
+def fail_front_end_requests(monkeypatch):
+    """A request that cannot be admitted, with a grammar or without, gets an error, and the next one is admitted."""
+
+    async def serve(grammar):
+        engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        sent = []
         link = SimpleNamespace(index=0, preparing={}, send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
         async def read():
             for handle in (1, 2):
-                yield processes.Add(0, [request_with(handle, grammar=grammar)])
+                yield processes.Add(0, [request_with(handle, grammar)])
                 while front_ends._tasks:
                     await asyncio.sleep(0.001)
 
         link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
         await front_ends._serve(link)
-        return sent, engine.admitted
+        assert [message.handles for message in sent] == [[1]]
+        assert [one.completions[0][0] for one in engine.admitted] == [2]
 
-    sent, admitted = asyncio.run(serve())
-    assert [message.handles for message in sent] == [[1]]
-    assert [one.completions[0][0] for one in admitted] == [2]
-
-
-def fail_front_end_requests(monkeypatch):
-    test_a_request_that_cannot_be_admitted_gets_an_error_and_the_next_one_is_admitted("root")
+    for grammar in (None, "root"):
+        asyncio.run(serve(grammar))
+    assert failure_counts()["front end requests"] >= 2
 
 
 def fail_front_end(monkeypatch):
     """One that cannot be started is tried again, and given up with a reason: nobody waits for it for ever."""
     monkeypatch.setattr(processes, "_RESTART_SECONDS", 0.0)
-    front_ends = processes.FrontEnds(Engine(), [SimpleNamespace(fileno=lambda: 0)], None)
-    monkeypatch.setattr(
-        processes.subprocess, "Popen", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EAGAIN, "no process"))
-    )
+    front_ends = processes.FrontEnds(make_engine(), [SimpleNamespace(fileno=lambda: 0)], None)
+    monkeypatch.setattr(processes.subprocess, "Popen", Mock(side_effect=OSError(errno.EAGAIN, "no process")))
     with pytest.raises(ValueError, match="front end 0 ended 3 times before it listened"):
         asyncio.run(asyncio.wait_for(front_ends.start("address"), 20))
 
 
 def fail_front_end_counters(monkeypatch):
     async def gather():
-        front_ends, gathered = processes.FrontEnds(Engine(), [], None), asyncio.Event()
-        fails = once(BROKEN, gathered.set)
-
-        async def call():
-            fails()
-
-        monkeypatch.setattr(front_ends, "gather", call)
+        front_ends, gathered = processes.FrontEnds(make_engine(), [], None), asyncio.Event()
+        monkeypatch.setattr(front_ends, "gather", AsyncMock(side_effect=once(BROKEN, gathered.set)))
         monkeypatch.setattr(processes, "_GATHER_SECONDS", 0.001)
         front_ends._spawn(front_ends._gather_often())
         await asyncio.wait_for(gathered.wait(), 60)

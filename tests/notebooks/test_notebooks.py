@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, in a kernel of its own; what is committed is small and was run."""
+"""Every notebook runs from its first cell to its last; what is committed is small and was run."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from notebooks.execute import execute
+from notebooks.execute import execute, read
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -32,35 +32,35 @@ def cells(name):
     return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
-def test_there_is_a_small_size_for_each_notebook():
-    assert list(SMALL) == NOTEBOOKS
-
-
 @pytest.mark.slow
 @needs_jupyter
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_runs_in_a_fresh_kernel(name):
-    # This process's flags, quick compilation among them; how many devices there are, a notebook says itself.
+def test_every_notebook_runs_and_draws_its_pictures():
+    """One kernel runs all of them and forgets all names in between: starting kernels takes longer than the small notebooks."""
+    import nbformat
+
+    assert list(SMALL) == NOTEBOOKS
+    notebooks = [read(name, sizes) for name, sizes in SMALL.items()]
+    joined = nbformat.v4.new_notebook(metadata=notebooks[0].metadata)
+    for notebook in notebooks:
+        joined.cells += [nbformat.v4.new_code_cell("%reset -f"), *notebook.cells]
+    # This process's flags, quick compilation among them; how many devices there are, the first notebook says, before JAX starts.
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    notebook = execute(name, SMALL[name], " ".join(flags))
-    ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in ran)
-    pictures = [output for cell in ran for output in cell.outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) >= 2
+    execute(joined, " ".join(flags))
+    for name, notebook in zip(SMALL, notebooks, strict=True):
+        ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        assert all(cell.execution_count for cell in ran), name
+        pictures = [output for cell in ran for output in cell.outputs if "image/png" in output.get("data", {})]
+        assert len(pictures) >= 2, name
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_what_readers_see_was_run_in_order_and_is_small(name):
+def test_what_readers_see_was_run_in_order_is_small_and_begins_with_words_and_one_import_line(name):
     code = [cell for cell in cells(name) if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_begins_with_words_and_one_import_line(name):
     first, second, *_ = cells(name)
     assert first["cell_type"] == "markdown"
     assert "".join(first["source"]).startswith("# ")

@@ -42,6 +42,6 @@ def test_every_format_keeps_its_bound_on_a_little_of_the_held_out_text():
     size, sizes = len(text.encode()), {"max_num_batched_tokens": 1024, "prefill_chunk": 1024}  # one program of each
     exact, tokens, _ = read("dp=1", [text], "float32", sizes)
     reference = compare(exact, exact, tokens, size)
-    for name in ("FP8 weights", "FP8 activations", "FP8 cache", "bfloat16"):
+    for name in ("FP8 activations", "FP8 cache", "bfloat16"):  # activations in FP8 are multiplied with FP8 weights
         logits, _, _ = read("dp=1", [text], name, FORMATS[name] | sizes)
         assert refusal(name, compare(logits, exact, tokens, size), reference) is None

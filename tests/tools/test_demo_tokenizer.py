@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tools.demo.dialogues import load_template
-from tools.demo.make_tokenizer import SPECIAL_TOKENS, THINK_TOKENS, train_tokenizer
+from tools.demo.make_tokenizer import SPECIAL_TOKENS, THINK_TOKENS
 from tools.demo.train import FOLDER
 
 REFERENCE = Path(__file__).parents[2] / ".." / "shared" / "reference"
@@ -54,17 +54,6 @@ def test_encoding_begins_with_bos_and_numbers_match_the_configuration(tokenizer)
 def test_thinking_is_visible_text_and_the_other_marks_are_not(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a<think>b</think><｜User｜>c").ids) == "a<think>b</think>c"
     assert len(tokenizer.encode("".join((*SPECIAL_TOKENS, *THINK_TOKENS)), add_special_tokens=False).ids) == 19
-
-
-def test_training_a_tokenizer_twice_gives_the_same_file():
-    texts = [f"def function_{i}(self, value):\n    return value + {i}\n" * 3 for i in range(60)]
-    one, other = (train_tokenizer(texts, vocab_size=300).to_str() for _ in range(2))
-    assert one == other
-
-
-def test_a_text_too_small_for_the_vocabulary_is_an_error():
-    with pytest.raises(ValueError, match=r"expected 4096: use more text"):
-        train_tokenizer(["def f(): pass"])
 
 
 def test_chat_template_opens_or_skips_thinking():

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import socketserver
 import struct
 import sys
 import threading
@@ -125,6 +126,7 @@ def test_the_ports_of_transfers_hand_on_what_members_have_sent_and_nothing_else(
 def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays):
     first, last = links_of([0, 1])
     with contextlib.closing(first), contextlib.closing(last):
+        assert set(stage_messages()) == set(first._inboxes) > set(last._inboxes), "all roles"
         for links in (first, last):
             for role, said in stage_messages().items():
                 address = "127.0.0.1", links._listener.port
@@ -132,12 +134,6 @@ def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays)
         hidden = np.arange(6, dtype=np.float32).reshape(2, 3)
         first.pass_on(hidden)
         np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
-
-
-def test_members_of_stages_are_fuzzed_in_each_role():
-    first, last = links_of([0, 1])
-    with contextlib.closing(first), contextlib.closing(last):
-        assert set(stage_messages()) == set(first._inboxes) > set(last._inboxes)
 
 
 def fuzz_weights():
@@ -190,23 +186,18 @@ def test_every_service_is_fuzzed():
 
 def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_a_tampered_connection(monkeypatch):
     monkeypatch.setattr("fuzz_ports.PATIENCE", 0.3)
+    monkeypatch.setattr(socketserver.ThreadingTCPServer, "daemon_threads", True)
 
-    def serve(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.sendall(PROTOCOL + bytes(32) + b"what would be accepted")
-            connection.recv(1)
-            connection.recv(1)
-
-    with socket.create_server(("127.0.0.1", 0)) as talkative:
-
-        def accept() -> None:
+    class Talkative(socketserver.BaseRequestHandler):
+        def handle(self):
             with contextlib.suppress(OSError):
-                while True:
-                    threading.Thread(target=serve, args=(talkative.accept()[0],), daemon=True).start()
+                self.request.sendall(PROTOCOL + bytes(32) + b"what would be accepted")
+                self.request.recv(2)
 
-        threading.Thread(target=accept, daemon=True).start()
-        wrong = Fuzzer(talkative.getsockname(), "pages", KEY).run(20).wrong
-        talkative.shutdown(socket.SHUT_RDWR)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talkative) as server:
+        threading.Thread(target=server.serve_forever).start()
+        wrong = Fuzzer(server.server_address, "pages", KEY).run(20).wrong
+        server.shutdown()
     assert any("a stranger heard 62 bytes" in one for one in wrong)
 
     monkeypatch.setattr(SecureChannel, "_check", lambda *_: None)  # every frame is believed

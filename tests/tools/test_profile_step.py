@@ -24,9 +24,3 @@ def test_a_context_adds_scores_and_values_of_every_head_and_reads_each_entry_onc
     heads, rank, rope, layers = 8, 64, 16, 5
     assert with_context[0] - without[0] == layers * 3 * 100 * heads * (2 * rank + rope)
     assert with_context[1] - without[1] == layers * 3 * 100 * (rank + rope) * 4
-
-
-def test_many_tokens_read_no_more_than_all_experts():
-    config = load_config("demo")
-    one, many = (step_work(config, rows=rows, context=0)["experts"][1] for rows in (1, 10_000))
-    assert many == pytest.approx(one * config.n_routed_experts / config.num_experts_per_tok)

@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -18,17 +18,13 @@ class Script:
         first, gap: seconds before the first chunk, and between chunks.
         usage: whether the stream ends with the usage.
         cached: prompt tokens that the usage says were cached; None: it says nothing.
-        tokens_per_chunk: how many of the answer's tokens a chunk holds.
-        tears: write each byte string in pieces of this size; 0 writes it whole.
         refuse: for a body, a status and message to refuse it with, or None.
         fail_after: chunks after which an error event comes.
         drop_after: chunks after which the connection is closed.
         hang: never answer.
         posts: path to what a JSON body posted there is answered with, a status and a text.
-        not_ready: times that `/ready` says 503 before it says that there is no such path.
-        ready_breaks: times that `/ready` ends the connection before.
+        starting: path to what its first requests get instead of an answer: status 503, or a closed connection.
         models: the whole answer of `/v1/models`, in place of one model's.
-        models_not_there: times that `/v1/models` says 503 before, as a gateway whose server starts.
         metrics: what `/metrics` says, given the number of answered requests; None: there is no such path.
         info: what `/server_info` says; None: there is no such path.
     """
@@ -37,8 +33,6 @@ class Script:
     gap: float = 0.0
     usage: bool = True
     cached: int | None = None
-    tokens_per_chunk: int = 1
-    tears: int = 0
     refuse: Callable[[dict[str, Any]], tuple[int, str] | None] = lambda body: None
     fail_after: int | None = None
     drop_after: int | None = None
@@ -46,9 +40,7 @@ class Script:
     metrics: Callable[[int], str] | None = None
     info: dict[str, Any] | None = None
     posts: dict[str, Callable[[dict[str, Any]], tuple[int, str]]] = field(default_factory=dict)
-    not_ready: int = 0
-    ready_breaks: int = 0
-    models_not_there: int = 0
+    starting: dict[str, list[Literal["503", "close"]]] = field(default_factory=dict)
     models: Any = None
     root: str = "tiny"
     max_model_len: int = 4096
@@ -82,11 +74,21 @@ class FakeServer:
         self._loop.close()
 
     async def _start(self) -> None:
-        app = web.Application()
+        @web.middleware
+        async def start_slowly(request: web.Request, handler: Callable) -> web.StreamResponse:
+            first = self.script.starting.get(request.path)
+            if not first:
+                return await handler(request)
+            if first.pop() == "close":
+                request.transport.close()
+            return web.Response(status=503)
+
+        app = web.Application(middlewares=[start_slowly])
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/ready", self._is_ready)
-        app.router.add_get("/server_info", self._info)
-        app.router.add_get("/metrics", self._metrics)
+        if self.script.info is not None:
+            app.router.add_get("/server_info", self._info)
+        if self.script.metrics is not None:
+            app.router.add_get("/metrics", self._metrics)
         for path in self.script.posts:
             app.router.add_post(path, self._post)
         app.router.add_post("/v1/completions", self._complete)
@@ -98,32 +100,15 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
     async def _models(self, request: web.Request) -> web.Response:
-        self.script.models_not_there -= 1
-        if self.script.models_not_there >= 0:
-            raise web.HTTPServiceUnavailable
         if self.script.models is not None:
             return web.json_response(self.script.models)
         card = {"id": "tiny", "object": "model", "root": self.script.root, "max_model_len": self.script.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
 
-    async def _is_ready(self, request: web.Request) -> web.Response:
-        self.script.ready_breaks -= 1
-        if self.script.ready_breaks >= 0:
-            request.transport.close()
-            return web.Response()
-        self.script.not_ready -= 1
-        if self.script.not_ready >= 0:
-            raise web.HTTPServiceUnavailable
-        raise web.HTTPNotFound
-
     async def _info(self, request: web.Request) -> web.Response:
-        if self.script.info is None:
-            raise web.HTTPNotFound
         return web.json_response(self.script.info)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        if self.script.metrics is None:
-            raise web.HTTPNotFound
         return web.Response(text=self.script.metrics(len(self.script.bodies)))
 
     async def _post(self, request: web.Request) -> web.Response:
@@ -155,8 +140,7 @@ class FakeServer:
         if chat:
             await self._write(response, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         tokens = body["max_completion_tokens"] if chat else body["max_tokens"]
-        chunks = -(-tokens // script.tokens_per_chunk)
-        for index in range(chunks):
+        for index in range(tokens):
             if index == script.fail_after:
                 await self._write(response, {"error": {"message": "the engine failed", "type": "server_error"}})
                 break
@@ -164,8 +148,8 @@ class FakeServer:
                 request.transport.abort()
                 return response
             await asyncio.sleep(script.first if index == 0 else script.gap)
-            text, finish = " tok" * script.tokens_per_chunk, "length" if index == chunks - 1 else None
-            piece = {"delta": {"content": text}} if chat else {"text": text}
+            piece = {"delta": {"content": " tok"}} if chat else {"text": " tok"}
+            finish = "length" if index == tokens - 1 else None
             await self._write(response, {"choices": [{"index": 0, **piece, "finish_reason": finish}], "usage": None})
         if script.usage and (body.get("stream_options") or {}).get("include_usage"):
             prompt = 7 if chat or isinstance(body["prompt"], str) else len(body["prompt"])
@@ -177,7 +161,4 @@ class FakeServer:
         return response
 
     async def _write(self, response: web.StreamResponse, chunk: dict[str, Any]) -> None:
-        data = b"data: " + json.dumps(chunk).encode() + b"\n\n"
-        size = self.script.tears or len(data)
-        for at in range(0, len(data), size):
-            await response.write(data[at : at + size])
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")

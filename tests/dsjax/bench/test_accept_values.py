@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -15,11 +16,9 @@ from dsjax.bench.accept.kinds.kind import Measured, NotTestedError
 from dsjax.bench.accept.kinds.link import LinkMeasurement
 from dsjax.bench.accept.kinds.link_share import LinkShareMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, tokens_between
-from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
-from dsjax.errors import UserError
 from dsjax.options import OptionError
 from dsjax.top.reading import Exposition
 
@@ -45,12 +44,6 @@ def test_drift_is_growth_over_the_run_and_one_bad_part_does_not_make_it():
     assert drift(times, [1.0] * 4 + [50.0] + [1.0] * 5, 10, 10) == 0
     assert drift(times[:2], rising[:2], 10, 10) is None
     assert drift(times, [0.0] * 10, 10, 10) is None
-
-
-def test_variation_is_the_standard_deviation_over_the_mean():
-    assert variation([3, 5]) == pytest.approx(0.25)
-    assert variation([4.0, 4.0]) == 0
-    assert (variation([1.0]), variation([0.0, 0.0])) == (None, None)
 
 
 def metrics(tokens, *, started=None, used=None, more=""):
@@ -99,11 +92,10 @@ def test_an_outage_is_counted_once_however_long_it_is(start_fake):
                     await watch._look()
             return answered, watch
 
-    server = start_fake(
-        metrics=lambda answered: (
-            'dsjax_device_memory_used_bytes{device="0"} 3\ndsjax_device_memory_limit_bytes{device="0"} 4\n'
-        )
-    )
+    memory = [
+        f'dsjax_device_memory_{name}_bytes{{device="0"}} {value}\n' for name, value in (("used", 3), ("limit", 4))
+    ]
+    server = start_fake(metrics=lambda answered: "".join(memory))
     answered, watch = asyncio.run(look_while(server.url, server.close))
     assert (answered, watch.outages) == (0, 1)
     assert [share for _, share, _ in watch.memory] == [0.75], "the address of --device-metrics is asked as well"
@@ -197,12 +189,8 @@ def balance(steps, rebalances=None, tokens=(), window=()):
     lines += [f'dsjax_expert_tokens_total{{expert="{k}",ep_rank="{k // 2}"}} {n}' for k, n in enumerate(tokens)]
     lines += [f'dsjax_eplb_rank_tokens{{ep_rank="{k}"}} {n}' for k, n in enumerate(window)]
     if rebalances is not None:
-        for name, value in (
-            ("rebalances", rebalances),
-            ("exchange_seconds", rebalances * 0.05),
-            ("rebalance_seconds", rebalances * 2),
-        ):
-            lines += [f"# TYPE dsjax_eplb_{name} counter", f"dsjax_eplb_{name}_total {value}"]
+        for name, each in (("rebalances", 1), ("exchange_seconds", 0.05), ("rebalance_seconds", 2)):
+            lines += [f"# TYPE dsjax_eplb_{name} counter", f"dsjax_eplb_{name}_total {rebalances * each}"]
     return Exposition("\n".join(lines) + "\n")
 
 
@@ -212,6 +200,7 @@ def test_balance_is_of_ranks_and_experts_and_rebalances_of_the_load_s_steps():
     assert found.values["rank_variation"] == pytest.approx(0.25)
     assert found.values["expert_variation"] == pytest.approx(0.5**0.5 / 2)
     assert found.values["balancedness"] == pytest.approx(4 / 5)
+    assert (variation([1.0]), variation([0.0, 0.0])) == (None, None)
     BALANCE._enter_rebalances(found, balance(1000, 1), balance(3000, 5), 2000)
     assert found.values["rebalances_per_1000_steps"] == 2
     assert found.values["rebalance_pause"] == pytest.approx(0.05)
@@ -243,14 +232,16 @@ def row(collective, sent, median, *, between=True, ranks=32, hosts=4, group=("ex
     }  # fmt: skip
 
 
+EXCHANGE = {"group": "experts", "collective": "all_to_all", "between_hosts": True, "bytes": 1 << 20}
+
+
+def network(*rows, date="2026"):
+    return {"rows": rows, "date": date, "device": {"name": "d"}, "mesh": "dp=32"}
+
+
 def link(rows, **fields):
-    one = LinkMeasurement(
-        name="l",
-        title="L",
-        **{"group": "experts", "collective": "all_to_all", "between_hosts": True, "bytes": 1 << 20} | fields,
-    )
-    bed = SimpleNamespace(network={"rows": rows, "date": "2026", "device": {"name": "d"}, "mesh": "dp=32"})
-    return asyncio.run(one.measure(bed))
+    one = LinkMeasurement(name="l", title="L", **EXCHANGE | fields)
+    return asyncio.run(one.measure(SimpleNamespace(network=network(*rows))))
 
 
 def test_a_link_s_values_are_those_of_its_row_the_slower_of_two():
@@ -292,16 +283,13 @@ def test_an_exchange_inside_a_host_leaves_none():
 
 
 def share(limited):
-    one = LinkShareMeasurement(
-        name="l", title="L", group="experts", collective="all_to_all", between_hosts=True, bytes=1 << 20, limit="20"
-    )
-    network = {"rows": [row("all_to_all", 1 << 20, 1e-3)], "date": "2026", "device": {"name": "d"}, "mesh": "dp=32"}
-    bed = SimpleNamespace(network=network, options=SimpleNamespace(limited_networks=limited))
-    return one, bed
+    whole = network(row("all_to_all", 1 << 20, 1e-3))
+    bed = SimpleNamespace(network=whole, options=SimpleNamespace(limited_networks=limited))
+    return LinkShareMeasurement(name="l", title="L", limit="20", **EXCHANGE), bed
 
 
 def test_the_share_of_a_limited_link_is_the_ratio_of_both_files_rates():
-    one, bed = share({"20": {"rows": [row("all_to_all", 1 << 20, 1.25e-3)], "date": "2027"}})
+    one, bed = share({"20": network(row("all_to_all", 1 << 20, 1.25e-3), date="2027")})
     assert one.why_not(bed) is None
     assert asyncio.run(one.measure(bed)).values == {"bandwidth_share": pytest.approx(0.8)}
     assert one.depends_on(bed) == ("2026", "2027")
@@ -310,16 +298,9 @@ def test_the_share_of_a_limited_link_is_the_ratio_of_both_files_rates():
 def test_a_limited_link_is_not_tested_without_its_file_or_its_row():
     one, bed = share({"10": {}})
     assert "--limited-network 20=FILE is not given" in one.why_not(bed)
-    one, bed = share({"20": {"rows": [row("all_to_all", 1024, 1e-3)], "date": "2027"}})
+    one, bed = share({"20": network(row("all_to_all", 1024, 1e-3))})
     with pytest.raises(NotTestedError, match="--limited-network 20 has all_to_all between hosts of 1,024 bytes"):
         asyncio.run(one.measure(bed))
-
-
-def test_a_limited_network_is_given_with_its_limit_and_a_file(tmp_path):
-    with pytest.raises(OptionError, match=r"--limited-network is 'limited\.json', expected LIMIT=FILE"):
-        TestBedOptions(limited_network=["limited.json"])
-    with pytest.raises(UserError, match=r"--limited-network 20 of .*nowhere\.json"):
-        TestBedOptions(limited_network=[f"20={tmp_path / 'nowhere.json'}"])
 
 
 def hooks(scale=None, timeout=60.0, **commands):
@@ -355,11 +336,8 @@ def test_hooks_that_are_missing_or_unknown_are_told():
     assert "--hook delay=COMMAND and --hook delay-end=COMMAND are not given" in hooks().why_not("delay")
     assert "--hook delay-end=COMMAND is not given" in hooks(delay="true").why_not("delay")
     assert parse_hooks(["a=x=y", "a-end=z"], ["a"]) == {"a": "x=y", "a-end": "z"}
-    for word, message in (
-        ("a", "expected NAME=COMMAND"),
-        ("a=", "expected NAME=COMMAND"),
-        ("b=x", "expected one of a, a-end"),
-    ):
+    wrong = {"a": "expected NAME=COMMAND", "a=": "expected NAME=COMMAND", "b=x": "expected one of a, a-end"}
+    for word, message in wrong.items():
         with pytest.raises(OptionError, match=message):
             parse_hooks([word], ["a"])
 
@@ -388,11 +366,7 @@ def test_an_interrupt_in_the_moment_in_which_a_hook_ends_is_not_lost(monkeypatch
     async def interrupted():
         ended = asyncio.get_running_loop().create_future()
         process = SimpleNamespace(communicate=lambda: ended, returncode=0)
-
-        async def start(*command, **options):
-            return process
-
-        monkeypatch.setattr(asyncio, "create_subprocess_shell", start)
+        monkeypatch.setattr(asyncio, "create_subprocess_shell", AsyncMock(return_value=process))
         running = asyncio.create_task(Hooks({"h": "true"}, None).run("h", ""))
         await asyncio.sleep(0.01)
         ended.set_result((b"", None))

@@ -1,5 +1,6 @@
 """Workloads have the lengths, the shared prefixes and the times that they promise."""
 
+import functools
 import json
 from collections import Counter
 
@@ -66,9 +67,8 @@ def test_prefix_repetition_shares_its_prefixes_evenly():
 
 @pytest.mark.parametrize("count", [1, 37, 500])
 def test_text_prompts_have_the_tokens_that_were_drawn(demo_tokenizer, count):
-    text, length = TextPrompts(demo_tokenizer).assemble(
-        TextPrompts(demo_tokenizer).draw(np.random.default_rng(0), count)
-    )
+    prompts = TextPrompts(demo_tokenizer)
+    text, length = prompts.assemble(prompts.draw(np.random.default_rng(0), count))
     assert length == count == count_tokens(demo_tokenizer, text)
 
 
@@ -81,9 +81,8 @@ def test_text_prompts_share_their_prefix_as_text(demo_tokenizer):
 
 
 def test_a_tokenizer_without_words_still_gives_text():
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
-    )
+    alphabet = {character: number for number, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     prompts = TextPrompts(backend)
     text, length = prompts.assemble(prompts.draw(np.random.default_rng(0), 20))
@@ -98,10 +97,7 @@ def test_sharegpt_takes_first_turns_that_fit(tmp_path, demo_tokenizer):
     bad = [talk("alone in the world"), talk("a", "too short a prompt"), talk("def f(x): " * 2000, "too long, this one")]
     path = tmp_path / "talks.json"
     path.write_text(json.dumps(bad + good + [{}]))
-
-    def sharegpt(**options):
-        return dataset_of("sharegpt", tokenizer=demo_tokenizer, dataset_path=str(path), **options)
-
+    sharegpt = functools.partial(dataset_of, "sharegpt", tokenizer=demo_tokenizer, dataset_path=str(path))
     requests = sharegpt().requests(100, 1)
     assert sorted(r.prompt for r in requests) == [f"def function_{n}(x, y): return" for n in range(5)]
     assert {r.output_tokens for r in requests} == {count_tokens(demo_tokenizer, "x plus y and so on")}
@@ -159,7 +155,6 @@ def test_what_the_server_cannot_take_is_left_out_and_said():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dataset_name": "trace"}, "name it with --dataset-path"),
         ({"dataset_name": "sharegpt"}, "name it with --dataset-path"),
         ({"dataset_name": "trace", "dataset_path": "no-such.jsonl"}, "no-such.jsonl, which is no file"),
         ({"dataset_path": "trace.jsonl"}, "--dataset-name random reads no file"),
@@ -184,19 +179,20 @@ def test_a_file_that_went_away_since_then_is_named(tmp_path):
         Dataset(options, TOKENS, PromptSource(None, 10)).draw(1, None)
 
 
-def test_the_form_of_prompts(demo_tokenizer):
+def test_the_form_of_prompts():
     facts = ServerFacts("served", root="demo")
-    source = PromptSource.find(None, None, facts)
-    assert [type(p) for p in source.forms("auto", "completions")] == [TokenPrompts, TextPrompts]
-    assert [type(p) for p in source.forms("auto", "chat")] == [TextPrompts]
-    assert [type(p) for p in source.forms("text", "completions")] == [TextPrompts]
+    source, nameless = PromptSource.find(None, None, facts), PromptSource.find(None, 50, ServerFacts("x"))
+
+    def forms(one, wanted, endpoint):
+        return [type(prompts) for prompts in one.forms(wanted, endpoint)]
+
+    assert forms(source, "auto", "completions") == [TokenPrompts, TextPrompts]
+    assert forms(source, "auto", "chat") == forms(source, "text", "completions") == [TextPrompts]
+    assert forms(nameless, "auto", "completions") == [TokenPrompts]
     unknown = PromptSource.find(None, None, ServerFacts("nameless"))
     with pytest.raises(UnmakablePromptError, match=r"--tokenizer .* or --vocab-size"):
         unknown.forms("auto", "completions")
     with pytest.raises(UnmakablePromptError, match="chat takes text only"):
         source.forms("tokens", "chat")
-    assert [type(p) for p in PromptSource.find(None, 50, ServerFacts("x")).forms("auto", "completions")] == [
-        TokenPrompts
-    ]
     with pytest.raises(UnmakablePromptError, match="found no tokenizer 'nowhere'"):
         PromptSource.find("nowhere", None, facts)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +145,9 @@ def test_weights_are_kept_as_the_engine_keeps_them(setting):
     assert make_setting(ModelOptions(weights="fp8")).weights == "fp8"
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("NVIDIA H200", "h200"), ("NVIDIA GB200", "gb200"), ("NVIDIA A100", None), ("Intel(R) Xeon(R) Processor", None)],
-)
-def test_ceilings_are_found_by_the_device_s_name(name, key):
-    assert hardware_of(name) == key
+def test_ceilings_are_found_by_the_device_s_name():
+    names = ("NVIDIA H200", "NVIDIA GB200", "NVIDIA A100", "Intel(R) Xeon(R) Processor")
+    assert [hardware_of(name) for name in names] == ["h200", "gb200", None, None]
 
 
 @pytest.mark.parametrize(
@@ -169,11 +167,10 @@ def test_a_mistake_is_named_with_what_would_do(options, message):
 
 
 def test_an_interrupt_keeps_what_was_done(setting):
-    def interrupt():
-        raise KeyboardInterrupt
-
     first, second = mlp_cases(setting, "shared expert", [1, 2])
-    found = run_cases(setting, [first, dataclasses.replace(second, build=interrupt)], FAST, NO_TIME, 60.0)
+    found = run_cases(
+        setting, [first, dataclasses.replace(second, build=Mock(side_effect=KeyboardInterrupt))], FAST, NO_TIME, 60.0
+    )
     assert found.interrupted
     assert [row.case for row in found.rows] == [first]
 
@@ -196,9 +193,7 @@ def test_what_another_process_cannot_time_is_left_out_by_all(setting, says_no, e
 
 
 def test_what_was_done_before_another_process_went_is_kept(setting):
-    def agree(what, own):
-        raise GroupError("process 1 has gone away")
-
+    agree = Mock(side_effect=GroupError("process 1 has gone away"))
     own, shared = mlp_cases(setting, "shared expert", [1, 2])
     found = run_cases(setting, [own, dataclasses.replace(shared, shared=True)], FAST, NO_TIME, 60.0, agree=agree)
     assert found.partial
@@ -209,27 +204,16 @@ def test_what_was_done_before_another_process_went_is_kept(setting):
 @pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(tmp_path):
     path = tmp_path / "m.json"
-    options = [
-        "--model",
-        "demo",
-        "--only",
-        "norms,shared expert",
-        "--tokens",
-        "4",
-        "--seconds",
-        "0.01",
-        "--json",
-        str(path),
-    ]
-    done = CliRunner().invoke(app, ["bench", "modules", *options], catch_exceptions=False)
+    command = f"bench modules --model demo --only norms,head --tokens 4 --seconds 0.01 --json {path}"
+    done = CliRunner().invoke(app, command.split(), catch_exceptions=False)
     assert done.exit_code == 0
-    assert "shared expert" in done.output
+    assert "head" in done.output
     assert "GFLOP/s" in done.output
     body = json.loads(path.read_text())
     assert body["format"] == "dsjax modules 1"
     assert body["partial"] is False
     assert body["widths"]["hidden_size"] == load_config("demo").hidden_size
-    assert {row["module"] for row in body["rows"]} == {"norms", "shared expert"}
+    assert {row["module"] for row in body["rows"]} == {"norms", "head"}
     for row in body["rows"]:
         assert row["min_s"] <= row["low_s"] <= row["median_s"] <= row["high_s"]
         assert len(row["samples_s"]) >= 3

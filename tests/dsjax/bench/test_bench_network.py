@@ -56,30 +56,33 @@ def pretended(spec: str, processes: int):
     return spec, SimpleNamespace(devices=devices.reshape(spec.shape))
 
 
+def alone(stage, own):
+    """The agreement of a group of one process."""
+    return [own]
+
+
+def timed(todo, grid, agree=alone):
+    return run_cases(todo, grid, jnp.dtype("float32"), None, agree)
+
+
+@pytest.fixture
+def pair():
+    return device_pairs(MeshSpec.parse("dp=2").build())[0]
+
+
 def ids(group):
     return [[device.id for device in row] for row in group.devices]
+
+
+INSIDE, BETWEEN, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
     ("mesh", "found"),
     [
-        (
-            "dp=4",
-            {
-                ("host",): [[0, 1], [2, 3]],
-                ("hosts",): [[0, 2], [1, 3]],
-                ("experts",): [[0, 1, 2, 3]],
-            },
-        ),
-        (
-            "dp=2,tp=2",
-            {
-                ("host", "tp"): [[0, 1], [2, 3]],
-                ("hosts",): [[0, 2], [1, 3]],
-                ("experts",): [[0, 1, 2, 3]],
-            },
-        ),
-        ("dp=4,ep=2", {("host", "experts"): [[0, 1], [2, 3]], ("hosts",): [[0, 2], [1, 3]]}),
+        ("dp=4", {("host",): INSIDE, ("hosts",): BETWEEN, ("experts",): ALL}),
+        ("dp=2,tp=2", {("host", "tp"): INSIDE, ("hosts",): BETWEEN, ("experts",): ALL}),
+        ("dp=4,ep=2", {("host", "experts"): INSIDE, ("hosts",): BETWEEN}),
     ],
 )
 def test_groups_are_the_links_and_what_serving_forms_of_them(mesh, found):
@@ -108,48 +111,33 @@ def test_messages_are_of_pairs_and_collectives_of_groups():
     assert not [case for case in found if case.collective != "send_receive" and "pair" in case.group.uses]
 
 
-def test_a_message_s_time_is_half_of_there_and_back(monkeypatch):
-    spec = MeshSpec.parse("dp=2")
-    (pair,) = device_pairs(spec.build())
+def test_a_message_s_time_is_half_of_there_and_back(pair, monkeypatch):
     monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (run(1), (4.0,) * repeats)[1])
     grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=2)
-    (row,) = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, value: [value]).rows
+    (row,) = timed(cases([pair], grid), grid).rows
     assert (row.samples, row.sent_bytes, row.operand_bytes, row.correct) == ((2.0, 2.0), 64, 64, True)
     assert row.bandwidth == 32
 
 
-@pytest.mark.parametrize("wrong", ["dropped on the way", "sent to the wrong place"])
-def test_a_message_that_arrives_wrong_is_found(wrong, monkeypatch):
-    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
-    assert CollectiveProgram(pair, "send_receive", 256, jnp.dtype("bfloat16")).arrives_right()
-    right = programs.send_receive
-    broken = {"dropped on the way": lambda x, ranks: right(x, ranks) * 0, "sent to the wrong place": lambda x, ranks: x}
-    monkeypatch.setitem(programs._APPLY, "send_receive", broken[wrong])
-    assert not CollectiveProgram(pair, "send_receive", 256, jnp.dtype("bfloat16")).arrives_right()
-
-
-def test_a_slow_small_message_does_not_keep_a_large_one_from_being_timed(monkeypatch):
-    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+def test_a_slow_small_message_does_not_keep_a_large_one_from_being_timed(pair, monkeypatch):
     seconds = iter([4.0, 4.0, 12.0])  # there and back
     monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (next(seconds),))
     grid = CollectiveGrid(only="send_receive", pair_sizes="64,4K,8K,64K", row_limit=20)
-    found = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, value: [value])
+    found = timed(cases([pair], grid), grid)
     assert [row.sent_bytes for row in found.rows] == [64, 4096, 8192]
     assert "--row-limit" in found.skipped[0][1]  # four seconds above the latency at 8 KiB are 32 at 64
 
 
-def test_a_process_without_a_device_in_a_pair_waits_for_the_others(monkeypatch):
-    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+def test_a_process_without_a_device_in_a_pair_waits_for_the_others(pair, monkeypatch):
     monkeypatch.setattr(type(pair), "takes_part", False)
     monkeypatch.setattr(CollectiveProgram, "loop", lambda program: pytest.fail("it has no device there"))
     grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=1)
     told = {"samples": [[0.0], [6.0]], "correct": [True, True], "each": [1.0], "free": [["host", 1, 1e12]]}
-    found = run_cases(cases([pair], grid), grid, jnp.dtype("float32"), None, lambda stage, own: told[stage])
+    found = timed(cases([pair], grid), grid, agree=lambda stage, own: told[stage])
     assert found.rows[0].samples == (3.0,)
 
 
-def test_processes_of_one_host_share_its_memory_and_those_of_several_do_not():
-    (pair,) = device_pairs(MeshSpec.parse("dp=2").build())
+def test_processes_of_one_host_share_its_memory_and_those_of_several_do_not(pair):
     case = CollectiveCase(pair, "send_receive", 1 << 30)
     program = CollectiveProgram(pair, "send_receive", case.size, jnp.dtype("float32"))
 
@@ -160,12 +148,9 @@ def test_processes_of_one_host_share_its_memory_and_those_of_several_do_not():
     assert reason(["one", "two", "three", "four"]) is None
 
 
-@pytest.mark.parametrize("collective", [*COLLECTIVES, SEND_RECEIVE])
-def test_a_loop_takes_no_more_memory_than_was_reckoned_before_it_was_made(collective, monkeypatch):
-    if collective == "ragged_all_to_all":
-        pytest.skip("the CPU has none")
-    (group,) = device_pairs(MeshSpec.parse("dp=2").build())
-    program = CollectiveProgram(group, collective, 1 << 20, jnp.dtype("float32"))
+@pytest.mark.parametrize("collective", sorted({*COLLECTIVES, SEND_RECEIVE} - {"ragged_all_to_all"}))  # the CPU has none
+def test_a_loop_takes_no_more_memory_than_was_reckoned_before_it_was_made(pair, collective, monkeypatch):
+    program = CollectiveProgram(pair, collective, 1 << 20, jnp.dtype("float32"))
     compiled, compile = [], jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *some: compiled.append(compile(*some)) or compiled[-1])
     program.loop()(3)
@@ -216,15 +201,25 @@ def host():
     return device_groups(spec, spec.build())[-1]
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
-def test_data_that_arrive_wrong_are_found(host, collective, monkeypatch):
+WRONG = {"rolled": lambda sent, y: jnp.roll(y, 1), "dropped": lambda sent, y: y * 0, "not sent": lambda sent, y: sent}
+
+
+@pytest.mark.parametrize(
+    ("collective", "wrong"),
+    [
+        *((name, "rolled") for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")),
+        *((SEND_RECEIVE, wrong) for wrong in ("dropped", "not sent")),
+    ],
+)
+def test_data_that_arrive_wrong_are_found(host, pair, collective, wrong, monkeypatch):
     assert host.devices.shape == (2, 2)  # two groups at once
-    program = CollectiveProgram(host, collective, 64, jnp.dtype("bfloat16"))
+    group = pair if collective == SEND_RECEIVE else host
+    program = CollectiveProgram(group, collective, 64, jnp.dtype("bfloat16"))
     assert program.sent_bytes == 64
     assert program.arrives_right()
     right = programs._APPLY[collective]
-    monkeypatch.setitem(programs._APPLY, collective, lambda x, ranks: jnp.roll(right(x, ranks), 1))
-    assert not CollectiveProgram(host, collective, 64, jnp.dtype("bfloat16")).arrives_right()
+    monkeypatch.setitem(programs._APPLY, collective, lambda x, ranks: WRONG[wrong](x, right(x, ranks)))
+    assert not CollectiveProgram(group, collective, 64, jnp.dtype("bfloat16")).arrives_right()
 
 
 def test_the_slowest_process_is_what_counts():
@@ -245,7 +240,7 @@ def test_a_loop_that_took_no_longer_than_an_empty_one_is_made_longer(monkeypatch
 
     monkeypatch.setattr("dsjax.bench.network.run.seconds_of", seconds)
     counts = []
-    found = sample(counts.append, 2, lambda stage, own: [own])
+    found = sample(counts.append, 2, alone)
     assert max(counts) == 256
     assert found == pytest.approx([1e-4] * 2)
 
@@ -253,7 +248,7 @@ def test_a_loop_that_took_no_longer_than_an_empty_one_is_made_longer(monkeypatch
 def test_a_collective_that_drowns_in_noise_has_a_line_and_no_figure(host, monkeypatch):
     monkeypatch.setattr("dsjax.bench.network.run.seconds_of", lambda run, applications: 0.05)
     grid = CollectiveGrid(mesh="dp=4,ep=2", sizes="64", only="all_to_all", repeats=1)
-    found = run_cases(cases([host], grid), grid, jnp.dtype("float32"), None, lambda stage, value: [value])
+    found = timed(cases([host], grid), grid)
     assert not found.rows
     assert "run it again" in found.skipped[0][1]
 
@@ -296,20 +291,15 @@ def test_a_wrong_acceptance_table_says_what_is_wrong(cluster_file, acceptance, m
 
 
 def test_a_cluster_of_smaller_hosts_is_refused(cluster_file):
-    spec, mesh = pretended("dp=4", 1)
-    with pytest.raises(
-        UserError, match="has 2 hosts of 2 devices, and the mesh takes 4 devices of each of 1 processes"
-    ):
-        check_cluster(load_cluster(cluster_file()), mesh.devices)
-    assert spec.num_devices == 4
+    message = "has 2 hosts of 2 devices, and the mesh takes 4 devices of each of 1 processes"
+    with pytest.raises(UserError, match=message):
+        check_cluster(load_cluster(cluster_file()), pretended("dp=4", 1)[1].devices)
 
 
 def test_what_is_too_large_or_too_slow_is_left_out_with_a_line(host):
-    options = CollectiveGrid(
-        mesh="dp=4,ep=2", sizes="1K,1M", only="all_gather,ragged_all_to_all", repeats=1, row_limit=1e-9
-    )
+    options = CollectiveGrid(mesh="dp=4,ep=2", only="all_gather,ragged_all_to_all", repeats=1, row_limit=1e-9)
     todo = [CollectiveCase(host, name, size) for name in options.collectives for size in (1024, 1 << 20, 1 << 50)]
-    found = run_cases(todo, options, jnp.dtype("float32"), None, lambda stage, value: [value])
+    found = timed(todo, options)
     assert [(row.case.collective, row.case.size, row.verdict) for row in found.rows] == [("all_gather", 1024, None)]
     reasons = [reason for _, reason in found.skipped]
     assert "--row-limit" in reasons[0]
@@ -355,16 +345,15 @@ def test_wrong_options_say_so(options, message):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("--json", "--json is '', where no file"), ("--cluster", "no cluster ''")]
+    ("options", "message"),
+    [
+        (["--mesh", "dp=2", "--json", ""], "--json is '', where no file"),
+        (["--mesh", "dp=2", "--cluster", ""], "no cluster ''"),
+        ([], "--mesh dp=1 is one device"),  # which sends nothing
+    ],
 )
-def test_an_empty_name_is_refused_before_anything_is_timed(option, message, monkeypatch):
+def test_an_empty_name_and_one_device_are_refused_before_anything_is_timed(options, message, monkeypatch):
     monkeypatch.setattr("dsjax.bench.network.run.run_cases", lambda *args: pytest.fail("it was timed"))
-    result = CliRunner().invoke(app, ["bench", "network", "--mesh", "dp=2", option, ""])
+    result = CliRunner().invoke(app, ["bench", "network", *options])
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
-
-
-def test_one_device_sends_nothing():
-    result = CliRunner().invoke(app, ["bench", "network"])
-    assert isinstance(result.exception, UserError)
-    assert "--mesh dp=1 is one device" in str(result.exception)

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsjax.bench.serve.answer import EventParser, EventStreamError
@@ -21,20 +21,13 @@ def parse(pieces) -> list[bytes]:
     return [event for piece in pieces for event in parser.feed(piece)]
 
 
-def test_a_whole_stream():
-    assert parse([STREAM]) == EVENTS
-
-
 def test_every_single_cut():
     for at in range(len(STREAM) + 1):
         assert parse([STREAM[:at], STREAM[at:]]) == EVENTS, f"cut at byte {at}"
 
 
-def test_byte_by_byte():
-    assert parse(STREAM[at : at + 1] for at in range(len(STREAM))) == EVENTS
-
-
 @given(st.lists(st.integers(0, len(STREAM)), max_size=20))
+@example(range(len(STREAM)))
 def test_any_cuts(cuts):
     edges = [0, *sorted(cuts), len(STREAM)]
     assert parse(STREAM[a:b] for a, b in itertools.pairwise(edges)) == EVENTS

@@ -17,12 +17,6 @@ def test_items_come_in_turn_with_a_line_at_each_tenth():
     assert shares == [f"{share}%" for share in range(0, 100, 10)]
 
 
-def test_nothing_is_written_where_it_is_not_wanted():
-    out = io.StringIO()
-    assert list(in_turn(Console(file=out), False, "timing cases", [SimpleNamespace(title="a case")]))
-    assert out.getvalue() == ""
-
-
 def test_a_request_that_failed_counts_as_done():
     out = io.StringIO()
     with point_progress(Console(file=out), True, "point 1", 2) as bar:

@@ -1,6 +1,7 @@
 """Configurations: the released models' figures, both spellings, and errors that name the field."""
 
 import dataclasses
+import functools
 import json
 import re
 import warnings
@@ -15,32 +16,22 @@ from dsjax.errors import ConfigError, UserError
 from dsjax.model.parameter_counts import parameter_counts
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
-V32 = ("deepseek-v3.2", "deepseek-v3.2-exp", "deepseek-v3.2-speciale")
-RELEASED = (
-    "deepseek-r1",
-    "deepseek-v2",
-    "deepseek-v2-lite",
-    "deepseek-v3",
-    "deepseek-v3.1",
-    *V32,
-    "kimi-k2",
-    "moonlight",
-)
+DEEPSEEK = ("deepseek-r1", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1")
+RELEASED = (*DEEPSEEK, "deepseek-v3.2", "deepseek-v3.2-exp", "deepseek-v3.2-speciale", "kimi-k2", "moonlight")
 
 
-def v3(**changes) -> dict:
-    """The bundled V3's config.json as a dict; `changes` of `...` remove a key."""
-    raw = load_config("deepseek-v3").to_dict() | changes
+def changed(name: str, /, **changes) -> dict:
+    """A bundled model's config.json as a dict; `changes` of `...` remove a key."""
+    raw = load_config(name).to_dict() | changes
     return {key: value for key, value in raw.items() if value is not ...}
 
 
-def v2(**changes) -> dict:
-    raw = load_config("deepseek-v2").to_dict() | changes
-    return {key: value for key, value in raw.items() if value is not ...}
+v2, v3 = functools.partial(changed, "deepseek-v2"), functools.partial(changed, "deepseek-v3")
 
 
 V32_INDEXER = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is not here")
@@ -75,21 +66,13 @@ def test_the_kinds_of_layers_say_which_are_dense():
     assert ModelConfig.from_dict(raw).num_dense_layers == 2
 
 
-def test_every_released_model_is_bundled():
-    assert set(RELEASED) <= set(bundled_models())
-
-
 @pytest.mark.parametrize("name", RELEASED)
-def test_to_dict_reads_back_equal(name):
-    config = load_config(name)
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-@pytest.mark.parametrize("name", RELEASED)
-def test_released_configs_give_no_warning(name):
+def test_a_released_model_is_bundled_gives_no_warning_and_reads_back_equal_from_its_dict(name):
+    assert name in bundled_models()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_config(name)
+        config = load_config(name)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_the_two_spellings_of_rope_mean_the_same():
@@ -101,10 +84,7 @@ def test_the_two_spellings_of_rope_mean_the_same():
     assert ModelConfig.from_dict(modern) == ModelConfig.from_dict(original)
     both = original | {"rope_parameters": modern["rope_parameters"]}
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(original)
-
-
-def test_kimi_k2_is_bundled_in_the_transformers_5_spelling():
-    rope = load_config("kimi-k2").rope
+    rope = load_config("kimi-k2").rope  # bundled in the spelling of transformers 5
     assert (rope.type, rope.theta, rope.factor, rope.beta_fast) == ("yarn", 50000.0, 32.0, 1.0)
 
 
@@ -122,13 +102,10 @@ def test_yarn_corrects_the_softmax_scale_by_mscale_all_dim_squared():
     assert without.softmax_scale == pytest.approx(192**-0.5)
 
 
-@pytest.mark.parametrize("experts", [0, None, ...])
-def test_a_model_without_experts_is_dense_throughout(experts):
-    config = ModelConfig.from_dict(v3(n_routed_experts=experts, num_experts_per_tok=None, n_group=None))
-    assert (config.num_dense_layers, config.num_moe_layers, config.is_moe) == (61, 0, False)
-
-
-def test_more_dense_layers_than_layers_leave_no_moe_layer():
+def test_a_model_without_experts_or_with_dense_layers_alone_is_dense_throughout():
+    for experts in (0, None, ...):
+        config = ModelConfig.from_dict(v3(n_routed_experts=experts, num_experts_per_tok=None, n_group=None))
+        assert (config.num_dense_layers, config.num_moe_layers, config.is_moe) == (61, 0, False)
     config = ModelConfig.from_dict(v3(first_k_dense_replace=99))
     assert (config.num_dense_layers, config.num_moe_layers) == (61, 0)
 
@@ -149,31 +126,24 @@ def test_missing_keys_take_the_defaults_of_transformers():
     assert (config.topk_method, config.scoring_func, config.norm_topk_prob) == ("greedy", "softmax", False)
 
 
-def test_unknown_keys_are_named_in_a_warning():
+def test_keys_that_are_unknown_or_ignored_are_named_in_a_warning():
     with pytest.warns(UserWarning, match="n_routed_expert"):
         ModelConfig.from_dict(v3(n_routed_expert=3))
-
-
-def test_norm_topk_prob_is_ignored_in_deepseek_v2_with_a_warning():
     # transformers' DeepseekV2TopkRouter deletes the attribute; DeepSeek's remote code would normalise and not scale.
     with pytest.warns(UserWarning, match="norm_topk_prob"):
         assert ModelConfig.from_dict(v2(norm_topk_prob=True)).norm_topk_prob is False
 
 
 FAULTS = [
-    # changes to V3's config.json, the field that the error names, a part of what it says
+    # Changes to V3's config.json, the field that the error names, a part of what it says. The property test below has other values.
     ({"model_type": "llama"}, "model_type", '"deepseek_v3"'),
-    ({"model_type": 3}, "model_type", "3"),
     ({"model_type": ["deepseek_v3"]}, "model_type", "deepseek_v3"),
     ({"hidden_size": ...}, "hidden_size", "must be given"),
     ({"q_lora_rank": ...}, "q_lora_rank", "must be given"),
     ({"moe_intermediate_size": ...}, "moe_intermediate_size", "must be given"),
     ({"hidden_size": -7168}, "hidden_size", "-7168"),
     ({"hidden_size": 7168.0}, "hidden_size", "an integer"),
-    ({"hidden_size": "7168"}, "hidden_size", "'7168'"),
     ({"hidden_size": True}, "hidden_size", "True"),
-    ({"hidden_size": None}, "hidden_size", "None"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers", "at least 1"),
     ({"q_lora_rank": 0}, "q_lora_rank", "at least 1"),
     ({"qk_rope_head_dim": 63}, "qk_rope_head_dim", "even"),
     ({"num_key_value_heads": 8}, "num_key_value_heads", "128"),
@@ -207,12 +177,10 @@ FAULTS = [
     ({"rope_theta": 0}, "rope_theta", "above 1"),
     ({"rope_scaling": 40}, "rope_scaling", "a JSON object"),
     ({"rope_scaling": YARN | {"type": "linear"}}, "rope_scaling.type", '"yarn"'),
-    ({"rope_scaling": YARN | {"type": ["yarn"]}}, "rope_scaling.type", "yarn"),
     ({"rope_scaling": YARN | {"rope_type": "default"}}, "rope_scaling.rope_type", "'yarn'"),
     ({"rope_scaling": {"type": "default", "factor": 40}}, "rope_scaling.factor", "no such key"),
     ({"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling.original_max_position_embeddings", "YaRN needs"),
     ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor", "at least 1"),
-    ({"rope_scaling": YARN | {"factor": "40"}}, "rope_scaling.factor", "'40'"),
     ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}}, "rope_scaling.beta_fast", "at least beta_slow"),
     ({"rope_scaling": YARN | {"mscael": 1}}, "rope_scaling.mscael", "unknown"),
     ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "rope_scaling.partial_rotary_factor", "1"),
@@ -223,23 +191,13 @@ FAULTS = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method", '"fp8"'),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size", "must be given"),
     (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+        {"quantization_config": FP8 | {"weight_block_size": [64, 128]}},
         "quantization_config.weight_block_size",
         "[128, 128]",
     ),
+    ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config.fmt", '"e4m3"'),
     (
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}},
-        "quantization_config.fmt",
-        '"e4m3"',
-    ),
-    (
-        {
-            "quantization_config": {
-                "quant_method": "fp8",
-                "weight_block_size": [128, 128],
-                "activation_scheme": "static",
-            }
-        },
+        {"quantization_config": FP8 | {"activation_scheme": "static"}},
         "quantization_config.activation_scheme",
         '"dynamic"',
     ),

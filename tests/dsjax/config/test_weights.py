@@ -5,15 +5,8 @@ import math
 import pytest
 
 from dsjax.config import load_config
-from dsjax.config.weights import CONVERTED, PACKED, ROW_FORMATS, SERVED, WEIGHT_FORMATS
+from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.transformer import abstract_parameters
-
-
-def test_each_command_takes_the_names_that_it_can_do_something_with():
-    assert PACKED == ("nvfp4", "nvfp4-bf16", "mxfp4", "mxfp4-bf16")
-    assert ("fp8", *PACKED) == SERVED
-    assert ("f32", "bf16", *SERVED) == CONVERTED
-    assert ROW_FORMATS == ("nvfp4",)
 
 
 @pytest.mark.parametrize("row", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)

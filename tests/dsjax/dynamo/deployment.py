@@ -70,12 +70,9 @@ class Worker(Process):
 class Group:
     """A worker whose mesh spans two processes of one device each, as on two hosts: the same command in both."""
 
-    def __init__(self, folder: Path, name: str, *options: str):
+    def __init__(self, folder: Path, name: str, *options: str, **variables: str):
         shared = (*options, "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2")
-        variables = {
-            "XLA_FLAGS": " ".join(QUICK_COMPILATION),
-            "PJRT_NPROC": "0",
-        }  # and not the 32 devices of a test's process
+        variables |= {"XLA_FLAGS": " ".join(QUICK_COMPILATION), "PJRT_NPROC": "0"}  # not the 32 devices of a test's
         self.leader, self.follower = self.processes = [
             Worker(folder, f"{name}-{index}", *shared, "--process-id", str(index), **variables) for index in range(2)
         ]

@@ -1,14 +1,12 @@
-"""Dynamo's real frontend and KV router before two dsjax workers: every answer is the engine's own, also when a worker is killed."""
+"""Dynamo's real frontend and KV router before two dsjax workers, one of two processes: each answer is one engine's, whoever leaves."""
 
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
-from demo_crowd import CLIENTS, NEW_TOKENS, one_device, options, prompt
+from demo_crowd import CLIENTS, NEW_TOKENS, prompt
 from with_dynamo import WITH_DYNAMO
 
 pytestmark = [
@@ -17,79 +15,64 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-SIZES = (*options(), "--mesh", "dp=2")
-LONG = "".join(f"value_{i} = {i}\n" for i in range(20))
+MESH = ("--mesh", "dp=2", "--compile-ahead", "0")
+LONG = "".join(f"value_{i} = {i}\n" for i in range(12))
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Prompts and parameters to the engine's own answers."""
-    from dsjax import SamplingParams
+def alone(tmp_path_factory):
+    from tiny_deployment import Alone
 
-    llm = one_device()
-
-    def generate(prompts: list[str], params: list[dict]) -> list:
-        # The frontend reads tokenizer.json alone, and puts no begin-of-sequence token before a text.
-        ids = [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in prompts]
-        outputs = llm.generate(ids, [SamplingParams(**one) for one in params])
-        return [output.outputs[0] for output in outputs]
-
-    return generate
+    return Alone(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    from deployment import Frontend, Worker, wait_until
+def deployment(alone, tmp_path_factory):
+    """A worker of two processes and one of one. The order of the tests is theirs."""
+    from deployment import Group
+    from tiny_deployment import Deployment
 
-    folder: Path = tmp_path_factory.mktemp("dynamo")
-    processes = [Frontend(folder)]
+    made = Deployment(tmp_path_factory.mktemp("dynamo"))
     try:
-        for index in range(2):  # one after the other: the second finds what the first has compiled
-            processes.append(Worker(folder, f"worker-{index}", *SIZES))
-            wait_until(lambda: processes[-1].is_ready, what="the worker is ready")
-        wait_until(lambda: processes[0].num_workers() == 2, what="the frontend knows both")
-        yield processes
+        made.start("group", *alone.options, *MESH, kind=Group)
+        made.start("worker", *alone.options, *MESH)
+        made.wait()
+        yield made
     finally:
-        for process in processes:
-            process.end(signal.SIGKILL)
+        made.end()
 
 
-@pytest.fixture(scope="module")
-def client(deployment):
-    return openai.OpenAI(base_url=f"{deployment[0].url}/v1", api_key="none", max_retries=0, timeout=120)
+@pytest.fixture
+def processes(deployment):
+    """Those that speak to Dynamo."""
+    return [deployment.workers["group"].leader, deployment.workers["worker"]]
 
 
-def ask(client, text: str, *, stream: bool = False, **params) -> str:
-    answer = client.completions.create(model="demo", prompt=text, stream=stream, **params)
-    return "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
-
-
-def test_64_clients_at_once_get_what_the_engine_alone_gives(alone, client):
+def test_64_clients_at_once_get_what_the_engine_alone_gives(alone, deployment):
     """Streamed and whole, greedy and sampled with a seed."""
     params = [
-        {"max_tokens": NEW_TOKENS, "temperature": 0.0 if index % 4 < 2 else 1.0, "seed": index}
-        for index in range(CLIENTS)
+        {"max_tokens": NEW_TOKENS, "temperature": 0.0 if client % 4 < 2 else 1.0, "seed": client}
+        for client in range(CLIENTS)
     ]
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = [
-            pool.submit(ask, client, prompt(index), stream=index % 2 == 1, **params[index]) for index in range(CLIENTS)
-        ]
-        texts = [answer.result() for answer in answers]
-    assert texts == [output.text for output in alone([prompt(index) for index in range(CLIENTS)], params)]
+    prompts = [prompt(client) for client in range(CLIENTS)]
+    assert deployment.ask_all(prompts, params) == alone.texts(prompts, params)
 
 
-def test_log_probabilities_and_forms_and_stop_strings_are_the_engines(alone, client):
-    answer = client.completions.create(model="demo", prompt="def main(", max_tokens=4, temperature=0, logprobs=2)
-    (completion,) = alone(["def main("], [{"max_tokens": 4, "temperature": 0, "logprobs": 2}])
+def test_log_probabilities_and_forms_and_stop_strings_are_the_engines(alone, deployment):
+    answer = deployment.complete("def main(", max_tokens=20, logprobs=2, **GREEDY)
+    (completion,) = alone.answers(["def main("], {"max_tokens": 20, "logprobs": 2, **GREEDY})
     expected = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
     # Dynamo writes them as float32, in as few digits as tell one float32 from another.
     np.testing.assert_array_equal(np.float32(answer.choices[0].logprobs.token_logprobs), np.float32(expected))
-    assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [2] * 4
-    digits = ask(client, "x = ", max_tokens=8, temperature=0, extra_body={"guided_regex": "[0-9]{3}"})
+    assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [2] * 20
+    digits = deployment.complete("x = ", max_tokens=8, temperature=0, guided_regex="[0-9]{3}").choices[0].text
     assert digits.isdecimal()
     assert len(digits) == 3
-    stopped = client.completions.create(model="demo", prompt="def main(", max_tokens=30, temperature=0, stop=[":"])
-    assert (stopped.choices[0].finish_reason, ":" in stopped.choices[0].text) == ("stop", False)
+    texts = [alone.engine.tokenizer.decode([token]) for token in completion.token_ids]
+    stop = next(text for text in texts[5:] if text.strip())  # the frontend finds no string over two tokens
+    stopped = deployment.complete("def main(", max_tokens=20, stop=[stop], temperature=0).choices[0]
+    assert (stopped.finish_reason, stopped.text) == ("stop", completion.text.partition(stop)[0])
 
 
 @pytest.mark.parametrize(
@@ -97,101 +80,91 @@ def test_log_probabilities_and_forms_and_stop_strings_are_the_engines(alone, cli
     [
         ({"max_tokens": 5000}, "the maximum context length of this model is 256 tokens"),
         ({"n": 2, "temperature": 1}, "send several requests"),
-        ({"extra_body": {"guided_regex": "[0-9"}}, "structured_outputs.regex"),
+        ({"guided_regex": "[0-9"}, "structured_outputs.regex"),
     ],
 )
-def test_a_request_that_cannot_be_is_a_400_that_says_why(client, changes, message):
+def test_a_request_that_cannot_be_is_a_400_that_says_why(deployment, changes, message):
+    import openai
+
     with pytest.raises(openai.BadRequestError, match=message):
-        client.completions.create(**{"model": "demo", "prompt": "def main(", "max_tokens": 4} | changes)
+        deployment.complete("def main(", **{"max_tokens": 4} | changes)
 
 
-def test_a_prompt_comes_back_to_the_rank_that_has_its_beginning(client, deployment):
+def test_a_prompt_comes_back_to_the_rank_that_has_its_beginning_and_salts_share_nothing(alone, deployment):
     """The router counts what it expects to be cached, and the worker what was: pages of 16 tokens."""
-    from deployment import metric, wait_until
+    from deployment import metric
 
     def routed() -> float:
-        return sum(metric(deployment[0].url, "dynamo_component_router_kv_hit_rate_sum"))
+        return sum(metric(deployment.frontend.url, "dynamo_component_router_kv_hit_rate_sum"))
 
-    before = routed()
-    client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0)
-
-    def cached_tokens() -> int:
-        usage = client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0).usage
-        return usage.prompt_tokens_details.cached_tokens
-
-    cached = []
-    wait_until(lambda: cached.append(cached_tokens()) or len(cached) == 6, what="six answers")
-    assert cached[1:] == [128] * 5  # of 140: the last full page, and what is behind it, is computed anew
-    assert routed() - before > 3
-
-
-def test_a_salt_shares_nothing_and_is_routed_by_its_own_pages(client):
-    def cached_tokens(salt: str) -> int:
-        extra = {"cache_salt": salt}
-        answer = client.completions.create(model="demo", prompt=LONG, max_tokens=2, temperature=0, extra_body=extra)
+    def cached_tokens(**salt: str) -> int:
+        answer = deployment.complete(LONG, max_tokens=2, temperature=0, **salt)
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    assert cached_tokens("one") == 0
-    assert [cached_tokens("one") for _ in range(3)][-1] == 128
-    assert cached_tokens("two") == 0
+    before, whole = routed(), (len(alone.ids(LONG)) - 1) // 16 * 16  # the last page is computed anew
+    cached_tokens()
+    assert [cached_tokens() for _ in range(6)][1:] == [whole] * 5
+    assert routed() - before > 3
+    assert cached_tokens(cache_salt="one") == 0
+    assert [cached_tokens(cache_salt="one") for _ in range(3)][-1] == whole
+    assert cached_tokens(cache_salt="two") == 0
 
 
-def test_a_stream_that_is_closed_gives_its_pages_back(client, deployment):
+def test_a_stream_that_is_closed_gives_its_pages_back(deployment, processes):
     from deployment import wait_until
 
-    params = {"max_tokens": 200, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
-    stream = client.completions.create(model="demo", prompt="def main(", **params)
+    stream = deployment.complete("def main(", max_tokens=200, stream=True, **GREEDY)
     next(iter(stream))
     stream.close()
-    for worker in deployment[1:]:
-        wait_until(lambda worker=worker: sum(worker.metric("vllm:num_requests_running")) == 0, what="nothing runs")
-        wait_until(
-            lambda worker=worker: sum(worker.metric("dynamo_component_gpu_cache_usage_percent")) == 0,
-            what="no page is held",
-        )
+    for name in ("vllm:num_requests_running", "dynamo_component_gpu_cache_usage_percent"):
+        wait_until(lambda name=name: not any(sum(one.metric(name)) for one in processes), what=f"{name} is 0")
 
 
-def under_load(alone, client, worker, end) -> float:
-    """Have 16 streams run, and a worker ended in their middle; every one is the engine's to its end. Give how many that worker had."""
-    prompts = [prompt(index) for index in range(16)]
-    params = {"max_tokens": 100, "temperature": 0}
-    expected = [output.text for output in alone(prompts, [{**params, "ignore_eos": True}] * 16)]
-    all_run = threading.Barrier(17)
+def under_load(alone, deployment, process, end) -> float:
+    """Have 12 streams run, and a process ended in their middle; every one is the engine's to its end. Give how many `process` had."""
+    prompts, params = [prompt(client) for client in range(12)], {"max_tokens": 160, **GREEDY}
+    expected, all_run = alone.texts(prompts, params), threading.Barrier(13)
 
     def follow(text: str) -> str:
-        answer = client.completions.create(
-            model="demo", prompt=text, stream=True, **params, extra_body={"ignore_eos": True}
-        )
+        answer = deployment.complete(text, stream=True, **params)
         first_text = next(iter(answer)).choices[0].text
         all_run.wait(60)
         return first_text + "".join(chunk.choices[0].text for chunk in answer)
 
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(follow, text) for text in prompts]
         all_run.wait(60)
-        ran = sum(worker.metric("vllm:num_requests_running"))
+        ran = sum(process.metric("vllm:num_requests_running"))
         end()
         assert [answer.result() for answer in answers] == expected
     return ran
 
 
-def test_a_worker_that_is_told_to_end_says_goodbye_and_loses_no_request(alone, client, deployment):
-    from deployment import Worker, wait_until
+def test_a_process_of_a_worker_that_is_told_to_end_leaves_in_order_and_loses_no_request(alone, deployment):
+    """The mesh goes on without its devices."""
+    group = deployment.workers["group"]
+    follower = group.follower
+    assert under_load(alone, deployment, group.leader, lambda: follower.process.send_signal(signal.SIGTERM)) > 0
+    assert follower.process.wait(60) == 0, group.last_words()
+    assert "the others go on without this process" in follower.log.read_text()
+    assert "has gone away" not in group.leader.log.read_text()
 
-    leaves = deployment[1]
-    assert under_load(alone, client, leaves, lambda: leaves.process.send_signal(signal.SIGTERM)) > 0
+
+def test_a_worker_that_is_told_to_end_says_goodbye_and_loses_no_request(alone, deployment):
+    """The others are the process that the group has left, and then a new worker."""
+    leaves = deployment.workers["worker"]
+    assert under_load(alone, deployment, leaves, lambda: leaves.process.send_signal(signal.SIGTERM)) > 0
     assert leaves.process.wait(60) == 0, leaves.log.read_text()[-4000:]
-    wait_until(lambda: deployment[0].num_workers() == 1, what="the frontend knows that it has gone")
-    deployment[1] = Worker(leaves.log.parent, "worker-again", *SIZES)
-    wait_until(lambda: deployment[1].is_ready, what="the worker is ready")
-    wait_until(lambda: deployment[0].num_workers() == 2, what="the frontend knows both")
+    deployment.drop("worker")
 
 
-def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, client, deployment):
+def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, deployment):
     """Last, since it leaves one worker: Dynamo's migration goes on with the other."""
     from deployment import wait_until
 
-    killed, left = deployment[1:]
-    assert under_load(alone, client, killed, lambda: killed.end(signal.SIGKILL)) > 0
+    left = deployment.start("again", *alone.options, *MESH)
+    wait_until(lambda: left.is_ready and deployment.frontend.num_workers() == 2, what="the new worker serves")
+    killed = deployment.workers["group"].leader
+    assert under_load(alone, deployment, killed, lambda: killed.end(signal.SIGKILL)) > 0
     wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, what="nothing runs")
     assert left.end() == 0, left.log.read_text()[-4000:]

@@ -1,11 +1,11 @@
-"""Dynamo's frontend before a prefill and a decode worker on meshes of different shapes: every answer is that of one engine."""
+"""Dynamo's frontend before prefill and decode workers, of one and of two processes: every answer is that of one engine."""
 
+import json
 import signal
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
-from demo_crowd import one_device, options
 from with_dynamo import WITH_DYNAMO
 
 pytestmark = [
@@ -14,110 +14,82 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17")
-PREFILL = (*options(), *TRANSFER, "--mesh", "tp=2", "--disaggregation-mode", "prefill")
-DECODE = (*options(), *TRANSFER, "--mesh", "dp=2", "--disaggregation-mode", "decode")
+TRANSFER = ("--transfer-host", "127.0.0.1", "--local-prefill-tokens", "17", "--compile-ahead", "0")
+BOOTSTRAP = (*TRANSFER, "--mesh", "tp=2", "--disaggregation-mode", "prefill", "--bootstrap")
 CLIENTS = 16
-PARAMS = {"max_tokens": 12, "temperature": 0}
+PARAMS = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
-def prompt(number: int) -> str:
-    """A client's prompt. It has 48 to 143 tokens, which take three pages at least."""
-    return "".join(f"value_{number} = {i}\n" for i in range(7 + number % 12))
-
-
-@pytest.fixture(scope="module")
-def alone():
-    from dsjax import SamplingParams
-
-    llm = one_device()
-
-    def generate(prompts: list[str]) -> list[str]:
-        ids = [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in prompts]
-        return [output.outputs[0].text for output in llm.generate(ids, SamplingParams(**PARAMS))]
-
-    return generate
-
-
-class Deployment:
-    """The frontend, one decode worker, and the prefill worker of the moment."""
-
-    def __init__(self, folder):
-        from deployment import Frontend, Worker, wait_until
-
-        self.folder, self.frontend = folder, Frontend(folder)
-        self.prefill, self.decode = Worker(folder, "prefill", *PREFILL), Worker(folder, "decode", *DECODE)
-        wait_until(lambda: self.prefill.is_ready and self.decode.is_ready, what="the workers are ready")
-        wait_until(lambda: self.frontend.num_workers() == 2, what="the frontend knows both")
-        wait_until(lambda: self.frontend.serves("demo"), what="the frontend serves their model")
-
-    def replace_prefill(self, name: str, *options: str) -> None:
-        from deployment import Worker, wait_until
-
-        self.prefill.end(signal.SIGKILL)  # where a test before has failed
-        wait_until(lambda: self.frontend.num_workers() == 1, what="the one before is gone")
-        self.prefill = Worker(self.folder, name, *PREFILL, *options)
-        wait_until(lambda: self.prefill.is_ready and self.frontend.num_workers() == 2, what="the new one is known")
-
-    def ask(self, numbers) -> list[str]:
-        """All at once, every second one streamed."""
-        client = openai.OpenAI(base_url=f"{self.frontend.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-        def one(number: int) -> str:
-            stream = number % 2 == 1
-            answer = client.completions.create(model="demo", prompt=prompt(number), stream=stream, **PARAMS)
-            return "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
-
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            return list(pool.map(one, numbers))
-
-    def transfers(self, outcome: str) -> float:
-        return sum(self.decode.metric("dsjax_transfers_total", outcome=outcome))
-
-    def end(self) -> None:
-        for process in (self.frontend, self.prefill, self.decode):
-            process.end(signal.SIGKILL)
+def prompts(first: int) -> list[str]:
+    """A prompt for each client, whose numbers begin there: three pages at least."""
+    return ["".join(f"value_{first + client} = {i}\n" for i in range(7 + client % 6)) for client in range(CLIENTS)]
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    made = None
+def alone(tmp_path_factory):
+    from tiny_deployment import Alone
+
+    return Alone(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def deployment(alone, tmp_path_factory):
+    """Both sides have two processes. The order of the tests is theirs."""
+    from deployment import Group
+    from tiny_deployment import Deployment
+
+    made = Deployment(tmp_path_factory.mktemp("dynamo"))
     try:
-        made = Deployment(tmp_path_factory.mktemp("dynamo"))
+        for side in ("prefill", "decode"):
+            made.start(side, *alone.options, *TRANSFER, "--mesh", "dp=2", "--disaggregation-mode", side, kind=Group)
+        made.wait()
         yield made
     finally:
-        if made is not None:
-            made.end()
+        made.end()
+
+
+def transfers(deployment) -> tuple[float, float]:
+    """Those that came to their end, and those that were given up."""
+    leader = deployment.workers["decode"].leader
+    return tuple(sum(leader.metric("dsjax_transfers_total", outcome=one)) for one in ("completed", "given_up"))
+
+
+def phase(worker) -> str:
+    """What a process that follows says at `/ready`."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{worker.port}/ready", timeout=60) as answer:
+        return json.load(answer)["status"]
 
 
 def test_prefill_first_then_decode_makes_the_tokens_of_one_engine(alone, deployment):
-    numbers = range(CLIENTS)
-    assert deployment.ask(numbers) == alone([prompt(number) for number in numbers])
-    assert (deployment.transfers("completed"), deployment.transfers("given_up")) == (CLIENTS, 0)
-    assert sum(deployment.prefill.metric("dsjax_prefill_engine_tokens_total")) > 32 * CLIENTS
-    assert deployment.prefill.end() == 0, deployment.prefill.log.read_text()[-4000:]
+    """Pages go from each prefill process straight to the decode process that has the rank."""
+    assert min(len(alone.ids(text)) for text in prompts(0)) > 32
+    assert deployment.ask_all(prompts(0), PARAMS) == alone.texts(prompts(0), PARAMS)
+    assert transfers(deployment) == (CLIENTS, 0)
+    for group in deployment.workers.values():
+        assert phase(group.follower) == "ready"
+        assert sum(group.follower.metric("dsjax_follower_commands_total")) > 0
+    prefill = deployment.workers["prefill"]
+    assert sum(prefill.leader.metric("dsjax_prefill_engine_tokens_total")) > 32 * CLIENTS
+    assert prefill.end() == [0, 0], prefill.last_words()
 
 
 def test_both_at_once_under_one_room_makes_them_too(alone, deployment):
-    """After a prefill worker that ended in order, with one that advertises where it can be had."""
-    deployment.replace_prefill("bootstrap", "--bootstrap")
-    numbers = range(100, 100 + CLIENTS)
-    assert deployment.ask(numbers) == alone([prompt(number) for number in numbers])
-    assert (deployment.transfers("completed"), deployment.transfers("given_up")) == (2 * CLIENTS, 0)
+    """After a prefill worker that ended in order, with one of another mesh that advertises where it can be had."""
+    deployment.drop("prefill")
+    deployment.start("bootstrap", *alone.options, *BOOTSTRAP)
+    deployment.wait()
+    assert deployment.ask_all(prompts(100), PARAMS) == alone.texts(prompts(100), PARAMS)
+    assert transfers(deployment) == (2 * CLIENTS, 0)
 
 
 def test_a_prefill_worker_that_is_killed_costs_no_request_where_there_is_another(alone, deployment):
     """Last. What was asked of it is computed by the decode worker, within the transfer's time limit."""
-    from deployment import Worker, wait_until
-
-    spare = Worker(deployment.folder, "spare", *PREFILL, "--bootstrap")
-    try:
-        wait_until(lambda: spare.is_ready and deployment.frontend.num_workers() == 3, what="the spare one is known")
-        numbers = range(200, 200 + CLIENTS)
-        with ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(deployment.ask, numbers)
-            deployment.prefill.end(signal.SIGKILL)
-            assert answers.result() == alone([prompt(number) for number in numbers])
-    finally:
-        spare.end(signal.SIGKILL)
-    assert deployment.decode.end() == 0, deployment.decode.log.read_text()[-4000:]
+    deployment.start("spare", *alone.options, *BOOTSTRAP)
+    deployment.wait()
+    expected = alone.texts(prompts(200), PARAMS)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(deployment.ask_all, prompts(200), PARAMS)
+        deployment.workers["bootstrap"].end(signal.SIGKILL)
+        assert answers.result() == expected
+    decode = deployment.workers["decode"]
+    assert decode.end() == [0, 0], decode.last_words()

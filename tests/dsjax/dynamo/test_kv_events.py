@@ -139,9 +139,3 @@ def test_a_rank_that_nobody_listens_to_is_told_to_nobody():
     assert router.blocks == {}
     events.close()
     events.publish(0, [AllBlocksCleared()])
-
-
-def test_a_hash_keeps_its_bits():
-    for unsigned in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
-        assert signed(unsigned) % 2**64 == unsigned
-        assert -(2**63) <= signed(unsigned) < 2**63

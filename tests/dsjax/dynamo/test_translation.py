@@ -11,37 +11,18 @@ from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput
 
 NULLS = {
-    "stop_conditions": dict.fromkeys(
-        (
-            "max_tokens",
-            "stop",
-            "stop_token_ids",
-            "stop_token_ids_visible",
-            "stop_token_ids_hidden",
-            "min_tokens",
-            "ignore_eos",
-        )
-    ),
-    "sampling_options": dict.fromkeys(
-        (
-            "n",
-            "best_of",
-            "presence_penalty",
-            "temperature",
-            "top_p",
-            "top_k",
-            "seed",
-            "use_beam_search",
-            "guided_decoding",
-        )
-    ),
-    "output_options": dict.fromkeys(("logprobs", "prompt_logprobs", "skip_special_tokens")),
+    "stop_conditions": "max_tokens stop stop_token_ids stop_token_ids_visible stop_token_ids_hidden min_tokens ignore_eos",
+    "sampling_options": "n best_of presence_penalty temperature top_p top_k seed use_beam_search guided_decoding",
+    "output_options": "logprobs prompt_logprobs skip_special_tokens",
 }
+"""What the frontend writes as null where a client has not given it."""
+SAME = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -7, "presence_penalty": 0.5}
+"""Options that the engine calls as Dynamo does."""
 
 
 def request(**changes) -> dict:
     """A request with null for everything that its client did not give, as the frontend writes it."""
-    groups = {name: {**NULLS[name], **changes.pop(name, {})} for name in NULLS}
+    groups = {name: dict.fromkeys(NULLS[name].split()) | changes.pop(name, {}) for name in NULLS}
     return {"model": "demo", "token_ids": [5, 6, 7], "eos_token_ids": [1], **groups, **changes}
 
 
@@ -62,14 +43,7 @@ def test_every_option_reaches_the_engine():
                 "stop_token_ids_hidden": [4, 1],
                 "stop": ["the frontend's"],
             },
-            sampling_options={
-                "temperature": 0.5,
-                "top_p": 0.9,
-                "top_k": 5,
-                "min_p": 0.1,
-                "seed": -7,
-                "presence_penalty": 0.5,
-            },
+            sampling_options=SAME,
             output_options={"logprobs": 3, "prompt_logprobs": 1, "skip_special_tokens": False},
             extra_args={"sampling_options": {"allowed_token_ids": [1, 2], "logit_bias": {"5": 3}, "bad_words": ["x"]}},
             routing={"dp_rank": 3, "priority": 2, "cache_salt": "salt"},
@@ -78,12 +52,7 @@ def test_every_option_reaches_the_engine():
     assert (read.token_ids, read.options.dp_rank, read.options.cache_salt) == ([5, 6, 7], 3, "salt")
     assert read.options.priority == -2, "Dynamo runs the highest first, dsjax the lowest"
     assert read.params == SamplingParams(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        seed=-7,
-        presence_penalty=0.5,
+        **SAME,
         allowed_token_ids=[1, 2],
         logit_bias={5: 3},
         bad_words=["x"],
