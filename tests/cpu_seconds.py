@@ -75,7 +75,8 @@ class CpuSeconds:
             "cpu": dict(self.cpu),
             "tests": dict(self.tests),
         }
-        self._config.cache.set(KEY, run)
+        if hasattr(self._config, "cache"):  # not with `-p no:cacheprovider`
+            self._config.cache.set(KEY, run)
         for line in summary(self.cpu, changed_files(self._config.rootpath)):
             terminalreporter.write_line(line)
 

@@ -1,14 +1,12 @@
 """What dsjax and sharding import is declared, and what is private of others is imported in one place."""
 
-import ast
+import functools
 import re
 import sys
 import tomllib
-from pathlib import Path
 
-import pytest
+from test_house import ROOT, imported, modules
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "zmq": "pyzmq", "dynamo": "ai-dynamo"}
 """The distribution of what is imported under another name."""
@@ -20,20 +18,15 @@ PRIVATE = {
 """Which files may reach into the modules that a package does not promise to keep."""
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
-    """Which files import each module, as `package.module` and `package.module.name`."""
-    modules: dict[str, set[str]] = {}
-    for path in [*(ROOT / "dsjax").rglob("*.py"), *(ROOT / "sharding").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            else:
-                continue
-            for name in names:
-                modules.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
-    return modules
+    """Which files import each module or name of one."""
+    found: dict[str, set[str]] = {}
+    for package in ("dsjax", "sharding"):
+        for _, path in modules(package):
+            for name in imported(path):
+                found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
 
 
 def normal(name: str) -> str:
@@ -55,10 +48,10 @@ def test_every_package_that_is_imported_is_declared():
     assert {name for name in packages if normal(DISTRIBUTIONS.get(name, name)) not in declared()} == set()
 
 
-@pytest.mark.parametrize("package", PRIVATE)
-def test_private_modules_are_imported_in_one_place(package):
-    files = {file for name, files in imports().items() if f"{name}.".startswith(f"{package}.") for file in files}
-    assert sorted(files) == PRIVATE[package]
+def test_private_modules_are_imported_in_one_place():
+    for package, allowed in PRIVATE.items():
+        files = {file for name, files in imports().items() if f"{name}.".startswith(f"{package}.") for file in files}
+        assert sorted(files) == allowed
 
 
 def test_no_other_private_module_of_a_dependency_is_imported():
@@ -66,6 +59,5 @@ def test_no_other_private_module_of_a_dependency_is_imported():
     assert {name for name in private if not name.startswith(("jax._src", "dsjax", "sharding", "__future__"))} == set()
 
 
-@pytest.mark.parametrize("package", ["jax", "jaxlib", "fastapi", "starlette", "uvicorn"])
-def test_what_is_reached_into_has_an_upper_bound(package):
-    assert "<" in declared()[package]
+def test_what_is_reached_into_has_an_upper_bound():
+    assert all("<" in declared()[package] for package in ("jax", "jaxlib", "fastapi", "starlette", "uvicorn"))

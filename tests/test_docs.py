@@ -93,13 +93,6 @@ def commits(text: str) -> set[str]:
     return found
 
 
-def test_the_commits_of_a_page_are_told_from_words_numbers_and_other_repositories():
-    text = (
-        "At d6ad64d, of 1234567 values; committed (1257918, bdea21d). Of a/b, `c`, commit 7fe6d62, defaced: 0123abc4."
-    )
-    assert commits(text) == {"d6ad64d", "1257918", "bdea21d", "0123abc4"}
-
-
 def test_every_commit_that_a_page_names_exists():
     def git(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
