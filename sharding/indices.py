@@ -1,6 +1,6 @@
-"""Reading and writing where indices are known not to be negative.
+"""Read and write arrays at indices that are known not to be negative.
 
-JAX takes a negative index for one from the end, which costs three operations for each look-up. A third of a step's operations were these.
+JAX counts a negative index from the end, which costs three operations for each look-up.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def cut(array: Array, start: Int[Array, ""], size: int, axis: int = 0) -> Array:
 
 
 def put(array: Array, indices: Any, values: Any) -> Array:
-    """The array with ``values`` at these indices. Negative ones and those past the end are nowhere."""
+    """The array with ``values`` at these indices. Values at negative indices and past the end are dropped."""
     return array.at[indices].set(values, mode="drop", wrap_negative_indices=False)

@@ -277,7 +277,7 @@ _NO_FOLDER = {
 
 @pytest.fixture
 def monkeypatch():
-    """pytest's fixture of this name; compiled programs are neither read nor kept where a test changes what is traced."""
+    """Replace pytest's `monkeypatch`: a test that changes traced code neither reads nor keeps compiled programs."""
     patch = _Patch()
     yield patch
     patch.undo()

@@ -31,7 +31,7 @@ class Slice:
         """Read ``K/N``, or ``COMMIT/N``, which stands for the commit's hash modulo N.
 
         Raises:
-            argparse.ArgumentTypeError: N is no positive number, or K is neither a number below N nor a commit.
+            argparse.ArgumentTypeError: N is not a positive number, or K is not a number below N or a commit.
         """
         which, _, count = text.rpartition("/")
         if not re.fullmatch("[1-9][0-9]*", count):

@@ -144,7 +144,7 @@ def test_start_and_done_pairs_tell_what_runs_beside():
 
 
 def entry(parameters, *lines):
-    """A program of one computation, of these parameters (as ``bf16[2,3]``) ``%p0``, ``%p1``, … and these lines."""
+    """A program of one computation with these lines; its parameters (such as ``bf16[2,3]``) are ``%p0``, ``%p1``, …."""
     own = [f"%p{place} = {shape} parameter({place})" for place, shape in enumerate(parameters)]
     body = "\n".join(f"  {line}" for line in [*own, *lines])
     return Program.parse(f"HloModule m, is_scheduled=true\n\nENTRY %main.1 (p: f32[1]) -> f32[1] {{\n{body}\n}}\n")

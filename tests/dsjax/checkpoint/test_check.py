@@ -43,7 +43,7 @@ def truncate(directory):
 
 
 def test_a_damaged_file_is_found_before_a_device_holds_anything(folder):
-    """Of files, headers, shards and indices by themselves `test_safetensors_file.py` and `test_shards.py` are."""
+    """`test_safetensors_file.py` and `test_shards.py` test files, headers, shards and indices alone."""
     directory = folder()
     truncate(directory)
     with pytest.raises(CheckpointError, match="truncated: its tensors need"):

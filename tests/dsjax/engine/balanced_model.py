@@ -18,7 +18,7 @@ from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from sharding.layer_placement import exchange_rounds
 
 SIZES = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
-"""As of `layouts.answer`."""
+"""What `layouts.answer` takes."""
 
 
 def few_buckets(llm: LLM) -> None:

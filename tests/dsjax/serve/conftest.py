@@ -48,7 +48,7 @@ def _scripted_servers():
 
 @pytest.fixture
 def start(_scripted_servers):
-    """Gives a server that answers with a script; tests of a module share those of equal options. special: as of `tool_tokenizer`."""
+    """Start a server with scripted answers; tests of a module share one with equal options. special: see `tool_tokenizer`."""
 
     stack, servers = _scripted_servers
 
