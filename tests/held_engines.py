@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from dsjax.checkpoint.held_weights import HeldWeights
+from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.load import load
 from dsjax.model.transformer import abstract_parameters
 from sharding import MeshSpec, Rules
@@ -51,6 +51,7 @@ class Engine:
         if lost:
             params = {path: without(array, lost) for path, array in params.items()}
         held.keep(self.step, params, self.placements)
+        held.counts = WeightBytes()
 
 
 def without(array, lost):

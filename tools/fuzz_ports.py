@@ -13,8 +13,8 @@ It starts what it needs, with a tiny model and a cluster key of its own, and tak
     | attention, and a process with   | experts: as a member with another model, as another attention side, and as another process   |
     | experts                         | with experts                                                                                 |
 
-The ports for weights and between the processes of an attention side are open only while a mesh changes, which is too short a time for
-this: `tests/tools/test_fuzz_ports.py` fuzzes them in one process.
+The port between the processes of an attention side is open only while a mesh changes, which is too short a time for this:
+`tests/tools/test_fuzz_ports.py` fuzzes it in one process.
 
 A case is a connection, or many: random bytes, a greeting that ends somewhere, one of another version, one with a wrong or an old proof, one
 that comes byte by byte, a flood; or a member's connection whose frames were changed, cut off, replayed, put into another order, or say that
@@ -726,7 +726,7 @@ FUZZES = {
     "experts": ({"experts"}, fuzz_experts),
 }
 """For what runs, the services whose ports it has, and what fuzzes them."""
-OPEN_BRIEFLY = {"weights", "attention"}
+OPEN_BRIEFLY = {"attention"}
 """Services whose ports `tests/tools/test_fuzz_ports.py` alone fuzzes."""
 
 

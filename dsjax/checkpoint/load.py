@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,6 @@ from dsjax.checkpoint.place import local_bytes, place, progress_bar
 from dsjax.checkpoint.recover import place_held
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
-from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.config.weights import PACKED
 from dsjax.model.parameters import Weights
@@ -53,7 +52,7 @@ def load(
     window: ParameterWindow = ParameterWindow(),
     progress: bool = False,
     held: HeldWeights | None = None,
-    peers: Peers | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, jax.Array]:
     """Load a checkpoint's parameters onto ``mesh``, sharded by ``rules``, in the platform's storage dtypes.
 
@@ -73,11 +72,11 @@ def load(
         mtp: whether to load the MTP modules, where the configuration has any.
         only: paths of the parameters to load; default: all.
         window: load this part of each parameter alone, of a process that has not all layers or experts; ``config`` and ``placement``
-            are of the whole model. Nothing is taken from ``held`` or ``peers`` then, so there are to be none.
+            are of the whole model. Cannot be combined with ``held``.
         progress: whether to draw a progress bar on standard error.
-        held: what this process holds of the parameters of another mesh; what is there is not read. Where it held
-            anything, it has the new ones too afterwards.
-        peers: other processes that hold some.
+        held: parameters of another mesh on this process's devices, which are not read again. If it was not empty, it has
+            the new parameters too afterwards. Its ``counts`` say how much was read.
+        check: called after each layer of a parameter; an exception from it ends the load.
 
     Returns:
         ``{path: array}``, for every path of ``abstract_parameters`` that a checkpoint holds, or those of ``only``.
@@ -116,16 +115,22 @@ def load(
             assembler.fill(out, path, window.in_whole(path, wanted[path], region))
             checkpoint.release()
 
-        started, known = time.monotonic(), False
-        with progress_bar("Loading weights", total, progress) as advance:
-            if held is not None:
-                _identify(held, f"{fingerprint(checkpoint.directory)} {names.forms}")
-            if held is None or (held.is_empty and peers is None):
-                placed = place(own, mesh, rules, fill, advance)
+        if held is not None:
+            _identify(held, f"{fingerprint(checkpoint.directory)} {names.forms}")
+        started, known = time.monotonic(), held is not None and not held.is_empty
+        with progress_bar("Loading weights", total, progress) as show:
+
+            def advance(nbytes: int) -> None:
+                check()
+                show(nbytes)
+
+            if known:
+                placed = place_held(own, mesh, rules, names, held, fill, advance)
             else:
-                known = not held.is_empty
-                placed = place_held(own, mesh, rules, names, held, peers, fill, advance)
-                held.counts.file += assembler.bytes_read
+                placed = place(own, mesh, rules, fill, advance)
+        if held is not None:
+            held.counts.read += 0 if known else total
+            held.counts.file += assembler.bytes_read
         _log.info(
             "Read %s of the checkpoint's %s bytes in %.1f s, for %d devices; the process took %s bytes at most.",
             f"{assembler.bytes_read:,}",

@@ -104,11 +104,4 @@ class Agreement:
             value = group.store.get(key, _LOOK_SECONDS)
             if value is not None:
                 return msgspec.msgpack.decode(value, type=Said)
-            group.check()
-            if 0 in group.lost:
-                raise group.lost[0]
-            news = group.announcements
-            if news is not None and news.why_ended is not None:
-                raise GroupError(f"process 0 has ended the group: {news.why_ended}; its own messages say more")
-            if (news is not None and news.latest > generation) or group.generation != generation:
-                raise GroupError(f"generation {generation} was given up while {member.name} was waited for")
+            group.check_generation(generation, f"{member.name} was waited for")

@@ -29,7 +29,6 @@ class Announcement(msgspec.Struct, frozen=True):
         members: all processes of the group: one that came back answers at another port than before.
         looks: it is no mesh, but asks everybody which others it cannot reach.
         left_out: processes that live and are gone on without, by id: the pid, and why.
-        givers: processes without devices in its mesh that may hold weights for it.
         broken: the generation before it, where that has broken: nothing that still waits in its collectives can be done any more.
     """
 
@@ -44,7 +43,6 @@ class Announcement(msgspec.Struct, frozen=True):
     looks: bool = False
     left_out: dict[int, tuple[int, str]] = {}
     ended: bool = False
-    givers: list[int] = []
 
 
 def key(number: int) -> str:

@@ -214,6 +214,21 @@ class HostGroup:
             if error is not None:
                 raise error from failure
 
+    def check_generation(self, number: int, doing: str) -> None:
+        """Raise where a generation has failed or has been superseded. doing: what is given up then, for the message.
+
+        Raises:
+            GroupError: one of its processes is gone, process 0 has ended the group, or another generation has begun.
+        """
+        self.check()
+        if 0 in self.lost:
+            raise self.lost[0]
+        news = self.announcements
+        if news is not None and news.why_ended is not None:
+            raise GroupError(f"process 0 has ended the group: {news.why_ended}; its own messages say more")
+        if (news is not None and news.latest > number) or self.generation != number:
+            raise GroupError(f"generation {number} was given up while {doing}")
+
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
         """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
         would be known of one that hangs.

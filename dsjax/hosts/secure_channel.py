@@ -24,7 +24,7 @@ PROTOCOL = b"dsjaxsc1"
 """Name and version of the protocol; the first bytes of both sides."""
 GREETING_SECONDS = 5.0
 """In which the whole greeting must be over."""
-SERVICES = ("rendezvous", "links", "probes", "pages", "chunks", "weights", "experts", "attention", "stages")
+SERVICES = ("rendezvous", "links", "probes", "pages", "chunks", "experts", "attention", "stages")
 BLOCK_BYTES = 1 << 20
 """Bytes of large data that have one MAC."""
 

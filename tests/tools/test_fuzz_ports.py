@@ -28,14 +28,10 @@ from held_processes import groups
 from links_in_threads import CREDENTIALS, links_of
 from processes import free_port
 
-from dsjax.background import failure_counts
-from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.elastic.weight_peers import WeightPeers
 from dsjax.engine.transfer.messages import PullRequest
 from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
 from dsjax.hosts import HostOptions
-from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.links import Answerer
 from dsjax.hosts.rendezvous import Rendezvous, meet
 from dsjax.hosts.secure_channel import PROTOCOL, SERVICES, SecureChannel
@@ -136,19 +132,7 @@ def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays)
         np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
 
 
-def fuzz_weights():
-    group, before = groups(2)[0], failure_counts()
-    group.enter(Announcement(1, [0, 1]))
-    with contextlib.closing(WeightPeers(group, HeldWeights())) as peers:
-        said = [[1, 1], ["moe_layers.moe.experts.down.weight", 0, [[0, [[0, 1]]]]]]
-        address = "127.0.0.1", peers._listener.port
-        for name, first in (("of this generation", said), ("of another", [[7, 1]])):
-            messages = list(map(msgspec.msgpack.encode, first))
-            assert Fuzzer(address, "weights", KEY, messages, name=name).run(CASES).wrong == []
-    assert failure_counts() == before
-
-
-def fuzz_attention():
+def test_attention_processes_meet_whatever_strangers_say(nothing_stays):
     two, ports = groups(2), []
 
     class Told(AttentionProcesses):
@@ -172,11 +156,6 @@ def fuzz_attention():
         with contextlib.closing(second), contextlib.closing(first.result(20)) as first:
             second.tell(3)
             assert first.wait(1) == 3
-
-
-@pytest.mark.parametrize("service", sorted(OPEN_BRIEFLY))
-def test_ports_that_are_open_briefly_are_given_up_by_nobody_s_mistake(nothing_stays, service):
-    {"weights": fuzz_weights, "attention": fuzz_attention}[service]()
 
 
 def test_every_service_is_fuzzed():

@@ -132,7 +132,7 @@ class Follower:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
         from dsjax.checkpoint.held_weights import HeldWeights
         from dsjax.engine.elastic.compile_ahead import CompileAhead
-        from dsjax.engine.elastic.generations import give_weights, load_generation, release
+        from dsjax.engine.elastic.generations import drop, load_generation, release
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
         from dsjax.engine.setup.stages import load_stages
@@ -174,7 +174,7 @@ class Follower:
         self.run(
             load,
             lambda executor: release(executor, held),
-            stand_by=lambda announcement: give_weights(announcement, self.group, held),
+            stand_by=lambda: drop(held),
             regroups=not has_stages,
         )
 
@@ -183,14 +183,14 @@ class Follower:
         load: Callable[[Announcement | None], Executor],
         release: Callable[[Executor], None],
         seconds: float | None = None,
-        stand_by: Callable[[Announcement], None] = lambda announcement: None,
+        stand_by: Callable[[], None] = lambda: None,
         regroups: bool = True,
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
         load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
         holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
-        stand_by: is called in a generation without a part in its mesh, and returns at the latest when the next one is announced.
+        stand_by: called when a mesh has none of this process's devices: frees what is held for it.
         regroups: whether another generation may come after a failure.
 
         Raises:
@@ -212,10 +212,11 @@ class Follower:
                         return
                 else:
                     self.phase = "standing by"
-                    stand_by(announcement)
-                    if self._leaves.is_set() and not (announcement and announcement.looks):
-                        self._depart()
-                        return
+                    if not announcement.looks:
+                        stand_by()
+                        if self._leaves.is_set():
+                            self._depart()
+                            return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
                 if executor is not None:  # others may wait for this process, which lives, in a collective or at a layer
                     self.group.collectives.cut(self.group.generation)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import msgspec
 from jax.sharding import Mesh
 
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
@@ -24,7 +23,6 @@ from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.elastic.compile_ahead import CompileAhead
 from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh, with_experts_on
-from dsjax.engine.elastic.weight_peers import WeightPeers
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
@@ -41,7 +39,7 @@ from dsjax.hosts.wire import JoinRequest
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
-WEIGHT_SOURCES = ("kept", "moved", "received", "read")
+WEIGHT_SOURCES = ("kept", "moved", "read")
 """Where the bytes of a new generation's weights come from; see ``WeightBytes``."""
 
 _TELL_SECONDS = 1.0
@@ -134,7 +132,6 @@ class Generations:
         self._part_began = 0.0
         self.counts = ChangeCounts()
         self._held = loaded.held
-        self._holders = set() if group is None else {member.process_id for member in group.present}
         self.wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
         self._used_up: set[MeshSpec] = set()  # of which somebody has been told
@@ -372,9 +369,6 @@ class Generations:
             self.number, processes, order, options, str(self.wanted), reason, before, left_out=dict(out)
         )
         if self._group is not None:
-            self._holders |= set(processes)
-            givers = sorted(self._holders.intersection(self._group.reachable_ids) - set(processes))  # leavers too
-            announcement = msgspec.structs.replace(announcement, givers=givers)
             self._group.announce(announcement)
         loaded = load_generation(self._args, announcement, self._group, self._library, self._held)
         if self.warm:
@@ -384,7 +378,6 @@ class Generations:
             except BaseException:
                 release(loaded.executor, self._held)
                 raise
-        self._holders = set(processes)
         return loaded
 
     def _show_progress(self, done: int, total: int, label: str) -> None:
@@ -469,27 +462,13 @@ def load_generation(
     if MeshSpec.parse(options.mesh).pp_size > 1:
         held.clear()  # a stage's parameters are parts of the whole model's, which are read
         return replace(load_stages(options, is_later=True), held=held)
-    shared = {"mesh": mesh_of(announcement), "is_later": True, "library": library, "held": held}
-    if group is None:
-        return load_model(options, None, **shared)
-    peers = WeightPeers(group, held, announcement.givers)
-    try:
-        return load_model(options, group, peers=peers, **shared)
-    finally:
-        peers.close()
+    return load_model(options, group, mesh=mesh_of(announcement), is_later=True, library=library, held=held)
 
 
-def give_weights(announcement: Announcement, group: HostGroup, held: HeldWeights) -> None:
-    """Give what this process holds to a generation that it has no part in, and keep nothing once that has all it needs."""
-    if group.options.process_id not in announcement.givers:
-        return
-    peers = WeightPeers(group, held)
-    try:
-        if peers.stand_by():
-            held.clear()
-            gc.collect()  # JAX gives up memory that NumPy shares only when it is next called, or here
-    finally:
-        peers.close()
+def drop(held: HeldWeights) -> None:
+    """Free held weights that this process does not need any more."""
+    held.clear()
+    gc.collect()  # JAX frees memory shared with NumPy only when it is next called, or here
 
 
 def mesh_of(announcement: Announcement) -> Mesh:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
-from dsjax.checkpoint.wanted_weights import Peers
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.afd.attention_processes import AttentionProcesses
@@ -73,8 +72,7 @@ SMALLER_CACHE = "give a smaller --cache-tokens or --max-num-seqs"
 class LoadedEngine:
     """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
     says what a page's values depend on beside its tokens. ``held`` takes the weights over when the
-    executor is released. ``sources``: where the weights of all processes have come from, where something
-    was held of them."""
+    executor is released. ``sources``: where the weights of all processes come from."""
 
     executor: Executor
     tokenizer: Tokenizer | None
@@ -86,16 +84,6 @@ class LoadedEngine:
     sources: WeightBytes = field(default_factory=WeightBytes)
 
 
-class GenerationPeers(Peers, Protocol):
-    """The other processes of a mesh that is being made, some of which hold weights."""
-
-    def give_up(self, error: BaseException) -> None:
-        """Say that this process cannot go on, to whoever waits for what it holds or wants."""
-
-    def finish(self) -> None:
-        """Take notice that all have their weights."""
-
-
 def load_model(
     args: EngineArgs,
     group: HostGroup | None = None,
@@ -105,7 +93,6 @@ def load_model(
     library: ProgramLibrary | None = None,
     show_progress: bool = False,
     held: HeldWeights | None = None,
-    peers: GenerationPeers | None = None,
 ) -> LoadedEngine:
     """Check everything, then load the model that ``args`` names onto its mesh.
 
@@ -115,8 +102,7 @@ def load_model(
     mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
         is one already.
     library: of programs that this process has compiled before.
-    held: parameters that lie on this process's devices, as of ``load``; once the executor has its own nothing is held. None: nothing does.
-    peers: other processes that hold some.
+    held: parameters of another mesh on this process's devices, as in ``load``; empty once the executor has its own. None: there are none.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -134,7 +120,7 @@ def load_model(
     with contextlib.ExitStack() as opened:
         if lock is not None:
             opened.callback(lock.close)
-        loaded = _load_model(args, group, lock, opened, mesh, is_later, library, show_progress, held, peers)
+        loaded = _load_model(args, group, lock, opened, mesh, is_later, library, show_progress, held)
         opened.pop_all()
         return loaded
 
@@ -149,7 +135,6 @@ def _load_model(
     library: ProgramLibrary | None,
     show_progress: bool,
     held: HeldWeights | None,
-    peers: GenerationPeers | None,
 ) -> LoadedEngine:
     """Do what `load_model` says. lock: the folder of `--disk-cache`, which is this engine's. opened: what is closed where it fails."""
     spec = MeshSpec.parse(args.mesh)
@@ -187,21 +172,18 @@ def _load_model(
         return load(config, source, mesh, step.rules, only=step.table.infos, **fixed)
 
     def read_all() -> dict[str, Array]:
-        try:
-            if on_cpu:
-                check_host_memory(args, step, held=held.nbytes)
-            else:
-                pool = Pool.of(step, 0)
-                if pool is not None:
-                    pool = replace(pool, used=pool.used - held.device_bytes(mesh.local_devices[0]))
-                check_device_memory(args, step, pool)
-            with explained_out_of_memory("its weights were loaded", SMALLER):
-                placement = step.stored_placement if config.is_moe else None
-                return read(checkpoint, placement, progress=show_progress, held=held, peers=peers)
-        except BaseException as error:
-            if peers is not None:
-                peers.give_up(error)
-            raise
+        if on_cpu:
+            check_host_memory(args, step, held=held.nbytes)
+        else:
+            pool = Pool.of(step, 0)
+            if pool is not None:
+                pool = replace(pool, used=pool.used - held.device_bytes(mesh.local_devices[0]))
+            check_device_memory(args, step, pool)
+        options: dict[str, Any] = {"progress": show_progress, "held": held}
+        if group is not None:
+            options["check"] = partial(group.check_generation, group.generation, "its weights were loaded")
+        with explained_out_of_memory("its weights were loaded", SMALLER):
+            return read(checkpoint, step.stored_placement if config.is_moe else None, **options)
 
     if group is not None:
         if on_cpu:
@@ -210,9 +192,8 @@ def _load_model(
     held.counts = WeightBytes()
     params = read_all() if group is None else group.agreement.run("loading", read_all)
     sources = held.counts
-    if peers is not None:
-        sources = WeightBytes.total(group.agreement.ask("weights", sources.plain()))
-        peers.finish()
+    if group is not None:
+        sources = WeightBytes.total(group.agreement.ask("weights", astuple(sources)))
     with explained_out_of_memory("its weights were loaded", SMALLER):
         params = materialise(step, params)
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from held_engines import Engine, assert_equal
 
-from dsjax.checkpoint.held_weights import HeldWeights, Part
+from dsjax.checkpoint.extent import NO_EXPERT, Extent
+from dsjax.checkpoint.held_weights import HeldShard, HeldWeights
 from dsjax.checkpoint.place import aligned_empty
 from sharding import MeshSpec
 
@@ -42,7 +43,6 @@ def test_parameters_are_those_of_a_fresh_load(
     assert_equal(after.params, fresh.params)
     if not lost:
         assert (held.counts.read, held.counts.file) == (0, 0)
-    assert held.counts.received == 0
     held.clear()
     assert held.nbytes == 0
 
@@ -70,9 +70,10 @@ def test_shards_that_are_the_same_keep_their_memory(tiny_config, checkpoints):
     for path in after.params:
         if ".experts." not in path:
             assert after.pointers(path) == where[path][:2]
+    assert held.counts.moved == sum(array.nbytes for path, array in after.params.items() if ".experts." in path)
     after.release(held)
-    again = Engine(directory, tiny_config, "dp=2", held=held)
-    assert held.counts.moved == sum(array.nbytes for path, array in again.params.items() if ".experts." in path)
+    Engine(directory, tiny_config, "dp=2", held=held)
+    assert (held.counts.kept, held.counts.moved) == (held.nbytes, 0)
 
 
 @pytest.mark.parametrize(("at", "on_host"), [(1, False), (2, True), (5, True)])
@@ -119,17 +120,51 @@ def test_weights_of_another_checkpoint_are_not_used(tiny_config, checkpoints):
 
 
 def test_a_layer_that_is_given_back_reads_as_zeros_and_its_neighbours_stay():
-    from dsjax.checkpoint.held_weights import Extent, HeldShard
-
     values = aligned_empty((3, 1 << 20), np.dtype(np.uint8))
     values[...] = 7
-    shard = HeldShard(Extent(0, 3, True, None, ((0, 1 << 20),)), values, {}, np.ones(3, bool))
+    box = ((0, 1 << 20),)
+    shard = HeldShard(Extent(3, None, box), values, {}, np.ones(3, bool))
     shard.give_back(1)
     assert (values[0] == 7).all()
     assert (values[1] == 0).all()
     assert (values[2] == 7).all()
     held = HeldWeights()
     held.add("a", shard)
-    part = Part(1, -1, ((0, 1 << 20),))
-    assert held.look_up("a", part) == ([], [part.box])
-    assert [run[1][:2] for run in held.inventory()["shards"]["a"]] == [[0, 1], [2, 1]]
+    assert held.look_up("a", 1, NO_EXPERT, box) == ([], [box])
+    assert [piece.shard for piece in held.look_up("a", 2, NO_EXPERT, box)[0]] == [shard]
+
+
+def test_an_expert_that_lies_in_two_shards_in_part_is_put_together_and_only_the_rest_is_missing():
+    held = HeldWeights()
+    for width in ((0, 2), (3, 6)):
+        extent = Extent(1, np.array([[4, 7]]), ((0, 8), width))
+        values = np.zeros((1, 2, 8, width[1] - width[0]), np.float32)
+        held.add("a", HeldShard(extent, values, {}, np.ones(1, bool)))
+    pieces, missing = held.look_up("a", 0, 7, ((0, 8), (1, 5)))
+    assert [(piece.slot, piece.box) for piece in pieces] == [(1, ((0, 8), (1, 2))), (1, ((0, 8), (3, 5)))]
+    assert missing == [((0, 8), (2, 3))]
+    assert held.look_up("a", 0, 5, ((0, 8), (1, 5))) == ([], [((0, 8), (1, 5))])
+
+
+def test_a_load_ends_after_the_layer_in_which_a_process_is_lost_and_what_is_held_stays(tiny_config, checkpoints):
+    directory, _ = checkpoints("bf16")
+    held, layers = HeldWeights(), []
+    before = Engine(directory, tiny_config, "dp=4", held=held)
+    before.release(held)
+    there = held.nbytes
+
+    def check():
+        layers.append(1)
+        if len(layers) == 5:
+            raise RuntimeError("process 1 has gone away")
+
+    with pytest.raises(RuntimeError, match="process 1 has gone away"):
+        Engine(directory, tiny_config, "dp=2", held=held, check=check)
+    assert len(layers) == 5
+    assert held.nbytes >= there
+    after = Engine(directory, tiny_config, "dp=2", held=held)
+    assert held.counts.read == 0
+    assert_equal(after.params, Engine(directory, tiny_config, "dp=2").params)
+    layers.clear()
+    with pytest.raises(RuntimeError, match="process 1 has gone away"):
+        Engine(directory, tiny_config, "dp=2", check=check)  # nothing is held

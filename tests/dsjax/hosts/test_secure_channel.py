@@ -17,7 +17,6 @@ from typing import NamedTuple
 import pytest
 from deployments import KEY, OTHER, address_of, listening, make_certificates, relay
 
-from dsjax.engine.elastic import weight_peers
 from dsjax.engine.pipeline import process_links
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
@@ -373,7 +372,7 @@ class Unusable:
     keep_alive = settimeout = send = fail
 
 
-@pytest.mark.parametrize("module", [weight_peers, process_links, rendezvous, link_monitor])
+@pytest.mark.parametrize("module", [process_links, rendezvous, link_monitor])
 def test_a_connection_that_ends_before_anybody_has_it_is_closed(module, monkeypatch):
     made = []
     monkeypatch.setattr(module, "connect", lambda *some: made.append(Unusable()) or made[-1])
@@ -381,11 +380,7 @@ def test_a_connection_that_ends_before_anybody_has_it_is_closed(module, monkeypa
         heartbeat_timeout=5, process_id=1, coordinator=("here", 1), coordinator_text="here:1", start_timeout=0
     )
     group = SimpleNamespace(credentials=None, options=options)
-    if module is weight_peers:
-        peers = object.__new__(weight_peers.WeightPeers)
-        peers._addresses, peers._group, peers._seconds, peers._generation = {0: ("here", 1)}, group, 1.0, 0
-        assert peers._connect(0) is None
-    elif module is process_links:
+    if module is process_links:
         links = object.__new__(process_links.ProcessLinks)
         links._group = group
         group.check = lambda error: None
