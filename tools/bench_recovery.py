@@ -144,7 +144,7 @@ def measure(root: Path, checkpoint: Path) -> list[dict]:
             ]
             moved = {
                 word: int(number.replace(",", ""))
-                for number, word in re.findall(r"([\d,]+) (?:bytes of weights )?(kept|moved|received)", line)
+                for number, word in re.findall(r"([\d,]+) (?:bytes of weights )?(kept|moved)", line)
             }
             seconds = dict(re.findall(r"(\w+) ([\d.]+) s", line.partition("computed for")[2]))
             rows.append(
@@ -200,13 +200,11 @@ def main() -> None:
 
 def print_table(results: dict[str, list[dict]], total: int) -> None:
     """Print the rows as Markdown, in GB."""
-    print("| code | change | read | kept | moved | received | weights, s | loading, s | resident before | at most |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| code | change | read | kept | moved | weights, s | loading, s | resident before | at most |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for code, rows in results.items():
         for row in rows:
-            parts = [
-                f"{row[name] / 1e9:.2f}" if name in row else "–" for name in ("bytes_read", "kept", "moved", "received")
-            ]
+            parts = [f"{row[name] / 1e9:.2f}" if name in row else "–" for name in ("bytes_read", "kept", "moved")]
             resident = [
                 " + ".join(f"{n / 1e9:.2f}" for n in row[name]) for name in ("resident_before", "resident_most")
             ]

@@ -14,43 +14,34 @@ _MANY_HOSTS = "docs/many-hosts.md, Measured: ten processes of four killed on emu
 
 @dataclass(frozen=True)
 class Recovery:
-    """After the loss of one host. read: bytes of experts that only it held, from the checkpoint; received: bytes that the others send
-    each other; seconds: without compiling; compiling: seconds more unless the smaller mesh was compiled ahead, which it never is where
-    experts have devices of their own.
+    """What the loss of one host costs.
+
+    read: bytes of experts that the other hosts read from the checkpoint. seconds: without compiling. compiling: more seconds unless the
+    smaller mesh was compiled ahead, which is never so where experts have devices of their own.
     """
 
     read: Figure
-    received: Figure
     seconds: Figure
     compiling: Figure
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
-        names = ("read", "received", "seconds", "compiling")
-        fields = ("bytes_read", "bytes_received", "seconds", "compiling_s")
-        return {field: getattr(self, name).to_json() for name, field in zip(names, fields, strict=True)}
+        names = {"bytes_read": "read", "seconds": "seconds", "compiling_s": "compiling"}
+        return {field: getattr(self, name).to_json() for field, name in names.items()}
 
 
-def moved_shares(hosts: int, lost: int = 1) -> tuple[Figure, Figure]:
-    """(read from the checkpoint, received from other hosts), as shares of the experts, which all hosts hold in equal parts, each once.
+def read_share(hosts: int, lost: int = 1) -> Figure:
+    """Share of the experts that survivors read. Before the loss each host holds an equal part of the experts.
 
-    What the lost ones held is read. A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of
-    devices changes with each generation, and at most what contiguous parts in the old order have in common.
+    A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of devices changes with each
+    generation, and at most what contiguous parts in the old order have in common. It reads the rest.
     """
     left = hosts - lost
-    gone = exact(lost / hosts, "experts of the lost host")
-    if left == 1:  # there is nobody to send anything
-        return gone, exact(0.0)
+    if left == 1:  # it keeps all of its part
+        return exact(lost / hosts, "experts of the lost host")
     most = max(_kept_in_order(hosts, first, lost) for first in range(left + 1))
-    by_chance = 1 / hosts
-    received = assumed(
-        left / hosts - by_chance,
-        max(0.0, left / hosts - most),
-        left / hosts,
-        "experts that change hosts",
-        "the order of devices after a loss is another one",
-    )
-    return gone, received
+    why = "the order of devices after a loss is another one"
+    return assumed(1 - 1 / hosts, 1 - most, 1.0, "experts that their new host did not hold", why)
 
 
 def _kept_in_order(hosts: int, first: int, lost: int) -> float:
@@ -75,26 +66,16 @@ def recovery(instance: Instance) -> Recovery | None:
         return None
     held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
     experts = exact(held * layout.devices, "experts of the instance", "B")
-    gone, moved = moved_shares(hosts)
-    if layout.mesh.expert_copies > 1:  # another copy has them
-        gone, moved = exact(0.0), moved + gone
-    read, received = (experts * gone).named("read", "B"), (experts * moved).named("received", "B")
-    left = hosts - 1
-    cards = cluster.network_bandwidth * cluster.devices_per_host
-    share = assumed(
-        0.3, 0.05, 0.7, "share of a host's cards", "weights go over the host's memory and one connection each"
-    )
+    read = (experts * read_share(hosts)).named("read", "B")
     notice = measured(0.3, 0.1, 0.9, "noticing a process that died", _MANY_HOSTS, "s")
     meeting = measured(
         0.5, 0.4, 1.0, "meeting, a new generation", "docs/measurements/2026-11-22-host-losses.csv, --ahead", "s"
     )
     seconds = notice + meeting
     if read.value:
-        seconds = seconds + read / (storage_rate(cluster) * left)
-    if received.value:
-        seconds = seconds + received / (share * (cards * left))
+        seconds = seconds + read / (storage_rate(cluster) * (hosts - 1))
     seconds = seconds.named("silence after a loss", "s")
     why = "nobody has compiled this model's step beside a service"
     why += "; experts apart are not compiled for ahead" if layout.experts else "; --compile-ahead leaves it out"
     compiling = assumed(60, 10, 300, "compiling", why, "s")
-    return Recovery(read, received, seconds, compiling)
+    return Recovery(read, seconds, compiling)

@@ -259,7 +259,7 @@ def _recovery(lost: Mapping[str, Any], apart: bool) -> str:
     return (
         f"a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and {compiling['value']:,.0f} more "
         f"[{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
-        f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read and {lost['bytes_received']['value'] / 1e9:,.0f} GB sent from host to host"
+        f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read"
     )
 
 

@@ -174,7 +174,7 @@ class Follower:
         self.run(
             load,
             lambda executor: release(executor, held),
-            stand_by=lambda: drop(held),
+            drop=lambda: drop(held),
             regroups=not has_stages,
         )
 
@@ -183,14 +183,14 @@ class Follower:
         load: Callable[[Announcement | None], Executor],
         release: Callable[[Executor], None],
         seconds: float | None = None,
-        stand_by: Callable[[], None] = lambda: None,
+        drop: Callable[[], None] = lambda: None,
         regroups: bool = True,
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
         load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
         holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
-        stand_by: called when a mesh has none of this process's devices: frees what is held for it.
+        drop: called when a new mesh has none of this process's devices: frees the weights that are held.
         regroups: whether another generation may come after a failure.
 
         Raises:
@@ -213,7 +213,7 @@ class Follower:
                 else:
                     self.phase = "standing by"
                     if not announcement.looks:
-                        stand_by()
+                        drop()
                         if self._leaves.is_set():
                             self._depart()
                             return

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from group_in_threads import MemoryStore
@@ -66,6 +67,18 @@ def test_who_waits_for_an_answer_of_a_generation_that_is_over_waits_no_more():
     first.enter(Announcement(1, [0, 1]))
     waiting.join(60)
     assert errors == ["generation 0 was given up while process 1 (host, pid 11) was waited for"]
+
+
+def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not_go_on():
+    first, second = two()
+    second.announcements = SimpleNamespace(latest=0, why_ended=None)
+    for group in (first, second):
+        group.check_generation(0, "its weights were loaded")
+    first.lost[1] = GroupError("process 1 has gone away")
+    second.announcements.latest = 1
+    for group, error in ((first, "process 1 has gone away"), (second, "generation 0 was given up while its weights")):
+        with pytest.raises(GroupError, match=error):
+            group.check_generation(0, "its weights were loaded")
 
 
 def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_another():

@@ -58,6 +58,18 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
     assert group.error is None
 
 
+def test_weights_are_dropped_for_a_mesh_without_this_process_and_not_when_process_0_asks_whom_it_reaches():
+    dropped = []
+    group = Group(drop=lambda: dropped.append(group.second.generation))
+    group.until(lambda: group.loaded)
+    group.leader.announce(Announcement(1, looks=True))
+    group.until(lambda: group.second.generation == 1 and group.follower.phase == "standing by")
+    group.announce(2, 0)
+    group.until(lambda: dropped)
+    group.end()
+    assert dropped == [2]
+
+
 def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group):
     leader = LeaderExecutor(Told(), group.leader)
     leader.set_recording(True)
