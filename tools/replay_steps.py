@@ -33,7 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dsjax.engine.contract.commands import ChangeExperts, Command, Flush, PrepareExperts, Score, Step, from_int32s
+from dsjax.engine.contract.commands import Command, ConnectExperts, Flush, Score, Step, from_int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, collected
@@ -119,8 +119,8 @@ def replay(record: StepRecording, executor: Executor, kind_of: Callable[[Command
     ends = (0.0, 0.0)
     for frame in record:
         if isinstance(frame, Launched):
-            if isinstance(frame.command, PrepareExperts | ChangeExperts):
-                continue  # in which processes experts are changes no token
+            if isinstance(frame.command, ConnectExperts):
+                continue  # which processes compute the experts changes no token
             at = time.monotonic() - began
             pending = executor.launch(frame.command)
             if isinstance(frame.command, Step | Score | Flush):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.core import NO_REMOTE_EXPERTS, EngineCore
+from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread, Stepper
 from dsjax.engine.request_streams import OutputStream, RequestStreams
@@ -21,7 +21,6 @@ from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
-    from dsjax.engine.setup.expert_scaling import ExpertScaling
 
 Result = TypeVar("Result")
 
@@ -83,7 +82,7 @@ class ThreadedEngine:
     def __init__(self, parts: EngineParts):
         self.tokenizer, self.core = parts.tokenizer, parts.core
         self.on_death: Callable[[], None] | None = None
-        self.on_change: list[Callable[["Generations | ExpertScaling"], None]] = []
+        self.on_change: list[Callable[["Generations"], None]] = []
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(parts.core, _LoopListener(self))
@@ -173,13 +172,13 @@ class ThreadedEngine:
         self._thread.between_steps(run)
         return await future
 
-    async def scale(self, mesh: str | None, expert_mesh: str | None = None) -> "Generations":
-        """Go on on another mesh, up or down, with all requests; give what says which mesh that is now, and whether it is the one wanted.
-
-        mesh: None: as now. expert_mesh: of experts with devices of their own in this process; None: as now.
+    async def scale(
+        self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None
+    ) -> "Generations":
+        """Continue on another mesh, or with other expert processes; see ``LLM.scale``. ``failure`` of the result: why it could not.
 
         Raises:
-            UserError, MeshError: the mesh cannot be, or another change is under way; everything is as it was.
+            UserError, MeshError: the change is not possible, or another one is under way; nothing has changed.
             EngineDeadError: the engine has failed, before or in this.
         """
         generations = self.core.generations
@@ -190,36 +189,16 @@ class ThreadedEngine:
                 "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
             )
         # A change that has begun ends, whether or not somebody still waits for it; while the mesh is checked too it keeps others out.
-        await asyncio.shield(asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh)))
+        await asyncio.shield(asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh, afd_address)))
         return generations
 
-    async def _change_to(self, generations: "Generations", mesh: str | None, expert_mesh: str | None) -> None:
-        wanted = await asyncio.to_thread(generations.ask, mesh, expert_mesh)
+    async def _change_to(self, generations: "Generations", *wanted: str | None) -> None:
+        checked = await asyncio.to_thread(generations.ask, *wanted)
         try:
-            await self.call(lambda core: self._thread.change(lambda: generations.to(wanted)))
+            await self.call(lambda core: self._thread.change(lambda: generations.to(checked)))
         except EngineDeadError:
             generations.forget()
             raise
-
-    async def scale_experts(self, expert_mesh: str | None, afd_address: str | None) -> "ExpertScaling":
-        """Go on with other processes of experts, or other numbers of their devices; steps go on until these are ready. None: as now.
-
-        Raises:
-            UserError: it cannot be, or another change is under way; everything is as it was. EngineDeadError: the engine has failed.
-        """
-        scaling = self.core.expert_scaling
-        if scaling is None:
-            raise UserError(NO_REMOTE_EXPERTS)
-        # A change that has begun ends, whether or not somebody still waits for it.
-        await asyncio.shield(asyncio.ensure_future(self._change_experts(scaling, expert_mesh, afd_address)))
-        return scaling
-
-    async def _change_experts(self, scaling: "ExpertScaling", expert_mesh: str | None, afd_address: str | None) -> None:
-        change = await self.call(lambda core: scaling.begin(core.executor, expert_mesh, afd_address))
-        await asyncio.to_thread(scaling.wait, change)
-        await self.call(lambda core: scaling.end(core.executor, change))
-        for hear in self.on_change:
-            hear(scaling)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""

@@ -19,14 +19,8 @@ from dsjax.engine.stats import DraftCounts, StepStats
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generation, Generations
-    from dsjax.engine.setup.expert_scaling import ExpertScaling
 
 Part = TypeVar("Part", bound=Attachment)
-
-NO_REMOTE_EXPERTS = (
-    "this engine has no experts in other processes (--afd-role attention), which afd_address is for; leave it out"
-)
-"""What an engine says that is to go on with other processes of experts, and has none."""
 
 
 class _Totals(NamedTuple):
@@ -59,7 +53,6 @@ class EngineCore:
 
     Attributes:
         generations: makes further executors; None: this one is all there is.
-        expert_scaling: changes the side of experts in other processes; None: nothing does.
         parked: requests that the mesh of now cannot hold, and that wait for a larger one.
         on_change: called when the core goes on on another mesh.
         step_started: when the step under way began, on the monotonic clock; None between steps.
@@ -89,7 +82,6 @@ class EngineCore:
         self._most_under_way = self._most_of(scheduler_config)
         self._under_way: deque[_UnderWay] = deque()
         self.generations: Generations | None = None
-        self.expert_scaling: ExpertScaling | None = None
         self.parked = ParkedRequests()
         self.on_change: Callable[[], None] = lambda: None
         self.step_started: float | None = None
@@ -259,10 +251,10 @@ class EngineCore:
             page_waits=self.scheduler.take_page_waits(),
         )
 
-    def change(self, make: "Callable[[], Generation]") -> list[Update]:
-        """Go on with an executor made anew, on another mesh, when the steps under way are done and entered; give their updates too.
+    def change(self, make: "Callable[[], Generation | None]") -> list[Update]:
+        """Finish the steps under way, then change the executor. Return the updates of these steps.
 
-        make: gives up the old executor and gives the new one.
+        make: replaces the executor; None: it has changed in place, and its caches and requests stay.
         """
         try:
             self._enter_all()
@@ -281,10 +273,13 @@ class EngineCore:
             raise error
         return self._renew(lambda: self.generations.after(error))
 
-    def _renew(self, make: "Callable[[], Generation]") -> list[Update]:
+    def _renew(self, make: "Callable[[], Generation | None]") -> list[Update]:
         self._under_way.clear()
         self._stats = None
         new = make()
+        if new is None:
+            self.on_change()
+            return self._take_owed()
         self.executor = new.executor
         for part in self.attachments:
             part.start(new.executor, new.config)

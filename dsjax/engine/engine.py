@@ -189,16 +189,14 @@ class LLMEngine:
         for completion_id in completion_ids:
             self.core.abort(completion_id)
 
-    def scale(self, mesh: str | None, expert_mesh: str | None = None) -> None:
-        """Go on on another mesh of the devices that there are, up or down; requests go on too.
-
-        mesh: None: as now. expert_mesh: of experts with devices of their own in this process; None: as now.
+    def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
+        """Continue on another mesh, or with other expert processes; see ``LLM.scale``.
 
         Raises:
-            UserError, MeshError: the mesh cannot be; everything is as it was.
+            UserError, MeshError: the change is not possible; nothing has changed.
         """
         generations = self._generations()
-        wanted = generations.ask(mesh, expert_mesh)
+        wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
             updates = self.core.change(lambda: generations.to(wanted))
         except BaseException:

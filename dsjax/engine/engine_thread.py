@@ -123,8 +123,8 @@ class EngineThread:
         """Run a function in the thread, between two steps. It must not raise."""
         self._commands.put(lambda: self._between_steps.append(function))
 
-    def change(self, make: "Callable[[], Generation]") -> None:
-        """Go on on another mesh. To be called between steps.
+    def change(self, make: "Callable[[], Generation | None]") -> None:
+        """Change the mesh or the expert processes, as `EngineCore.change` says. Call this between steps.
 
         Raises:
             what `make` raises; the thread then ends.

@@ -15,7 +15,6 @@ import numpy as np
 
 from dsjax.engine.contract.commands import Score, int32s
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.core import NO_REMOTE_EXPERTS
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.interrupts import deferred_interrupts
@@ -166,11 +165,6 @@ class LLM:
         fixed = self.args.separated or (stages > 1 and group is not None)
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
-        self._experts: ExpertScaling | None = None
-        if self.args.afd_role == "attention":
-            from dsjax.engine.setup.expert_scaling import ExpertScaling
-
-            self._experts = self.engine.core.expert_scaling = ExpertScaling(self._generations)
 
     @property
     def executor(self) -> Executor:
@@ -189,24 +183,16 @@ class LLM:
         expert_mesh: str | None = None,
         afd_address: str | None = None,
     ) -> None:
-        """Go on on another mesh of the devices that there are, up or down; requests that are under way go on too.
+        """Continue on another mesh, larger or smaller. Requests continue too. None: that part stays as it is.
 
-        expert_mesh: with experts on devices of their own in this process, where they go on; ``mesh`` is then that of the attention side,
-            and either may stay as it is. expert_mesh, afd_address: with experts in other processes, another side of experts, without
-            ``mesh``; the caches stay.
+        expert_mesh: the experts' devices in this process, if they have devices of their own; ``mesh`` is then the attention side's.
+        expert_mesh, afd_address: other expert processes, without ``mesh``. The caches stay.
 
         Raises:
-            UserError, MeshError: the mesh cannot be; everything is as it was.
+            UserError, MeshError: the change is not possible; nothing has changed.
         """
         with self._turn():
-            if afd_address is None and (self._experts is None or mesh is not None):
-                self.engine.scale(None if mesh is None else str(mesh), expert_mesh)
-            elif mesh is not None:
-                raise UserError("mesh and afd_address are given, one for each side; change one side and then the other")
-            elif self._experts is None:
-                raise UserError(NO_REMOTE_EXPERTS)
-            else:
-                self._experts.change(self.executor, expert_mesh, afd_address)
+            self.engine.scale(None if mesh is None else str(mesh), expert_mesh, afd_address)
 
     def generate(
         self,

@@ -48,6 +48,21 @@ class Errand(NamedTuple):
         return self
 
 
+def check_reachable(address: str, credentials: Credentials) -> None:
+    """Check that an expert process answers at an address.
+
+    Raises:
+        UserError: none does, within a few seconds.
+    """
+    try:
+        connect(split_address(address), SERVICE, credentials, _CHECK_SECONDS).close()
+    except (OSError, EOFError, UserError) as error:
+        raise UserError(
+            f"no expert process answers at {address} ({reason_of(error)}), and the attention side would wait for it; ask again when it is "
+            "there"
+        ) from error
+
+
 class ExpertLink:
     """Makes calls to the process at an address, one after the other, in a thread.
 
@@ -89,13 +104,7 @@ class ExpertLink:
         Raises:
             UserError: it does not answer at once.
         """
-        try:
-            connect(split_address(self.address), SERVICE, self._credentials, _CHECK_SECONDS).close()
-        except (OSError, EOFError, UserError) as error:
-            raise UserError(
-                f"no process with experts answers at {self.address} ({reason_of(error)}), and a new mesh of the attention side would wait "
-                "for it; ask again when it is back"
-            ) from error
+        check_reachable(self.address, self._credentials)
 
     def connect(self, *, known: bool = False) -> None:
         """Connect, and say what both sides must have alike. known: the process was there before this link.

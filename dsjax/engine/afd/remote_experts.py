@@ -78,7 +78,7 @@ class RemoteExperts(Side):
         return [link.counts for link in self.links]
 
     def extension(self, kind: type) -> Any:
-        """Offer the links' counts to the metrics, and their check to who changes the attention side's mesh."""
+        """Offer the links' counts to the metrics, and their check to callers that change a mesh."""
         return self if kind is ExpertLinks else None
 
     def check(self) -> None:
@@ -123,18 +123,9 @@ class RemoteExperts(Side):
         return self.others is None or self.others.leads
 
     def follows(self, before: RemoteExperts) -> None:
-        """Be the next side of the same attention side, of the same process in the same generation."""
+        """Be the next expert side of the same attention process, in the same generation."""
         self.name, self.generation, self.member = before.name, before.generation, before.member
         self.change = before.change + 1
-
-    def catch_up(self, rows: np.ndarray, *, asks: bool) -> None:
-        """Have experts where they have moved since this side was connected, before its first call.
-
-        asks: whether this process has them moved; one of the attention side does.
-        """
-        for row in np.flatnonzero((rows != self.placement).any(axis=1)).tolist() if asks else ():
-            self._everywhere(Place(row, rows[row].astype("<i4").tobytes()))
-        self.placement = rows.copy()
 
     def hand_over(self, side: RemoteExperts) -> None:
         """Have another side wait for the other processes of the attention side from now on."""

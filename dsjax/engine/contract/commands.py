@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 8
+VERSION = 9
 """The version of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -286,27 +286,15 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
     physical_to_logical: bytes
 
 
-class PrepareExperts(msgspec.Struct, frozen=True, array_like=True, tag="prepare_experts"):
-    """Connect to other processes with experts and compile for them, beside the commands that follow. No step goes to them yet.
+class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_experts"):
+    """Connect to other expert processes. The steps that follow send their rows there; if one process cannot, all stay as they are.
 
     Attributes:
-        number: of the change. expert_mesh, afd_address: the options `--expert-mesh` and `--afd-address` of the new side.
+        expert_mesh, afd_address: the options `--expert-mesh` and `--afd-address` of these processes.
     """
 
-    number: int
     expert_mesh: str
     afd_address: str
-
-
-class ChangeExperts(msgspec.Struct, frozen=True, array_like=True, tag="change_experts"):
-    """Have the steps that follow go to the side of experts that was prepared.
-
-    Attributes:
-        number: of its `PrepareExperts`. go: False: forget that side, and stay.
-    """
-
-    number: int
-    go: bool
 
 
 class Custom(msgspec.Struct, frozen=True, array_like=True, tag="custom"):
@@ -338,8 +326,7 @@ Command = (
     | ReadLoads
     | StageExperts
     | PlaceExperts
-    | PrepareExperts
-    | ChangeExperts
+    | ConnectExperts
     | Custom
 )
 

@@ -19,10 +19,20 @@ import jax
 from jax.sharding import Mesh
 
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
+from dsjax.engine.afd.expert_link import check_reachable
 from dsjax.engine.afd.link_counts import ExpertLinks
+from dsjax.engine.afd.options import afd_addresses, expert_spec
+from dsjax.engine.contract.commands import ConnectExperts
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
 from dsjax.engine.elastic.compile_ahead import CompileAhead
-from dsjax.engine.elastic.mesh_change import NoMeshError, changed_options, check_mesh, largest_mesh, with_experts_on
+from dsjax.engine.elastic.mesh_change import (
+    NoMeshError,
+    changed_options,
+    check_mesh,
+    largest_mesh,
+    with_experts_at,
+    with_experts_on,
+)
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
@@ -35,7 +45,7 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.wire import JoinRequest
+from dsjax.hosts.wire import JoinRequest, split_address
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
@@ -64,17 +74,20 @@ class Generation:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A mesh that was asked for, and the experts' devices where these are others of this process; None: as now."""
+    """A requested mesh.
+
+    Attributes:
+        args: the options with the requested expert devices or processes. connects: whether only the expert processes change, so that
+            the executor, its caches and its requests stay.
+    """
 
     spec: MeshSpec
-    expert_mesh: str | None = None
-
-    def changed(self, args: EngineArgs) -> EngineArgs:
-        """The options with these devices of the experts."""
-        return args if self.expert_mesh is None else with_experts_on(args, self.expert_mesh)
+    args: EngineArgs
+    connects: bool = False
 
     def __str__(self) -> str:
-        return str(self.spec) if self.expert_mesh is None else f"{self.spec} with experts on {self.expert_mesh}"
+        experts = "" if self.args.expert_mesh is None else f" with experts on {self.args.expert_mesh}"
+        return str(self.spec) + experts + (f" at {self.args.afd_address}" if self.connects else "")
 
 
 @dataclass
@@ -195,8 +208,8 @@ class Generations:
         """What computes on the devices of now, without what leads others or records around it."""
         return next((layer for layer in _layers(self._executor) if not isinstance(layer, ExecutorWrapper)), None)
 
-    def reserve(self) -> None:
-        """Keep others from asking for a change until ``forget`` is called.
+    def _reserve(self) -> None:
+        """Refuse other changes until this one ends.
 
         Raises:
             ChangeUnderWayError: another change is under way.
@@ -208,21 +221,28 @@ class Generations:
                 )
             self._asked, self.failure = True, None
 
-    def ask(self, text: str | None, expert_mesh: str | None = None) -> Wanted:
-        """Check a mesh that somebody wants; until ``to`` is called with it nobody else can ask.
+    def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
+        """Check a requested change. No other change can be requested until ``to`` is called with the result.
 
-        text: None: the one that was asked for last. expert_mesh: of experts with devices of their own in this process; None: as now.
+        text: the mesh. expert_mesh, afd_address: the experts' devices and processes. None: that part stays as it is.
 
         Raises:
             ChangeUnderWayError: another change is under way.
-            UserError, MeshError: it is no mesh, does not fit the model, or wants more devices than there are; or a process with experts
-                is not there.
+            UserError, MeshError: the mesh is malformed, does not fit the model or wants more devices than exist; an expert process does
+                not answer; or the engine has no experts in other processes.
         """
-        self.reserve()
+        self._reserve()
         try:
-            wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), expert_mesh)
-            args, several = wanted.changed(self._args), self._group is not None
-            check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), several)
+            remote = self._args.afd_role == "attention"
+            if text is not None and (afd_address is not None or (remote and expert_mesh is not None)):
+                raise UserError(
+                    "found mesh and the experts' processes, one for each side; change one side and then the other"
+                )
+            if afd_address is not None or (remote and expert_mesh is not None):
+                return self._ask_experts(expert_mesh, afd_address)
+            args = self._args if expert_mesh is None else with_experts_on(self._args, expert_mesh)
+            wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
+            check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
             links = None if self._executor is None else self._executor.extension(ExpertLinks)
             if links is not None:  # the mesh of now is given up before the new one connects to experts
                 links.check()
@@ -237,14 +257,28 @@ class Generations:
         """Give up the mesh that was asked for."""
         self._asked = False
 
-    def goes_on_with(self, args: EngineArgs, facts: EngineFacts) -> None:
-        """Take notice that the executor of now computes with another side of experts."""
-        self._args, self.facts = args, facts
+    def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
+        """Check other expert processes. Steps wait while the engine connects, so each must answer already."""
+        args = with_experts_at(self._args, expert_mesh, afd_address)
+        slots = self.executor.model.placement.n_physical
+        if slots % expert_spec(args).ep_size:
+            raise UserError(
+                f"--expert-mesh {args.expert_mesh} does not divide the {slots} physical experts that this engine was started with; choose "
+                "a number of devices that does, or start it with other --redundant-experts"
+            )
+        for address in afd_addresses(args):
+            check_reachable(address, args.credentials.read(split_address(address)[0]))
+        return Wanted(self.wanted, args, connects=True)
 
-    def to(self, wanted: Wanted) -> Generation:
-        """Change to a mesh that was asked for. Where it cannot be had, ``failure`` says why, and the one before is made again."""
+    def to(self, wanted: Wanted) -> Generation | None:
+        """Change to a requested mesh. None: the executor stays, and now sends its tokens to the requested expert processes.
+
+        If the change fails, ``failure`` says why, and the engine continues on the mesh, or with the expert processes, that it had.
+        """
+        if wanted.connects:
+            return self._connect(wanted.args)
         before, args = self.wanted, self._args
-        self.wanted, self._args, self.failure = wanted.spec, wanted.changed(args), None
+        self.wanted, self._args, self.failure = wanted.spec, wanted.args, None
         try:
             return self._make("scale", f"{wanted} was asked for")
         except GroupError:
@@ -257,6 +291,30 @@ class Generations:
             _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
             self.wanted, self._args, self.failure = before, args, error
             return self._make("scale", f"{wanted} could not be had")
+
+    def _connect(self, args: EngineArgs) -> Generation | None:
+        """Connect all attention processes to other expert processes, between two steps."""
+        self._parts, self.phase = {}, "connecting to other expert processes"
+        try:
+            refused = self._executor.collect(self._executor.launch(ConnectExperts(args.expert_mesh, args.afd_address)))
+        except Exception as error:  # an attention process is gone
+            return self.after(error)
+        finally:
+            self.phase, self._asked = None, False
+        if refused is not None:
+            self.failure = UserError(refused)
+            return None
+        side = self.executor.model.apart
+        self._args = args
+        self.facts = replace(
+            self.facts,
+            expert_mesh=args.expert_mesh,
+            physical_experts_per_device=self.executor.model.placement.n_physical // side.spec.ep_size,
+            expert_weight_bytes=side.bytes_of_device,
+        )
+        self.counts.last_parts = self._parts
+        self.counts.last_seconds = sum(self._parts.values())
+        return None
 
     def after(self, error: Exception) -> Generation:
         """Go on after a step failed.

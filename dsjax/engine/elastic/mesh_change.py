@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.engine.afd.options import expert_spec
+from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
@@ -42,20 +42,36 @@ def devices_beside(args: EngineArgs) -> int:
     return 0 if experts is None or args.afd_role == "attention" else experts.num_devices
 
 
-def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
-    """The options with other devices of the experts, which have devices of their own in this process.
+def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str | None) -> EngineArgs:
+    """Return the options with the experts in other processes. None: that option stays as it is.
 
     Raises:
-        UserError: they have none, or it is no such mesh.
+        UserError: the experts of this engine are not in other processes, or an address is one of the current ones.
+    """
+    if args.afd_role != "attention":
+        raise UserError(
+            f"afd_address is {afd_address}, and this engine has no experts in other processes (--afd-role attention); leave it out"
+        )
+    changed = dataclasses.replace(
+        args, expert_mesh=expert_mesh or args.expert_mesh, afd_address=afd_address or args.afd_address
+    )
+    if set(afd_addresses(changed)) & set(afd_addresses(args)):
+        raise UserError(
+            f"--afd-address {changed.afd_address} names a process of {args.afd_address}, which the engine uses now; start the new expert "
+            "processes beside these, at other addresses"
+        )
+    return changed
+
+
+def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
+    """Return the options with the experts on other devices of this process.
+
+    Raises:
+        UserError: the experts have no devices of their own, or `expert_mesh` is not a mesh.
     """
     if args.expert_mesh is None:
         raise UserError(
             f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its mesh; give mesh alone"
-        )
-    if args.afd_role == "attention":
-        raise UserError(
-            f"expert_mesh is {expert_mesh}, and the experts are in other processes (--afd-address); give it with the afd_address of those "
-            "that take over and without mesh: change one side and then the other"
         )
     options: dict[str, Any] = {"expert_mesh": expert_mesh}
     location = args.init_expert_location

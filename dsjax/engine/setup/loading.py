@@ -29,7 +29,7 @@ from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
-from dsjax.engine.afd.side_change import SideChanges
+from dsjax.engine.afd.remote_part import RemoteExpertsPart
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.access import DeviceAccess
 from dsjax.engine.device.cache import Pool
@@ -286,13 +286,10 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
         side.space = expert_space(changed, model, directory)
         return model
 
-    if group is None:
-        return lambda device, _: SideChanges(device, another)
-
-    def make(device: DeviceAccess, _: PageStaging) -> SideChanges:
-        meet = group.agreement.run if group.is_leader else group.agreement.report
-        part = SideChanges(device, another, meet)
-        group.collectives.cut_with(group.generation, part.abandon)
+    def make(device: DeviceAccess, _: PageStaging) -> RemoteExpertsPart:
+        part = RemoteExpertsPart(device, another)
+        if group is not None:
+            group.collectives.cut_with(group.generation, part.abandon)
         return part
 
     return make

@@ -116,23 +116,14 @@ def admin_routes(serving: Serving) -> APIRouter:
 
     @router.post("/scale", responses=errors(403, 409, 422, 503))
     async def scale(body: ScaleRequest) -> Scaled:
-        """Go on on another mesh, or with another side of experts, up or down. Requests go on with it, streams stay open; the answer
-        comes when it is done."""
+        """Continue on another mesh, or with other expert processes. Requests continue and streams stay open. The answer comes when the
+        change is complete."""
         serving.check_running()
         mesh, experts, address = body.mesh, body.expert_mesh, body.afd_address
         if mesh is None and experts is None and address is None:
             raise ApiError(400, "found nothing to change, expected mesh, expert_mesh or afd_address", param="mesh")
-        if mesh is not None and address is not None:
-            raise ApiError(
-                400,
-                "found mesh and afd_address, one for each side; change one side and then the other",
-                param="mesh",
-            )
         try:
-            if address is not None or (mesh is None and serving.engine.core.expert_scaling is not None):
-                scaling = await serving.engine.scale_experts(experts, address)
-                return _scaled(scaling.facts, scaling.number, scaling.seconds)
-            generations = await serving.engine.scale(mesh, experts)
+            generations = await serving.engine.scale(mesh, experts, address)
         except ChangeUnderWayError as error:
             raise ApiError(409, str(error), code="change_under_way") from error
         except EngineDeadError as error:
@@ -140,9 +131,9 @@ def admin_routes(serving: Serving) -> APIRouter:
         except ValueError as error:  # a UserError or one of the mesh's
             raise ApiError(400, str(error), param="mesh", code="mesh_impossible") from error
         if generations.failure is not None:
-            wanted = ", ".join(f"{name} {text}" for name, text in (("mesh", mesh), ("experts' mesh", experts)) if text)
+            wanted = ", ".join(f"{name} {text}" for name, text in body.model_dump(exclude_none=True).items())
             reason = (
-                f"{wanted} cannot be had, and the server goes on on {generations.facts.mesh}: {generations.failure}"
+                f"{wanted}: not possible, and the server continues on {generations.facts.mesh}: {generations.failure}"
             )
             raise ApiError(400, reason, param="mesh", code="mesh_unavailable")
         return _scaled(generations.facts, generations.number, generations.counts.last_seconds)

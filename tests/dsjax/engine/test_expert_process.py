@@ -1,7 +1,7 @@
 """Experts in a process of their own: they may go and come back, and no token changes.
 
-These are the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_counts.py`, `afd/messages.py` and
-`setup/expert_scaling.py` too. All sides are in this process, each with its own devices' arrays, and speak over the loopback interface.
+These are also the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_counts.py` and `afd/messages.py`. All sides are
+in this process, each with its own devices' arrays, and speak over the loopback interface.
 """
 
 import contextlib
@@ -248,7 +248,7 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, 
     llm.scale(expert_mesh="ep=4", afd_address=third)  # and then the other side again
     assert made(llm) == expected
     last.close()
-    with pytest.raises(UserError, match=f"no process with experts answers at {third} .*ask again when it is back"):
+    with pytest.raises(UserError, match=f"no expert process answers at {third} .*ask again when it is there"):
         llm.scale("dp=2")
     assert llm.facts.mesh == "tp=2"
     last = experts(third)

@@ -15,7 +15,7 @@ import pytest
 from command_goldens import GOLDENS, difference, parsed, path_of, streams_of
 from recorded_scenarios import SCENARIOS
 
-from dsjax.engine.contract.commands import ChangeExperts, Command, Custom, PrepareExperts, Score
+from dsjax.engine.contract.commands import Command, ConnectExperts, Custom, Score
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -32,5 +32,5 @@ def test_every_kind_of_command_is_recorded_but_those_that_no_scheduler_of_ours_g
     kinds = {
         line.split()[0] for name in SCENARIOS for lines in parsed(path_of(name).read_text()).values() for line in lines
     }
-    of_people = {PrepareExperts.__name__, ChangeExperts.__name__}  # `POST /scale`
-    assert {command.__name__ for command in get_args(Command)} - kinds == {Score.__name__, Custom.__name__, *of_people}
+    others = {Score.__name__, Custom.__name__, ConnectExperts.__name__}  # the last one: `POST /scale`
+    assert {command.__name__ for command in get_args(Command)} - kinds == others

@@ -1,7 +1,6 @@
 """What an administrator can do."""
 
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +84,7 @@ def test_a_request_can_be_aborted_by_either_of_its_ids(server, body, stream):
         ("/abort_request", {}, "request_id"),
         ("/abort_request", {"request_id": "a", "abort_all": True}, "request_id"),
         ("/scale", {}, "expected mesh, expert_mesh or afd_address"),
-        ("/scale", {"mesh": "dp=2", "afd_address": "127.0.0.1:1"}, "change one side and then the other"),
-        ("/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"}, "no experts in other processes"),
+        ("/scale", {"afd_address": "127.0.0.1:1"}, "was given its executor"),
         ("/rebalance_experts", None, "no_eplb"),
         ("/dump_expert_distribution_record", None, "nothing was recorded"),
     ],
@@ -95,21 +93,6 @@ def test_what_cannot_be_done_is_refused_with_the_reason(server, path, body, said
     answer = admin(server, path, body)
     assert answer.status_code == 400
     assert said in answer.text
-
-
-def test_another_side_of_experts_takes_over_where_they_are_in_other_processes(server, monkeypatch):
-    asked = []
-    facts = SimpleNamespace(
-        mesh="dp=2", expert_mesh="ep=4", num_devices=2, num_processes=1, cache_tokens=64, max_model_len=512
-    )
-    facts.dp_ranks, facts.physical_experts_per_device = 2, 8
-    scaling = SimpleNamespace(facts=facts, number=1, seconds=2.5, wait=asked.append)
-    scaling.begin = lambda executor, *wanted: asked.append(wanted) or "begun"
-    scaling.end = lambda executor, change: asked.append(change)
-    monkeypatch.setattr(server.engine.core, "expert_scaling", scaling)
-    answer = admin(server, "/scale", {"expert_mesh": "ep=4", "afd_address": "127.0.0.1:1"})
-    assert asked == [("ep=4", "127.0.0.1:1"), "begun", "begun"]
-    assert (answer.json()["expert_mesh"], answer.json()["generation"], answer.json()["seconds"]) == ("ep=4", 1, 2.5)
 
 
 def test_a_rebalance_is_begun_once_and_refused_in_its_middle(server, monkeypatch):

@@ -15,12 +15,11 @@ from dsjax import LLM
 from dsjax.checkpoint import fingerprint as fingerprints
 from dsjax.engine.contract.commands import (
     TOKEN_MADE,
-    ChangeExperts,
     Clear,
     Command,
+    ConnectExperts,
     Copy,
     Flush,
-    PrepareExperts,
     RankStep,
     Score,
     Step,
@@ -291,9 +290,9 @@ def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch,
 
 def test_where_experts_were_is_left_out_of_a_replay(tmp_path):
     file = step_record.StepFile(tmp_path / "steps", header())
-    for number, command in enumerate((PrepareExperts(1, "ep=4", "127.0.0.1:1"), ChangeExperts(1, True))):
-        file.write(step_record.Launched(number, 0.0, command))
-        file.write(step_record.collected(number, 0.0, command, None))
+    command = ConnectExperts("ep=4", "127.0.0.1:1")
+    file.write(step_record.Launched(1, 0.0, command))
+    file.write(step_record.collected(1, 0.0, command, None))
     file.close("shutdown")
     executor = ShiftedExecutor()
     executor.launch = None

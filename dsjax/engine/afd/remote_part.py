@@ -1,0 +1,90 @@
+"""``RemoteExpertsPart``: the executor's part whose routed experts are in other processes, and which a command connects to others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from dsjax.engine.afd.expert_side import SidePart
+from dsjax.engine.afd.remote_experts import RemoteExperts
+from dsjax.engine.contract.commands import ConnectExperts
+from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.errors import UserError
+from dsjax.model.step import ModelStep
+
+_log = logging.getLogger(__name__)
+
+
+class RemoteExpertsPart(SidePart):
+    """Connects to another expert side between two steps. Caches and requests stay as they are.
+
+    With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
+    side, or all stay with the current one.
+
+    Args:
+        another: ``(expert_mesh, afd_address, model) -> model`` with its experts at those addresses, not connected yet.
+    """
+
+    def __init__(self, device: DeviceAccess, another: Callable[[str, str, ModelStep], ModelStep]):
+        super().__init__(device)
+        self._another = another
+        self._lock = threading.Lock()
+        self._next: RemoteExperts | None = None  # the side that is being connected
+        self._is_abandoned = False
+
+    def register(self, table: CommandTable) -> None:
+        """Add the command that connects to another side."""
+        table.add(ConnectExperts, Handler(self._connect, lambda pending: pending.error))
+
+    def abandon(self) -> None:
+        """Stop waiting for other processes: a process of this attention side is gone. Any thread may call this."""
+        with self._lock:
+            self._is_abandoned = True
+            sides = self._side, self._next
+        for side in filter(None, sides):
+            side.abandon()
+
+    @property
+    def _side(self) -> RemoteExperts:
+        return self._device.model.apart
+
+    def _connect(self, pending: Pending, command: ConnectExperts) -> Running:
+        def run() -> Running:
+            pending.error = self._change_to(command)
+            yield from ()
+
+        return run()
+
+    def _change_to(self, command: ConnectExperts) -> str | None:
+        """Connect and compile. Return why the current side stays, or None if the new side has taken over.
+
+        Raises:
+            RuntimeError: another attention process is gone.
+        """
+        device, before = self._device, self._side
+        model = self._another(command.expert_mesh, command.afd_address, device.model)
+        after: RemoteExperts = model.apart
+        after.placement = device.placements.physical_to_logical.copy()
+        with self._lock:
+            self._next = after
+            if self._is_abandoned:
+                after.abandon()
+        error, programs = None, None
+        try:
+            try:
+                after.connect()
+                programs = device.programs.of(model)
+            except (UserError, RuntimeError, ValueError) as caught:
+                error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
+                _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)
+            before.tell(int(error is not None))
+            if before.agree(int(error is not None)):
+                return error or "another attention process could not connect to them"
+            before.hand_over(after)
+            device.go_on_with(model, programs)
+        finally:
+            with self._lock:
+                self._next = None
+            (after if self._side is before else before).close()
+        return None

@@ -1,0 +1,183 @@
+"""Either all attention processes continue with other expert processes, from the same command on, or none does."""
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
+from held_processes import groups
+
+from dsjax.engine.afd.attention_processes import AttentionProcesses
+from dsjax.engine.afd.remote_experts import RemoteExperts
+from dsjax.engine.afd.remote_part import RemoteExpertsPart
+from dsjax.engine.contract.commands import ConnectExperts
+from dsjax.engine.device.access import CommandTable
+from dsjax.errors import UserError
+from sharding import MeshSpec
+
+ROWS = np.arange(8).reshape(2, 4)
+PROCESSES = 3
+
+
+class Side(RemoteExperts):
+    """An expert side without links. connecting: replaces its connection."""
+
+    def __init__(self, connecting=lambda side: None):
+        super().__init__(MeshSpec(dp_size=4), {}, [], [], waits=True, patience=1, silence=1)
+        self._connecting = connecting
+        self.closed = threading.Event()
+
+    def connect(self, *, known=False):
+        self._connecting(self)
+
+    def close(self):
+        self.closed.set()
+        super().close()
+
+
+class Process:
+    """One attention process. another: makes the side that the command connects to."""
+
+    def __init__(self, others, another=Side):
+        self.now, self.made = Side(), []
+        self.now.others = others
+        self.device = SimpleNamespace(model=SimpleNamespace(apart=self.now), programs=SimpleNamespace(of=lambda m: m))
+        self.device.placements = SimpleNamespace(physical_to_logical=ROWS)
+        self.device.go_on_with = lambda model, programs: setattr(self.device, "model", model)
+
+        def make(expert_mesh, afd_address, model):
+            self.made.append(another())
+            return SimpleNamespace(apart=self.made[-1])
+
+        self.part, self.table = RemoteExpertsPart(self.device, make), CommandTable()
+        self.part.register(self.table)
+
+    @property
+    def side(self):
+        return self.device.model.apart
+
+    def change(self):
+        """Carry the command out; return why the current side stays."""
+        pending = self.table.launch(ConnectExperts("ep=4", "127.0.0.1:1"))
+        assert list(pending.running) == []
+        return pending.handler.collect(pending)
+
+    def stays(self):
+        return self.side is self.now and not self.now.closed.is_set() and self.made[-1].closed.is_set()
+
+
+@pytest.fixture
+def group():
+    """Three attention processes as threads. `make` takes the `another` of each."""
+    made = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        others = list(pool.map(AttentionProcesses, groups(PROCESSES)))
+
+        def make(*another):
+            made.extend(map(Process, others, another))
+            return made
+
+        yield SimpleNamespace(make=make, all_do=lambda act: list(pool.map(act, made)), others=others)
+        for process in made:
+            process.part.close()
+        for one in others:
+            one.close()
+
+
+def meet(process):
+    """A layer's wait, on the current side."""
+    process.side.tell(1)
+    return process.side.agree(1)
+
+
+def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_one_did(group):
+    processes = group.make(*[Side] * PROCESSES)
+    assert group.all_do(Process.change) == [None] * PROCESSES
+    for process in processes:
+        assert process.side is process.made[0]
+        assert process.now.closed.is_set()
+        assert not process.side.closed.is_set()
+        np.testing.assert_array_equal(process.side.placement, ROWS)
+    assert group.all_do(meet) == [1] * PROCESSES
+
+
+@pytest.mark.parametrize("who", range(PROCESSES))
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [(UserError("it has other options"), "it has other options"), (RuntimeError("gone"), "RuntimeError: gone")],
+)
+def test_if_one_cannot_connect_all_stay_and_say_why_and_another_change_can_be_made(group, who, failure, said):
+    failures = [failure]
+
+    def fail_once(side):
+        if failures:
+            raise failures.pop()
+
+    processes = group.make(*(lambda i=i: Side(fail_once) if i == who else Side() for i in range(PROCESSES)))
+    expected = ["another attention process could not connect to them"] * PROCESSES
+    expected[who] = said
+    assert group.all_do(Process.change) == expected
+    assert all(map(Process.stays, processes))
+    assert group.all_do(meet) == [1] * PROCESSES
+    assert group.all_do(Process.change) == [None] * PROCESSES
+    assert group.all_do(meet) == [1] * PROCESSES
+
+
+def test_an_attention_process_that_is_gone_fails_the_change_and_leaves_no_link(group):
+    processes = group.make(*[Side] * PROCESSES)
+    group.others[2].close()
+
+    def change(process):
+        with pytest.raises(RuntimeError, match="process 2 of the attention side was waited for"):
+            process.change()
+
+    group.all_do(lambda process: None if process is processes[2] else change(process))
+    assert all(map(Process.stays, processes[:2]))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_in_the_moment_of_the_change_ends_what_waits_on_the_new_side(when):
+    process = Process(None)
+    go_on = process.device.go_on_with
+
+    def lost(model, programs):
+        if when == "after":
+            go_on(model, programs)
+        process.part.abandon()
+        go_on(model, programs)
+
+    process.device.go_on_with = lost
+    assert process.change() is None
+    assert process.side is process.made[0]
+    assert process.side._is_abandoned
+    process.part.close()
+
+
+def test_a_loss_while_it_connects_ends_the_wait():
+    connecting, abandoned = threading.Event(), threading.Event()
+
+    def wait(side):
+        side.links = [SimpleNamespace(give_up=abandoned.set, close=lambda: None)]
+        connecting.set()
+        assert abandoned.wait(20)
+        raise RuntimeError("the link is closed")
+
+    process = Process(None, lambda: Side(wait))
+    with ThreadPoolExecutor(1) as pool:
+        changed = pool.submit(process.change)
+        assert connecting.wait(20)
+        process.part.abandon()
+        assert changed.result(20) == "RuntimeError: the link is closed"
+    assert process.stays()
+
+
+def test_a_change_after_a_loss_does_not_wait():
+    process = Process(None)
+    process.part.abandon()
+    process.change()
+    assert process.made[0]._is_abandoned
