@@ -616,7 +616,7 @@ def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Itera
     from processes import free_port
     from worded_checkpoint import write_worded_checkpoint
 
-    from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage, Take
+    from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
 
     experts_of_layer, layers, devices = TINY["n_routed_experts"], 2, 4
     address = "127.0.0.1", free_port()
@@ -636,16 +636,11 @@ def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Itera
             ]
             # Nobody may move experts while another attention side is connected.
             moves = [Stage(0, np.array([0, 9], "<i4").tobytes()), Place(0, row[::-1].tobytes()), Place(10**6, bytes(4))]
-            takes = [Take(0, [0, 9], [0, 9]), Take(0, [0], [5]), Take(-1, [-1, 2**40], [0])]
             placement = np.tile(row, layers).tobytes()
             members = {
-                "with another model": [Hello(VERSION, {}, b"", b"somebody"), *calls, *moves, *takes],
+                "with another model": [Hello(VERSION, {}, b"", b"somebody"), *calls, *moves],
                 "as an attention side": [Hello(VERSION, space, placement, b"somebody"), *calls, *moves],
-                "as a process with experts": [
-                    Hello(VERSION, space),
-                    *takes,
-                    Hello(VERSION, space, b"no places", b"me"),
-                ],
+                "without a name": [Hello(VERSION, space), *calls, Hello(VERSION, space, b"no places", b"me")],
             }
             pids = {"attention": server.pid, "experts": experts.pid}
             ask = functools.partial(ask_server, server.url)

@@ -570,12 +570,6 @@ ROWS: dict[str, list[tuple[str, str, str, list[Query]]]] = {
             ],
         ),
         (
-            "Bandwidth of a message of 4 MiB",
-            "One connection with authentication, sampled seldom: less than the link's.",
-            "Bps",
-            [("dsjax_link_bytes_per_second", "{{instance}} to process {{peer}}")],
-        ),
-        (
             "Lost",
             "Share of the segments that were sent again in an hour; looks without an answer, a minute.",
             "percentunit",

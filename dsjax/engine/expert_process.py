@@ -20,7 +20,6 @@ from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.engine.afd.expert_peers import ExpertPeers, send_expert
 from dsjax.engine.afd.expert_side import ExpertSide
 from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
 from dsjax.engine.afd.joint_calls import JointCalls, Part
@@ -32,12 +31,11 @@ from dsjax.engine.afd.messages import (
     Hello,
     Place,
     Stage,
-    Take,
     Welcome,
     receive,
     send,
 )
-from dsjax.engine.afd.options import afd_addresses, expert_share
+from dsjax.engine.afd.options import expert_share
 from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
@@ -67,8 +65,7 @@ class ExpertProcess:
 
     Args:
         step: of the model, its experts on an ``ExpertSide`` that is loaded; of the attention side it has one device without anything.
-        writer: of these experts' slots. space: what an attention side must have alike. listener: socket that is bound. peers: the other
-            processes; None: there are none.
+        writer: of these experts' slots. space: what an attention side must have alike. listener: socket that is bound.
 
     Attributes:
         port: at which it listens. num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
@@ -81,9 +78,8 @@ class ExpertProcess:
         space: dict[str, Any],
         listener: socket.socket,
         credentials: Any,
-        peers: ExpertPeers | None = None,
     ):
-        self._step, self._space, self._writer, self._peers = step, space, writer, peers
+        self._step, self._space, self._writer = step, space, writer
         self._sides: Counter[bytes] = Counter()  # connections of each attention side
         self._mover: bytes | None = None
         self._generations: dict[bytes, int] = {}  # the latest that each attention side has connected with
@@ -103,7 +99,7 @@ class ExpertProcess:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open: of attention sides, and of other processes that take experts."""
+        """Open connections of attention sides."""
         return self._listener.num_connections
 
     def close(self) -> None:
@@ -138,11 +134,10 @@ class ExpertProcess:
 
     def _answer(self, channel: SecureChannel, hello: Hello, joint: JointCalls) -> None:
         """Answer what comes over a connection. joint: of the attention side that is connected."""
-        side = hello.side  # empty where it is another process with experts
         while True:
-            call: Call | Stage | Place | Take = receive(channel, *((Call, Stage, Place) if side else (Take,)))
+            call: Call | Stage | Place = receive(channel, Call, Stage, Place)
             if not isinstance(call, Call):
-                self._move(channel, call, side)
+                self._move(channel, call, hello.side)
                 continue
             cells = self._cells(call)
             rows = self._receive_rows(channel, len(cells))
@@ -178,13 +173,15 @@ class ExpertProcess:
             channel.send_bytes(memoryview(answers.view(np.uint8)))
 
     def _problem(self, hello: Hello) -> str:
+        if not hello.side:
+            return "it gives no name of an attention side"
         if not 0 <= hello.process < hello.processes <= _MOST_PROCESSES:
             return f"it is process {hello.process} of {hello.processes}, expected 1 to {_MOST_PROCESSES}, from 0 on"
         if hello.version != VERSION:
             return f"it speaks version {VERSION} of the messages, and the attention side {hello.version}; start the same dsjax on both"
         differing = sorted(name for name, value in self._space.items() if hello.space.get(name) != value)
         if not differing:
-            return self._misplaced(hello) if hello.side else ""
+            return self._misplaced(hello)
         told = ", ".join(f"{name} {self._space[name]!r} here and {hello.space.get(name)!r} there" for name in differing)
         return f"both sides must have the same model and options, and differ in {told}"
 
@@ -199,8 +196,6 @@ class ExpertProcess:
 
     def _enter(self, hello: Hello) -> str:
         """Let an attention side in, with experts where it has them; why not, where it cannot be."""
-        if not hello.side:
-            return ""
         if len(hello.placement) != 4 * self._writer.rows.size:
             return f"its placement of experts has {len(hello.placement) // 4} slots, expected {self._writer.rows.size}"
         latest = self._generations.pop(hello.side, 0)
@@ -236,14 +231,10 @@ class ExpertProcess:
         self._sides[hello.side] += 1
         return ""
 
-    def _move(self, channel: SecureChannel, what: Stage | Place | Take, side: bytes) -> None:
-        """Have experts staged or placed, or give some to another process."""
-        writer, given, error = self._writer, [], ""
+    def _move(self, channel: SecureChannel, what: Stage | Place, side: bytes) -> None:
+        """Stage or place experts."""
         try:
-            if isinstance(what, Take):
-                with self._lock:
-                    given = writer.give(what.row, what.slots, what.experts)
-            elif isinstance(what, Stage):
+            if isinstance(what, Stage):
                 moves = [tuple(pair) for pair in np.frombuffer(what.moves, "<i4").reshape(-1, 2).tolist()]
                 error = self._stage(what.row, moves, side)
             else:
@@ -252,19 +243,16 @@ class ExpertProcess:
             _log.exception("Experts could not be moved.")
             error = f"{type(failure).__name__}: {failure}"
         send(channel, Answered(error))
-        for expert in given if not error else ():
-            send_expert(channel, expert)
 
     def _stage(self, row: int, moves: list[tuple[int, int]], side: bytes) -> str:
-        """Stage experts; why not, where that cannot be. Others are asked without the lock, for they may be asking this process."""
+        """Stage experts; return why not if that is not possible."""
         if not moves:
             return ""
         with self._lock:
             problem = self._have_move(side)
         if problem:
             return problem
-        fetch = None if self._peers is None else lambda row, slots: self._peers.fetch(self._writer, row, slots)
-        self._writer.stage(row, moves, fetch)
+        self._writer.stage(row, moves)
         return ""
 
     def _place(self, row: int, experts: np.ndarray, side: bytes) -> str:
@@ -395,13 +383,8 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
         writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
         if args.eplb:
             writer.rehearse()
-        space, addresses = expert_space(args, step, checkpoint.directory), afd_addresses(args)
-        peers = None
-        if len(addresses) > 1:
-            peers = ExpertPeers(
-                addresses, [args.credentials.read(split_address(address)[0]) for address in addresses], space
-            )
-        return ExpertProcess(step, writer, space, listener, credentials, peers)
+        space = expert_space(args, step, checkpoint.directory)
+        return ExpertProcess(step, writer, space, listener, credentials)
     except BaseException:
         listener.close()
         raise

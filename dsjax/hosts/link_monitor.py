@@ -1,8 +1,8 @@
-"""`LinkMonitor`: how the links to a group's other processes are: round trip, packets sent again, and seldom the bandwidth.
+"""`LinkMonitor`: round trip and retransmissions of the links to a group's other processes.
 
-Each process keeps a connection to each other one, at the port where `Links` looks who is reached, and sends a few small messages over it
-every few seconds. What the kernel knows of the connection tells the round trip of its packets, and how many it had to send again. A large
-message, which takes some milliseconds of a core on both sides, is sent once in sixty looks.
+Each process keeps a connection to every other one, at the port where `Links` checks reachability, and sends a few small messages over it
+every few seconds. The kernel's counters of the connection give the round trip and the retransmitted segments. `dsjax bench network`
+measures bandwidth.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
 
 SERVICE = "probes"
-BANDWIDTH_BYTES = 4 << 20
-BANDWIDTH_LOOKS = 60
-"""A look in so many samples the bandwidth."""
 _PROBE = bytes(64)
 _PROBES = 5
 _SECONDS = 1.0
@@ -51,14 +48,12 @@ class LinkState:
     Attributes:
         round_trip: seconds between a packet and its acknowledgement, smoothed by the kernel.
         answer: seconds until the other process answered, the least of the last look: with both sides' Python.
-        bandwidth: bytes a second of the last large message, over one connection, authenticated.
         probes, unanswered: looks; those without an answer.
         segments, retransmitted: of the connection; the second ÷ the first is the share of packets that were lost.
     """
 
     round_trip: float | None = None
     answer: float | None = None
-    bandwidth: float | None = None
     probes: int = 0
     unanswered: int = 0
     segments: int = 0
@@ -66,13 +61,13 @@ class LinkState:
 
 
 def answer_probes(channel: SecureChannel) -> None:
-    """Answer each message with its beginning, until the other side goes away.
+    """Send each message back, until the other side goes away.
 
     Raises:
         EOFError, OSError: it has gone.
     """
     while True:
-        channel.send(channel.receive(BANDWIDTH_BYTES)[: len(_PROBE)])
+        channel.send(channel.receive(len(_PROBE)))
 
 
 class LinkMonitor:
@@ -90,7 +85,6 @@ class LinkMonitor:
         self._group, self._interval = group, interval
         self.links: dict[int, LinkState] = {}
         self._channels: dict[JoinRequest, tuple[SecureChannel, KernelCounts | None]] = {}
-        self._looks = 0
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -123,7 +117,6 @@ class LinkMonitor:
             except (OSError, EOFError, UserError):
                 state.unanswered += 1
                 self._drop(member)
-        self._looks += 1
 
     def _probe(self, member: JoinRequest, credentials: Credentials, state: LinkState) -> None:
         if member not in self._channels:
@@ -131,10 +124,7 @@ class LinkMonitor:
                 channel.settimeout(_SECONDS)
             self._channels[member] = channel, kernel_counts(channel)
         channel, before = self._channels[member]
-        state.answer = min(_seconds_of(channel, _PROBE) for _ in range(_PROBES))
-        if self._looks % BANDWIDTH_LOOKS == 0:
-            seconds = _seconds_of(channel, bytes(BANDWIDTH_BYTES)) - state.answer
-            state.bandwidth = BANDWIDTH_BYTES / max(seconds, 1e-9)
+        state.answer = min(_answer_seconds(channel) for _ in range(_PROBES))
         after = kernel_counts(channel)
         if before is not None and after is not None:
             state.round_trip = after.round_trip
@@ -149,9 +139,9 @@ class LinkMonitor:
                 channel.close()
 
 
-def _seconds_of(channel: SecureChannel, message: bytes) -> float:
+def _answer_seconds(channel: SecureChannel) -> float:
     begun = time.perf_counter()
-    channel.send(message)
+    channel.send(_PROBE)
     channel.receive(len(_PROBE))
     return time.perf_counter() - begun
 

@@ -28,7 +28,6 @@ def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], 
             "round_trip",
         ),
         ("answer_seconds", "Until another process answered a small message, the least of five.", "answer"),
-        ("bytes_per_second", "Of a message of 4 MiB to another process, sampled at every sixtieth look.", "bandwidth"),
     ):
         registry.gauge(f"dsjax_link_{name}", documentation, of(field), "peer")
     for name, documentation, field in (

@@ -23,9 +23,6 @@ Expert = dict[str, Array | np.ndarray]
 """The parameters of one expert by their paths, without the axes of layers and experts."""
 ReadExpert = Callable[[str, int, int], np.ndarray]
 """``(path, layer in its stack, logical expert)``: from the checkpoint; see ``ExpertReader``."""
-Fetch = Callable[[int, Mapping[int, int]], Mapping[int, Expert]]
-"""``(row, logical expert by slot)``: experts that another process holds, by slot; those that it does not give are read from the
-checkpoint."""
 
 NOBODY = -1
 """Stands in the place of a logical expert where a slot has no whole one."""
@@ -54,7 +51,7 @@ class SlotWriter:
 
     Attributes:
         rows: as it is now; ``NOBODY`` where writing has failed.
-        lock: held where slots are read or written, and by who calls ``place``, ``adopt`` and ``give`` beside others.
+        lock: held where slots are read or written, and by who calls ``place`` and ``adopt`` beside others.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
@@ -89,32 +86,16 @@ class SlotWriter:
             path: self._take(self._shard(path, device), np.int32(layer), np.int32(place)) for path in self.paths(stack)
         }
 
-    def give(self, row: int, slots: Sequence[int], experts: Sequence[int]) -> list[Expert]:
-        """Copies of the experts in slots of these devices. experts: the logical ones that are expected there.
+    def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Bring experts of a layer to the devices that will have them: pairs (slot that has it, slot that gets it).
 
-        Raises:
-            ValueError: a slot is not on these devices, is named twice, or holds another expert; there is no such layer.
+        An expert in a slot of another process is read from the checkpoint.
         """
-        if len(set(slots)) < len(slots) or not 0 <= row < len(self.rows) or not all(map(self.has, slots)):
-            raise ValueError(
-                f"slots {list(slots)} of layer {row}, expected different ones from {self.own.start} to {self.own.stop - 1} of layers 0 to "
-                f"{len(self.rows) - 1}"
-            )
-        held = [int(self.rows[row, slot]) for slot in slots]
-        if held != list(experts):
-            raise ValueError(f"slots {list(slots)} of layer {row} hold experts {held}, expected {list(experts)}")
-        return [self.take(row, slot) for slot in slots]
-
-    def stage(self, row: int, moves: Sequence[tuple[int, int]], fetch: Fetch | None = None) -> None:
-        """Bring experts of a layer to the devices that will have them: pairs (slot that has it, slot that gets it)."""
         wanted = [(source, target) for source, target in moves if self.has(target)]
         with self.lock:  # which experts these are must be the same for all that follows
             labels = {source: int(self.rows[row, source]) for source, _ in wanted}
             values = {source: self.take(row, source) for source in labels if self.has(source)}
-        away = {source: expert for source, expert in labels.items() if source not in values}
-        if away and fetch is not None:
-            values |= fetch(row, away)
-        values |= {source: self._from_checkpoint(row, away[source]) for source in away.keys() - values.keys()}
+        values |= {source: self._from_checkpoint(row, labels[source]) for source in labels.keys() - values.keys()}
         copied = {}
         for source, target in wanted:
             device = self._device((target - self.own.start) // self._per_device)

@@ -14,7 +14,7 @@ from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.wire import decoded
 
 SERVICE = "experts"
-VERSION = 6
+VERSION = 7
 _MOST_BYTES = 1 << 22
 
 
@@ -23,8 +23,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
     Attributes:
         space: what both sides must have alike: everything that an answer depends on beside its rows and where experts are.
-        placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot. The process has its slots hold these before it
-            answers. Empty from another process with experts, which only takes some.
+        placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot. The process makes its slots hold these before it
+            answers.
         side: which attention side it is, whichever of its connections. Where one moves experts, no other may be connected.
         first: the first of the expert devices that the attention side expects at this address.
         generation: of the attention side's mesh. A connection of an earlier one than was heard of is late, and its placement old.
@@ -99,20 +99,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
     experts: bytes
 
 
-class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
-    """One process with experts asks another for experts: an `Answered`, and behind it their bytes, slot by slot.
-
-    Attributes:
-        row: of the placement. slots: physical ones of the other process.
-        experts: the logical ones that are expected in them; where others are there, as in a process that has just come, nothing is given.
-    """
-
-    row: int
-    slots: list[int]
-    experts: list[int]
-
-
-Message = Hello | Welcome | Call | Answered | Stage | Place | Take
+Message = Hello | Welcome | Call | Answered | Stage | Place
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

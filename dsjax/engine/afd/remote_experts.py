@@ -92,7 +92,7 @@ class RemoteExperts(Side):
         return Hello(VERSION, self.space, placement, self.name, first, self.generation, *self.member, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Have the processes bring experts of a layer to the devices that will have them: each takes its own from the others.
+        """Have the processes bring experts of a layer to the devices that will have them. Each reads those that it lacks.
 
         Where attention has several processes, one of them asks for it: no call depends on what is staged.
         """

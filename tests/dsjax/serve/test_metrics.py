@@ -268,7 +268,7 @@ def filled() -> Metrics:
         experts_per_device=2,
         most_drafts=2,
         device_memory=lambda: [("0", 90, 100)],
-        links=lambda: {1: LinkState(50e-6, 90e-6, 1e9, 9, 0, 99, 1)},
+        links=lambda: {1: LinkState(50e-6, 90e-6, 9, 0, 99, 1)},
         interfaces=lambda: [Interface("eth0", 3, 4, 3e9)],
         generations=smaller,
         parked=ParkedRequests(),

@@ -183,7 +183,7 @@ def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
         own.check()
         assert not own.counts.connected
         process.close(connections=True)
-        gone = r"no process with experts answers at 127.0.0.1:.* ask again when it is back"
+        gone = r"no expert process answers at 127.0.0.1:.* ask again when it is there"
         with pytest.raises(UserError, match=gone):
             own.check()
 

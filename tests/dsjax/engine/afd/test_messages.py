@@ -8,7 +8,8 @@ from layouts import write_checkpoint
 from processes import free_port
 from waits import until
 
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Take, Welcome, receive, send
+from dsjax.engine.afd.expert_slots import NOBODY
+from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts.credentials import CredentialOptions
@@ -40,11 +41,11 @@ def process(tmp_path_factory):
 
 
 def enter(process, side=b"one", /, *, rows=None, first=FIRST, **place):
-    """Connect as an attention side, or without a name as another process with experts; the channel, and what is said to it."""
+    """Connect as an attention side; return the channel and why it is refused."""
     channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
     channel.settimeout(120)
     placement = process._writer.rows if rows is None else rows
-    told = np.asarray(placement, "<i4").tobytes() if side else b""
+    told = np.asarray(placement, "<i4").tobytes()
     send(channel, Hello(VERSION, process._space, told, side, first, **place))
     return channel, receive(channel, Welcome).error
 
@@ -56,7 +57,7 @@ def entered(process, side=b"one", /, **place):
     assert not error
     with channel:
         yield channel
-    until(lambda: not side or side not in process._sides)
+    until(lambda: side not in process._sides)
 
 
 @contextlib.contextmanager
@@ -90,32 +91,6 @@ def ask(channel, message):
     return receive(channel, Answered).error
 
 
-def test_experts_are_given_by_their_names_and_not_by_their_places(process):
-    slot = process._writer.own.start
-    held = int(process._writer.rows[0, slot])
-    with entered(process, b"") as channel:
-        stale = ask(channel, Take(0, [slot], [held + 1]))
-        assert f"slots [{slot}] of layer 0 hold experts [{held}], expected [{held + 1}]" in stale
-        assert not ask(channel, Take(0, [slot], [held]))
-
-
-def test_what_is_staged_keeps_the_name_under_which_it_was_asked_for(process, monkeypatch):
-    writer, target = process._writer, process._writer.own.start
-    monkeypatch.setattr(writer, "rows", rows := writer.rows.copy())
-    asked = []
-
-    def fetch(row, slots):  # meanwhile the placement becomes another
-        asked.append(slots)
-        rows[row] = np.roll(rows[row], 1)
-        return {slot: writer.take(row, target) for slot in slots}
-
-    expert = int(rows[0, 0])
-    writer.stage(0, [(0, target)], fetch)
-    staged, _ = writer._staged.pop((0, target))
-    assert asked == [{0: expert}]
-    assert staged == expert
-
-
 def test_experts_are_placed_for_a_side_that_is_alone(process):
     rows = process._writer.rows.copy()
     other = np.roll(rows[0], 1)
@@ -146,8 +121,7 @@ def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_an
     with entered(process) as channel, monkeypatch.context() as patch:
         patch.setattr(writer, "_write", fail_at_the_second_array)
         assert "out of memory" in ask(channel, Place(0, other.tobytes()))
-    with pytest.raises(ValueError, match=rf"slots \[{slot}\] of layer 0 hold experts \[-1\]"):
-        writer.give(0, [slot], [int(rows[0, slot])])
+    assert writer.rows[0, slot] == NOBODY
     assert not refusal(process, rows=rows)
     for path, value in writer.take(0, slot).items():
         np.testing.assert_array_equal(np.asarray(value), before[path])
@@ -185,6 +159,7 @@ def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(proces
 
 def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(process):
     assert "it is process 2 of 2" in refusal(process, process=2, processes=2)
+    assert "it gives no name" in refusal(process, b"")
     with entered(process, b"numbers", process=0, processes=2):
         refused = refusal(process, b"numbers", process=1, processes=3)
     assert refused == "it is one of 3 processes, and others of this generation are of 2"
@@ -235,27 +210,18 @@ def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
     assert not refusal(process, rows=rows)
 
 
-def test_what_no_process_gives_is_read_when_it_is_staged_and_not_when_it_is_placed(process, monkeypatch):
+def test_an_expert_of_another_process_is_read_when_it_is_staged_and_not_when_it_is_placed(process, monkeypatch):
     writer = process._writer
     target, read, original = writer.own.start, [], writer._read
     before, after = writer.rows[0].copy(), writer.rows[0].copy()
     after[[0, target]] = before[[target, 0]]
     monkeypatch.setattr(writer, "_read", lambda *cell: read.append(cell) or original(*cell))
-    writer.stage(0, [(0, target)], lambda *_: {})
+    writer.stage(0, [(0, target)])
     assert {expert for _, _, expert in read} == {before[0]}
     read.clear()
     writer.place(0, after)
     assert not read
     writer.place(0, before)
-
-
-def test_nobody_takes_a_slot_twice_or_one_of_another_process(process):
-    writer = process._writer
-    slot = writer.own.start
-    with entered(process, b"") as channel:
-        for row, slots in ((0, [slot, slot]), (0, [0]), (0, [2**40]), (-1, [slot]), (99, [slot])):
-            held = [int(writer.rows[0, slot])] * len(slots)
-            assert "expected different ones from" in ask(channel, Take(row, slots, held))
 
 
 @pytest.mark.parametrize(
