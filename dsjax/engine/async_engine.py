@@ -196,9 +196,8 @@ class ThreadedEngine:
         checked = await asyncio.to_thread(generations.ask, *wanted)
         try:
             await self.call(lambda core: self._thread.change(lambda: generations.to(checked)))
-        except EngineDeadError:
+        finally:
             generations.forget()
-            raise
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""

@@ -199,10 +199,8 @@ class LLMEngine:
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
             updates = self.core.change(lambda: generations.to(wanted))
-        except BaseException:
-            # Ctrl-C while steps under way are waited for leaves the mesh of now, which may be changed again.
+        finally:
             generations.forget()
-            raise
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         self._aborted += outputs

@@ -222,7 +222,7 @@ class Generations:
             self._asked, self.failure = True, None
 
     def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change. No other change can be requested until ``to`` is called with the result.
+        """Check a requested change. Until ``forget`` is called, no other change can be requested.
 
         text: the mesh. expert_mesh, afd_address: the experts' devices and processes. None: that part stays as it is.
 
@@ -243,7 +243,8 @@ class Generations:
             args = self._args if expert_mesh is None else with_experts_on(self._args, expert_mesh)
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
-            links = None if self._executor is None else self._executor.extension(ExpertLinks)
+            executor = self._executor  # the engine's thread may replace it after a loss
+            links = None if executor is None else executor.extension(ExpertLinks)
             if links is not None:  # the mesh of now is given up before the new one connects to experts
                 links.check()
             if wanted.spec.pp_size > 1:  # which not all options go with
@@ -254,13 +255,16 @@ class Generations:
         return wanted
 
     def forget(self) -> None:
-        """Give up the mesh that was asked for."""
+        """End the request that ``ask`` began, after ``to`` or without it."""
         self._asked = False
 
     def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
         """Check other expert processes. Steps wait while the engine connects, so each must answer already."""
         args = with_experts_at(self._args, expert_mesh, afd_address)
-        slots = self.executor.model.placement.n_physical
+        executor = self.executor
+        if executor is None:
+            raise ChangeUnderWayError("the mesh is being changed after a loss; ask again when that is done")
+        slots = executor.model.placement.n_physical
         if slots % expert_spec(args).ep_size:
             raise UserError(
                 f"--expert-mesh {args.expert_mesh} does not divide the {slots} physical experts that this engine was started with; choose "
@@ -300,7 +304,7 @@ class Generations:
         except Exception as error:  # an attention process is gone
             return self.after(error)
         finally:
-            self.phase, self._asked = None, False
+            self.phase = None
         if refused is not None:
             self.failure = UserError(refused)
             return None
@@ -372,7 +376,7 @@ class Generations:
                     self._cut()
                     _log.warning("%s", lost)
         finally:
-            self.phase, self._asked = None, False
+            self.phase = None
         self._executor, self.facts = loaded.executor, loaded.facts
         if self._recording:
             loaded.executor.set_recording(True)

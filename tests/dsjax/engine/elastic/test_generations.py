@@ -1,6 +1,7 @@
 """Another executor under running requests: none is lost, none is answered otherwise, and what a lost step made is never seen."""
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,8 +39,11 @@ class FakeGenerations:
     def regroup(self):
         return self.to(None)
 
-    def ask(self, mesh, expert_mesh=None):
+    def ask(self, mesh, expert_mesh=None, afd_address=None):
         return mesh
+
+    def forget(self):
+        pass
 
     def to(self, wanted):
         executor = self.executors.pop(0)
@@ -54,23 +58,28 @@ class AfterALoss(generations.Generations):
     """Whose process is lost while another mesh is asked for, and which then gets that mesh."""
 
     def __init__(self):
-        self._asked, self.failure, self._executor = True, None, None
-        self.wanted = self._args = None
+        self._asked, self.failure, self._executor = False, None, None
+        self.wanted = self._args = self._phase = None
+        self._lock = threading.Lock()
 
     def _lost_by(self, error, seconds=None):
         return error
 
     def _make(self, kind, reason):
-        self._asked = False
         return kind
 
 
 def test_who_asks_for_a_mesh_before_a_process_is_lost_hears_that_it_was_not_changed_to():
     asked = AfterALoss()
+    asked._reserve()
     assert asked.after(GroupError("it is gone")) == "loss"
     assert "ask again" in str(asked.failure)
-    assert asked.to(generations.Wanted(MeshSpec(2))) == "scale"
+    with pytest.raises(ChangeUnderWayError):  # the loss is not the end of what was requested before it
+        asked._reserve()
+    assert asked.to(generations.Wanted(MeshSpec(2), SimpleNamespace(expert_mesh=None))) == "scale"
     assert asked.failure is None
+    asked.forget()
+    asked._reserve()
 
 
 def config_of(executor: FakeExecutor) -> SchedulerConfig:
