@@ -34,4 +34,4 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         yield raise_kept
     finally:
         signal.signal(signal.SIGINT, handler)
-    raise_kept()
+        raise_kept()  # also when the block raises: the interrupt then has that error as its context

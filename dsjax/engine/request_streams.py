@@ -175,10 +175,13 @@ class RequestStreams:
         arrival_time = time.monotonic()
         ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
 
+        # Drawn here, in the order of arrival: below, whichever thread is first would prepare its prompts first.
+        seeds = [self._inputs.draw_seed() if params.seed is None else None for _ in prompts]
+
         def prepare() -> list[PreparedRequest]:
             return [
-                self._inputs.prepare(id_, prompt, params, options, arrival_time)
-                for id_, prompt in zip(ids, prompts, strict=True)
+                self._inputs.prepare(id_, prompt, params, options, arrival_time, seed)
+                for id_, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
 
         # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.

@@ -40,6 +40,8 @@ _RETRY_SECONDS = 0.1
 _PEEK_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
 _MOST_REFUSALS = 16
+_FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
+"""How soon, and then how often, process 0 says whom it waits for."""
 
 
 class GroupError(UserError):
@@ -257,14 +259,16 @@ class _Host:
     def _wait(self) -> str | None:
         """Wait until all have come and prepared, or something is wrong; give what."""
         options = self._options
+        report = time.monotonic() + _FIRST_REPORT_SECONDS
         with self._changed:
             while self._problem is None and len(self._prepared) < options.num_processes:
-                rest = None
-                if len(self._requests) < options.num_processes:
-                    rest = self._deadline - time.monotonic()
-                    if rest <= 0:
-                        return _missing(options, self._requests) + self._others()
-                self._changed.wait(rest)
+                now = time.monotonic()
+                if len(self._requests) < options.num_processes and now >= self._deadline:
+                    return _missing(options, self._requests) + self._others()
+                if now >= report:
+                    _log.warning("%s", _waited_for(options, self._requests, self._prepared))
+                    report = now + _REPORT_SECONDS
+                self._changed.wait(min(report, self._deadline if now < self._deadline else report) - now)
             if self._problem is None:
                 return _unlike(self._requests, self._prepared) or _on_loopback(self._requests)
             # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
@@ -277,6 +281,19 @@ class _Host:
         if strangers := self._listener.turned_away:
             lines.append(f". Connections that were turned away: {counted(strangers)}")
         return "".join(lines)
+
+
+def _waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
+    """Whom process 0 waits for, and who has come."""
+    absent = [i for i in range(options.num_processes) if i not in requests]
+    if not absent:
+        slow = ", ".join(requests[i].name for i in sorted(requests) if i not in prepared)
+        return f"All {options.num_processes} processes have come. Waiting until these have checked their options and model: {slow}"
+    here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
+    return (
+        f"Waiting at {options.coordinator_text} for process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of "
+        f"{options.num_processes}; here: {here}"
+    )
 
 
 def _missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:

@@ -54,7 +54,15 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port to listen on; 0 takes a free one. The default is 8000, and a free one for followers and expert processes.",
+            min=0,
+            max=65535,
+            show_default=False,
+        ),
+    ] = None,
     served_model_name: ServedModelNames = None,
     shutdown_timeout: ShutdownTimeout = 10.0,
     api_server_count: Annotated[
@@ -99,6 +107,8 @@ def serve(
     check_descriptors(api_server_count if api_server_count > 1 else 0)
     group_options = host_options(args)
     leads = group_options is None or group_options.is_leader
+    if port is None:
+        port = 8000 if leads and args.afd_role != "expert" else 0
     if leads and api_server_count > 1:
         from dsjax.serve.front_ends.shared_engine import check_private_listener
 

@@ -175,7 +175,7 @@ class HeadlessExperts(Probes):
             registry.total(f"dsjax_experts_{name}", documentation, lambda field=field: self._of_process(field))
         registry.gauge(
             "dsjax_experts_connections",
-            "Connections that are open: one of each attention side, and those of other processes that take experts.",
+            "Open connections of attention sides.",
             lambda: self._of_process("num_connections"),
         )
         registry.gauge("dsjax_experts_ready", "1 while this process answers.", lambda: float(self.phase == "ready"))

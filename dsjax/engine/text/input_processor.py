@@ -71,8 +71,11 @@ class InputProcessor:
         params: SamplingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
         arrival_time: float = 0.0,
+        seed: int | None = None,
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
+
+        seed: as of `draw_seed`, for a request without one; None: drawn here. Draw it in advance if threads prepare requests.
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
@@ -83,7 +86,9 @@ class InputProcessor:
         stop_ids = self._stop_ids(params)
         max_tokens = self._max_tokens(len(token_ids), params)
         rules = self.rules.make(params, stop_ids)
-        base_seed = self.draw_seed() if params.seed is None else _uint32(params.seed)
+        if params.seed is not None:
+            seed = _uint32(params.seed)
+        base_seed = self.draw_seed() if seed is None else seed
         others = options
         if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
             others = replace(options, prefill={**options.prefill, "transfer": None})

@@ -20,8 +20,8 @@ from dsjax.engine.engine import EngineParts
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.text.input_processor import PromptError
+from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.text.input_processor import InputProcessor, PromptError
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
 from dsjax.errors import UserError
 
@@ -105,6 +105,28 @@ async def test_a_wrong_prompt_among_several_queues_none(engine, executor):
     assert engine.num_unfinished == 0
     await engine.shutdown()
     assert executor.steps == 0
+
+
+@in_loop()
+async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepared_first(engine, executor):
+    """A long prompt is prepared in a thread, which here waits until the short one that came later has been prepared."""
+    prepare, second = engine._streams._inputs.prepare, threading.Event()
+
+    def in_turn(request_id, *arguments):
+        if request_id == "long":
+            assert second.wait(20)
+        prepared = prepare(request_id, *arguments)
+        second.set()
+        return prepared
+
+    engine._streams._inputs.prepare = in_turn
+    long = asyncio.ensure_future(engine.submit("long", [[1] * 3000], FINAL))
+    await asyncio.sleep(0)
+    short = await engine.submit("short", [[1]], FINAL)
+    expected = InputProcessor(None, engine._streams._inputs.config, engine._streams._inputs.vocab_size)
+    with pytest.raises(AdmissionError):
+        await long
+    assert short.completions[0].seed == [expected.draw_seed() for _ in range(2)][1]
 
 
 @in_loop(start=False)
@@ -357,7 +379,7 @@ async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_c
 ):
     checked, go_on, made = threading.Event(), threading.Event(), []
 
-    def ask(mesh, expert_mesh):
+    def ask(mesh, *experts):
         checked.set()
         assert go_on.wait(60)
         return mesh
@@ -368,7 +390,7 @@ async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_c
         config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
         return SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False)
 
-    engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None, ask=ask, to=to)
+    engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None, ask=ask, to=to, forget=int)
     engine.start()
     task = asyncio.ensure_future(engine.scale("dp=1"))
     await until(checked.is_set)

@@ -42,6 +42,18 @@ def test_one_interrupt_is_raised_where_it_is_asked_for_or_at_the_end(asked):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interrupts_are_raised")
+def test_an_interrupt_is_raised_though_the_block_raises():
+    def interrupted():
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("a step has failed")
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        interrupted()
+    assert isinstance(raised.value.__context__, ValueError)
+
+
 def test_in_another_thread_there_is_nothing_to_keep():
     before = signal.getsignal(signal.SIGINT)
 

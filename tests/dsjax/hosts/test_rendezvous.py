@@ -110,6 +110,17 @@ def test_a_missing_process_is_named_by_all_that_came():
     assert "within 3 s (--start-timeout); here: 0 (" in found[0]
 
 
+def test_process_0_says_whom_it_waits_for_again_and_again(caplog, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_FIRST_REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.2)
+    processes = group_of(4, timeout=2)
+    hold([processes[0], processes[2]])
+    said = [record.getMessage() for record in caplog.records if "Waiting at" in record.getMessage()]
+    host = JoinRequest.of(processes[0], 0).host
+    expected = f"Waiting at {processes[0].coordinator_text} for processes 1, 3 of 4; here: 0 ({host}), 2 ({host})"
+    assert said.count(expected) >= 2
+
+
 def test_without_process_0_each_says_where_it_looked():
     _, process = group_of(2, timeout=1)
     (found,) = messages(hold([process]))

@@ -23,6 +23,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
+from dsjax.serve import server
 from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar
 from sharding import MeshError
 
@@ -48,6 +49,32 @@ def test_a_user_s_mistake_is_one_line_without_a_traceback(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+GROUP = ("--num-processes", "2", "--coordinator-address", "127.0.0.1:1", "--mesh", "dp=2")
+EXPERTS = ("--afd-role", "expert", "--attention-mesh", "dp=2", "--expert-mesh", "ep=2", "--afd-address", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("given", "port"),
+    [
+        ((), 8000),
+        ((*GROUP, "--process-id", "0"), 8000),
+        ((*GROUP, "--process-id", "1"), 0),
+        ((*GROUP, "--process-id", "1", "--port", "8000"), 8000),
+        (EXPERTS, 0),
+    ],
+)
+def test_only_the_process_with_the_server_takes_the_usual_port_unasked(monkeypatch, given, port):
+    asked = []
+
+    def bind(host, port):
+        asked.append(port)
+        raise UserError("enough")
+
+    monkeypatch.setattr(server, "bind", bind)
+    CliRunner().invoke(app, ["serve", *given])
+    assert asked == [port]
 
 
 def test_info_writes_documented_json(tmp_path):
