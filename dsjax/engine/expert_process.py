@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,7 +87,7 @@ class ExpertProcess:
         self._half = step.apart.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
         self._programs: dict[tuple[str, int, int], Compiled] = {}
-        self._lock = writer.lock
+        self._lock, self._compiling = writer.lock, threading.Lock()
         self._joint: dict[tuple[bytes, int], JointCalls] = {}  # by attention side and its generation
         self.num_calls = self.num_rows = self.num_products = 0
         self._listener = SecureListener(listener, credentials, {SERVICE: self._serve}, "dsjax-experts")
@@ -116,13 +117,13 @@ class ExpertProcess:
             except Exception as error:  # whatever it is, the attention side must hear of it
                 _log.exception("Experts could not be brought to where the attention side has them.")
                 problem = f"{type(error).__name__}: {error}"
+            if not problem:  # under the same lock, or another process of this side could be checked against none
+                key = hello.side, hello.generation
+                joint = self._joint.setdefault(key, JointCalls(hello.processes, hello.change))
+                joint.enter(hello.process)
         if problem:
             send(channel, Welcome(problem))
             raise RefusedError(problem)
-        key = hello.side, hello.generation
-        with self._lock:
-            joint = self._joint.setdefault(key, JointCalls(hello.processes, hello.change))
-            joint.enter(hello.process)
         try:
             send(channel, Welcome())
             self._answer(channel, hello, joint)
@@ -150,8 +151,7 @@ class ExpertProcess:
                 if rows is None:
                     raise MemoryError(f"there is no memory for {len(cells):,} rows")
                 if call.layer < 0:
-                    with self._lock:
-                        self._program(call)
+                    self._program(call)
                     answers = None
                 else:
                     part = Part(call.number, (call.stack, call.layer, call.tokens, call.cells), rows, cells)
@@ -317,12 +317,15 @@ class ExpertProcess:
     def _program(self, call: Call) -> Compiled:
         key = call.stack, call.tokens, call.cells
         if key not in self._programs:
-            self._programs[key] = self.side.compile(self._step, call.stack, call.tokens, 1, call.cells)
+            with self._compiling:  # and not the other lock: another side's steps go on while this one warms up
+                if key not in self._programs:
+                    self._programs[key] = self.side.compile(self._step, call.stack, call.tokens, 1, call.cells)
         return self._programs[key]
 
     def _compute_parts(self, call: Call, parts: Sequence[Part]) -> list[np.ndarray]:
+        program = self._program(call)
         with self._lock:  # programs in flight together can deadlock on emulated devices
-            return self._compute(self._program(call), parts, call)
+            return self._compute(program, parts, call)
 
     def _compute(self, program: Compiled, parts: Sequence[Part], call: Call) -> list[np.ndarray]:
         half = self._half

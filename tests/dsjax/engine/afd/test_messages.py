@@ -1,6 +1,9 @@
 """What a process with experts says to messages that cannot be, and to sides that do not go with it."""
 
 import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -197,6 +200,50 @@ def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_i
             answers.append(answer)
     np.testing.assert_array_equal(answers[0], answers[2])
     assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
+
+
+def test_of_two_processes_of_a_side_with_different_sizes_that_come_at_once_one_is_refused(process, monkeypatch):
+    lock = process._lock
+
+    class Slow:
+        """A lock whose holder does nothing for a moment after it has let go, so that the other one goes on."""
+
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(process, "_lock", Slow())
+    with ThreadPoolExecutor(2) as threads:
+        came = list(threads.map(lambda i: enter(process, b"at once", process=i, processes=2 + i), range(2)))
+    refused = [error for _, error in came if error]
+    for channel, _ in came:
+        channel.close()
+    assert len(refused) == 1
+    assert "and others of this generation are of" in refused[0]
+    until(lambda: not process._joint)
+
+
+def test_a_side_that_compiles_does_not_hold_up_the_calls_of_another(process, monkeypatch):
+    compiling, go_on, original = threading.Event(), threading.Event(), process.side.compile
+
+    def compile_slowly(*arguments):
+        compiling.set()
+        assert go_on.wait(60)
+        return original(*arguments)
+
+    filled = np.zeros((2, 2), "<i4").tobytes()
+    with entered(process, b"serves") as serving, entered(process, b"warms up") as warming:
+        assert not ask(serving, Call("moe_layers", 0, 8, 8, filled, 0))
+        monkeypatch.setattr(process.side, "compile", compile_slowly)
+        send(warming, Call("moe_layers", -1, 4, 16, b""))
+        assert compiling.wait(60)
+        serving.settimeout(20)
+        assert not ask(serving, Call("moe_layers", 0, 8, 8, filled, 1))
+        go_on.set()
+        assert not receive(warming, Answered).error
 
 
 def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
