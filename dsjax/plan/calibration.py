@@ -126,8 +126,8 @@ def calibrate(blind: Sequence[Blind], kind: str, distance: str, softened: float 
         ValueError: there are fewer than `LEAST` blind predictions in all.
     """
     name, group = calibrated_by(blind, kind, distance)
-    own = [b.score(softened) for b in blind if (b.kind, b.distance) == (kind, distance)]
-    reached = [] if name.startswith(f"{kind}, {distance}") else own
+    stands_in = () if name.startswith(f"{kind}, {distance}") else blind
+    reached = [b.score(softened) for b in stands_in if b.kind == kind and b.distance == distance]
     low, high = _shortest(group, softened)
     return Calibration(min(low, 0.0, *reached), max(high, 0.0, *reached), len(group), name, softened)
 
@@ -140,15 +140,18 @@ def calibrated_by(blind: Sequence[Blind], kind: str, distance: str) -> tuple[str
     Raises:
         ValueError: there are fewer than `LEAST` blind predictions in all.
     """
-    near = [b for b in blind if b.distance not in ALONE or b.distance == distance]
-    own = [b for b in near if (b.kind, b.distance) == (kind, distance)]
+
+    def near(b: Blind) -> bool:
+        return b.distance not in ALONE or b.distance == distance
+
+    own = [b for b in blind if b.kind == kind and b.distance == distance]
     groups: tuple[tuple[str, Iterable[Blind]], ...] = (
         (f"{kind}, {distance}, newest round", (b for b in own if b.round == LATEST)),
         (f"{kind}, {distance}, newest rounds", (b for b in own if b.round in NEWEST)),
         (f"{kind}, {distance}", own),
-        (f"{kind}, any distance", (b for b in near if b.kind == kind)),
-        (f"any figure, {distance}", (b for b in near if b.distance == distance)),
-        ("any figure", near),
+        (f"{kind}, any distance", (b for b in blind if b.kind == kind and near(b))),
+        (f"any figure, {distance}", (b for b in blind if b.distance == distance)),
+        ("any figure", (b for b in blind if near(b))),
     )
     for name, members in groups:
         if len(group := list(members)) >= LEAST:
