@@ -49,10 +49,8 @@ def main() -> None:
     llm = LLM(**given.pop("options"), **given)  # returns in process 0 alone
     print("ready", flush=True)
     for line in sys.stdin:
-        generations = llm.engine.core.generations  # None where the mesh never changes
-        changes = {} if generations is None else generations.counts.changes
         tokens, *loads = record(llm) if line.strip() == "record" else (generate(llm),)
-        said = {"tokens": tokens, "mesh": llm.facts.mesh, "changes": dict(changes)}
+        said = {"tokens": tokens, "mesh": llm.facts.mesh}
         if loads:
             said["loads"] = loads[0]
         balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are

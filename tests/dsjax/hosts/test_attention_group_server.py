@@ -1,4 +1,4 @@
-"""A server with two attention processes: the attention mesh changes, on request and by a loss, and the experts stay where they are."""
+"""A server with two attention processes: others take over as experts, and an attention process is lost, comes back, and leaves."""
 
 import signal
 import threading
@@ -9,6 +9,7 @@ import httpx
 import pytest
 from processes import free_port
 from served_group import KEY, PROMPTS, SIZES, ServedGroup
+from waits import until
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.expert_process import load_experts
@@ -16,12 +17,14 @@ from dsjax.engine.setup.args import EngineArgs
 
 pytestmark = pytest.mark.slow
 
+TOKENS = 8
+
 
 @pytest.fixture(scope="module")
 def alone(worded, kernels):
     llm = LLM(str(worded), batch_invariant=True, **SIZES)
     try:
-        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
     finally:
         llm.shutdown()
@@ -43,7 +46,7 @@ class Served(ServedGroup):
 
     def texts(self) -> list[str]:
         """Continuations of all prompts."""
-        answer = self.complete(prompt=PROMPTS, max_tokens=16, ignore_eos=True)
+        answer = self.complete(prompt=PROMPTS, max_tokens=TOKENS, ignore_eos=True)
         assert answer.status_code == 200, answer.text
         return [choice["text"] for choice in answer.json()["choices"]]
 
@@ -52,11 +55,12 @@ class Served(ServedGroup):
         return httpx.get(f"{self.url}/server_info", headers=KEY, timeout=60).json()["mesh"]
 
     def until(self, mesh: str, alone: list[str]) -> None:
-        """Ask until the mesh is that one, and once more."""
+        """Ask now and then until the mesh is that one, and once more."""
         deadline = time.monotonic() + 180
         while self.mesh != mesh:
             assert self.texts() == alone
             assert time.monotonic() < deadline, self.group.last_words()
+            time.sleep(1)
         assert self.texts() == alone
 
 
@@ -118,15 +122,19 @@ def test_another_side_of_experts_takes_over_on_all_attention_processes_while_ans
         served.experts, served.sides = experts, served.sides | other
 
 
-def test_attention_goes_to_another_mesh_and_back_where_its_experts_are_now(served, alone):
-    for mesh in ("dp=2", "dp=4"):
-        answer = served.post("/scale", mesh=mesh)
-        assert answer.status_code == 200, answer.text
-        assert (served.mesh, served.texts()) == (mesh, alone)
-
-
-def test_an_attention_process_that_is_killed_comes_back(served, alone):
-    served.group.processes[1].send_signal(signal.SIGKILL)
+def test_an_attention_process_that_is_killed_while_experts_are_waited_for_costs_no_request_and_comes_back(
+    served, alone
+):
+    begun = served.experts.num_calls
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.texts)
+        until(lambda: served.experts.num_calls > begun + 4)
+        served.experts.close()
+        until(lambda: "it is waited for" in "".join(served.group.output))  # of one: the other may have its answer
+        served.group.processes[1].send_signal(signal.SIGKILL)
+        served.group.wait_for(0, "Generation 1 begins")
+        served.experts = served.start_experts()
+        assert answer.result(240) == alone
     served.until("dp=2", alone)
     served.group.start_again(1)
     served.until("dp=4", alone)
@@ -134,7 +142,13 @@ def test_an_attention_process_that_is_killed_comes_back(served, alone):
 
 
 def test_one_that_is_told_to_end_leaves_and_the_group_ends(served, alone):
+    printed = len(served.group.output[0])
     served.group.processes[1].send_signal(signal.SIGTERM)
     served.until("dp=2", alone)
+    assert served.group.processes[1].wait(120) == 0, served.group.last_words()
+    for reason in ("leave", "loss"):
+        assert served.metric("dsjax_generation_changes_total", f'reason="{reason}"') == 1
+    assert "leaves, as it was told to end" in served.group.output[0][printed:]
+    assert "has gone away" not in served.group.output[0][printed:]
     served.group.processes[0].send_signal(signal.SIGTERM)
     assert served.group.codes(120) == [0, 0], served.group.last_words()

@@ -52,10 +52,6 @@ class Served(ServedGroup):
         """Bytes of weights that changed meshes have read from the checkpoint."""
         return self.metric("dsjax_generation_weight_bytes_total", 'source="read"')
 
-    def changes(self, reason: str) -> float:
-        """How often the mesh has changed for this reason."""
-        return self.metric("dsjax_generation_changes_total", f'reason="{reason}"')
-
 
 @pytest.fixture(scope="module")
 def served(worded, kernels):
@@ -266,50 +262,28 @@ def test_streams_stay_open_and_are_those_of_one_device_to_the_bit_while_the_mesh
 
 
 def test_a_follower_killed_in_a_step_costs_nobody_a_token_and_joins_again_under_its_id(served, undisturbed):
-    read = served.read_bytes()
+    before = served.read_bytes()
     streams = Streams(served, MIXED)
     streams.first.wait(240)
     served.group.processes[1].send_signal(signal.SIGKILL)
     assert streams.join() == undisturbed
     assert served.metric("dsjax_generation_devices") == 2
     assert served.metric("dsjax_generation_devices_wanted") == 4
-    assert served.read_bytes() == read + expert_bytes(served) // 2  # those of its devices
+    read = served.read_bytes()
+    assert read == before + expert_bytes(served) // 2  # those of its devices
     assert re.search(r"process 1 \(.*, pid \d+\) has gone away", served.group.output[0])
     assert "Traceback" not in served.group.output[0]
-    comes_back(served, undisturbed)
-
-
-def comes_back(served, undisturbed) -> None:
-    """Start the follower again while requests go on, and wait until it is in the mesh."""
-    read = served.read_bytes()
     served.group.start_again(1)
     deadline = time.monotonic() + 300
     while served.metric("dsjax_generation_devices") < 4:
-        assert Streams(served, MIXED).join() == undisturbed
+        assert Streams(served, MIXED[:1]).join() == undisturbed[:1]
         assert time.monotonic() < deadline, served.group.last_words()
+        time.sleep(1)
     assert Streams(served, MIXED).join() == undisturbed
     assert served.read_bytes() == read + all_bytes(served) - expert_bytes(served) // 2  # what it has
     served.group.wait_for(1, "/metrics at ")
     served.find_follower()
     assert httpx.get(f"{served.follower}/ready").json() == {"status": "ready"}
-
-
-def test_a_follower_that_is_told_to_end_leaves_when_the_others_go_on_without_it(served, undisturbed):
-    losses, printed = served.changes("loss"), len(served.group.output[0])
-    read = served.read_bytes()
-    streams = Streams(served, MIXED)
-    streams.first.wait(240)
-    served.group.processes[1].send_signal(signal.SIGTERM)
-    assert streams.join() == undisturbed
-    assert served.group.processes[1].wait(120) == 0, served.group.last_words()
-    assert served.metric("dsjax_generation_devices") == 2
-    assert served.changes("leave") == 1
-    assert served.changes("loss") == losses
-    assert "leaves, as it was told to end" in served.group.output[0][printed:]
-    assert "has gone away" not in served.group.output[0][printed:]
-    assert served.read_bytes() == read + expert_bytes(served) // 2, "those of its devices"
-    assert Streams(served, MIXED).join() == undisturbed
-    comes_back(served, undisturbed)
 
 
 def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undisturbed):
