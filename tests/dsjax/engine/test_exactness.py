@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import MODELS, TINY, write_checkpoint
+from layouts import TINY, write_checkpoint
 from mixes import Sizes, given_to
 
 from dsjax import LLM, SamplingParams
@@ -29,47 +29,39 @@ KINDS = (
 )
 """How requests draw their tokens."""
 MOST_PAGES = -(-(max(map(len, PROMPTS)) + NEW_TOKENS) // 4)
-# What may change nothing: the mesh, stages, experts' widths over devices of several DP ranks, steps in two halves, drafts, steps that
-# wait, experts that move, decodes beside prompts, and an embedding in host memory; and, drawn for each batch, chunks of prompts, tokens
-# of a step, and a cache so small that requests are preempted. Other combinations: `tools/check_mixes.py`. V3.2's selection of tokens
-# depends on neither experts nor their dispatch; `test_layouts.py` has it on other meshes.
+MESH = "dp=2,tp=2,ep=2,etp=2"
+# What may change nothing: the mesh, experts' widths over devices of several DP ranks, steps that do not wait, steps in two halves, drafts,
+# experts that move, decodes beside prompts, and an embedding in host memory; and, drawn for each batch, chunks of prompts, tokens of a
+# step, and a cache so small that requests are preempted. Other combinations: `tools/check_mixes.py`. `pipeline/test_experts_of_stages.py`
+# has stages, `test_disaggregated.py` V3.2 beside others, `test_layouts.py` V3.2 on other meshes and preempted.
 ENGINES = {
-    "dp=1": {},
-    "dp=2,tp=2,ep=1,etp=4, drafts": {
-        "async_scheduling": False, "embedding_location": "host", "enable_prefix_caching": False, **HALVES,
+    "dp=1": {"async_scheduling": False},
+    MESH: {
+        "dispatch": "hierarchical", "devices_per_host": 2, "enable_eplb": True, "embedding_location": "host", **HALVES,
+        "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-    "pp=2,dp=4, moving experts": {
-        "dispatch": "hierarchical", "devices_per_host": 2, "enable_eplb": True, **HALVES,
-        "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0}},
 }  # fmt: skip
 # The simplest batch, which hypothesis draws first, is the longest prompt four times, in chunks of 8, with pages for one of them.
 SIZES = st.builds(
     Sizes,
     chunk=st.sampled_from([8, 1, 3, 5, 16, 21, 32]),
     tokens=st.integers(8, 64),
-    pages=st.integers(MOST_PAGES + 1, 2 * MOST_PAGES) | st.none(),
+    pages=st.integers(MOST_PAGES + 1, 2 * MOST_PAGES),
 )
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory, kernels):
-    """``engines(model, engine)``: an engine of ``ENGINES``, made when it is first asked for."""
-    running = []
+    """``engines(mesh)``: the engine of ``ENGINES`` on that mesh, made when it is first asked for."""
+    checkpoint, running = str(write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True)), []
 
     @functools.cache
-    def checkpoint(model):
-        # V3's dense layers are in its own checkpoint.
-        changed = MODELS[model] and MODELS[model] | {"first_k_dense_replace": 0}
-        return str(write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True, **changed))
-
-    @functools.cache
-    def engine(model, name):
+    def engine(mesh):
         sizes = {"max_num_seqs": 8, "page_size": 4, "prefill_chunk": 32, "max_num_batched_tokens": 64}
-        options = sizes | {"mesh": name.partition(", ")[0]} | ENGINES[name]
-        llm = LLM(checkpoint(model), dtype="float32", batch_invariant=True, **options)
+        llm = LLM(checkpoint, mesh=mesh, dtype="float32", batch_invariant=True, **sizes, **ENGINES[mesh])
         running.append(llm)
         # On one device rows alone and rows beside others are in shapes of their own; elsewhere one shape is compiled for both.
-        if name != "dp=1":
+        if mesh == MESH:
             executor = getattr(llm.executor, "inner", llm.executor)
             executor.buckets = dataclasses.replace(executor.buckets, decode=executor.buckets.decode[-1:])
         assert llm.executor.model.is_exact
@@ -82,16 +74,16 @@ def engines(tmp_path_factory, kernels):
 
 @pytest.fixture(scope="module")
 def ask(engines):
-    """``ask(model, engine, [(prompt, kind), …], sizes)``: what each got of an engine of ``ENGINES``, all asked at once.
+    """``ask(mesh, [(prompt, kind), …], sizes)``: what each got of an engine of ``ENGINES``, all asked at once.
 
     told: whether they ask for the log-probabilities of their prompts, which are computed for it and read nothing of the prefix cache.
     """
 
-    def asked(model, name, requests, sizes=Sizes(), told=True):
+    def asked(mesh, requests, sizes=Sizes(), told=True):
         fixed = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         fixed["prompt_logprobs"] = 0 if told else None
         params = [SamplingParams(**fixed, **KINDS[kind]) for _, kind in requests]
-        llm = engines(model, name)
+        llm = engines(mesh)
         with sizes.hold(llm.engine.core.scheduler):
             outputs = llm.generate([{"prompt_token_ids": PROMPTS[prompt]} for prompt, _ in requests], params)
         return [given_to(output) for output in outputs]
@@ -102,11 +94,11 @@ def ask(engines):
 @pytest.fixture(scope="module")
 def alone(ask):
     """What a request gets alone, of one device."""
-    return functools.cache(lambda model, *request: ask(model, "dp=1", [request])[0])
+    return functools.cache(lambda *request: ask("dp=1", [request])[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "name"), [*(("v3", name) for name in ENGINES), ("v3.2", "dp=1")])
+@pytest.mark.parametrize("mesh", ENGINES)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     requests=st.lists(
@@ -114,19 +106,18 @@ def alone(ask):
     ),
     sizes=SIZES,
 )
-def test_a_request_gets_to_the_bit_what_it_gets_alone_on_one_device(ask, alone, model, name, requests, sizes):
-    for request, found in zip(requests, ask(model, name, requests, sizes), strict=True):
-        assert found == alone(model, *request)
+def test_a_request_gets_to_the_bit_what_it_gets_alone_on_one_device(ask, alone, mesh, requests, sizes):
+    for request, found in zip(requests, ask(mesh, requests, sizes), strict=True):
+        assert found == alone(*request)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "other"), [("v3", "dp=2,tp=2,ep=1,etp=4, drafts"), ("v3.2", "dp=1")])
-def test_what_a_turn_made_is_the_same_as_prompt_of_the_next(ask, model, other):
+def test_what_a_turn_made_is_the_same_as_prompt_of_the_next(ask):
     """A decode's cache entries are those of a prompt: whether they are cached or computed again, the next turn is the same."""
-    (first,) = ask(model, "dp=1", [(5, 0)])
+    (first,) = ask("dp=1", [(5, 0)])
     PROMPTS.append(PROMPTS[5] + list(first.tokens))
     try:
-        (cached,), (anew,) = ask(model, "dp=1", [(8, 0)], told=False), ask(model, other, [(8, 0)])
+        (cached,), (anew,) = ask("dp=1", [(8, 0)], told=False), ask(MESH, [(8, 0)])
         assert cached.of_cache > len(PROMPTS[5])
         assert dataclasses.replace(cached, prompt_logprobs=anew.prompt_logprobs) == anew
         assert anew.prompt_logprobs[len(PROMPTS[5]) - 1 :] == first.logprobs
@@ -136,7 +127,7 @@ def test_what_a_turn_made_is_the_same_as_prompt_of_the_next(ask, model, other):
 
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_the_logits(engines):
-    llm = engines("v3", "dp=1")
+    llm = engines("dp=1")
     bias = {7: 3.0}  # it decides, and log-probabilities are those without it
     params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False, logit_bias=bias)
     (output,) = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)

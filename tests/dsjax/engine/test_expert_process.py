@@ -23,7 +23,8 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 
 SIZES = {
-    "max_num_seqs": 4,
+    "max_num_seqs": 1,  # several would be another program for decodes
+    "cache_tokens": 256,
     "max_num_batched_tokens": 16,
     "prefill_chunk": 16,
     "page_size": 4,
@@ -46,11 +47,6 @@ PROMPTS = [
 def checkpoint(tmp_path_factory):
     """Without a dense layer, which no process with experts hears of."""
     return write_checkpoint(tmp_path_factory.mktemp("experts"), mtp=True, first_k_dense_replace=0)
-
-
-@pytest.fixture(scope="module")
-def address():
-    return free_address()
 
 
 def free_address():
@@ -98,14 +94,18 @@ def made(llm):
     ]
 
 
-@pytest.fixture(scope="module")
-def expected(checkpoint):
-    """What one device makes."""
-    one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES)
+def of_one_device(checkpoint, **options):
+    one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES, **options)
     try:
         return made(one)
     finally:
         one.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """What one device makes."""
+    return of_one_device(checkpoint)
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_connection_to_the_experts_open(experts, attention, monkeypatch):
@@ -142,8 +142,9 @@ def test_a_side_that_moves_experts_stays_alone_when_its_connection_comes_back(ex
 
 @pytest.mark.slow  # compiles two engines
 def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
-    experts, attention, address, expected, monkeypatch, caplog
+    experts, attention, expected, monkeypatch, caplog
 ):
+    address = free_address()
     process = experts(address)
     llm = attention(address)
     assert made(llm) == expected
@@ -168,18 +169,25 @@ def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
     assert "the call is made again" in caplog.text
 
 
-@pytest.mark.slow  # compiles an engine and loads five processes' experts
-def test_three_processes_share_the_experts_and_each_may_go_by_itself(experts, attention, expected, monkeypatch):
+@pytest.mark.slow  # compiles two engines and loads five processes' experts
+def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
+    checkpoint, experts, attention, kernels, monkeypatch
+):
+    """Products quantise what the wire does, in the same blocks: one device, which sends nothing, has the same numbers."""
+    products = {"weights": "fp8", "activation_scheme": "dynamic"}
+    expected, options = of_one_device(checkpoint, **products), SHARED | products | {"dispatch_wire": "fp8"}
     several = ",".join(free_address() for _ in range(3))
-    start = lambda rank: experts(several, **SHARED, afd_server_rank=rank)  # noqa: E731
+    start = lambda rank: experts(several, **options, afd_server_rank=rank)  # noqa: E731
     processes = [start(rank) for rank in range(3)]
-    llm = attention(several, **SHARED)
+    llm = attention(several, **options)
+    assert llm.executor.model.is_exact
     assert made(llm) == expected
     held = [process.side.params["moe_layers.moe.experts.down.weight"].shape[1] for process in processes]
     assert held == [12, 12, 12]
-    sent = [counts.sent for counts in llm.executor.extension(ExpertLinks).counts]
+    counts = llm.executor.extension(ExpertLinks).counts
     row_bytes = processes[0]._half.wire.row_bytes
-    assert [count / row_bytes for count in sent] == [process.num_rows for process in processes]
+    assert [one.sent / row_bytes for one in counts] == [process.num_rows for process in processes]
+    assert all(one.sent < one.received / 2 for one in counts), "rows are FP8, and answers a float32 for each choice"
     for rank in (1, 2):
         monkeypatch.setattr(processes[rank], "_compute", lambda *_, rank=rank: processes[rank].close())
     comers, stop = [], threading.Event()
@@ -233,10 +241,9 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, 
     for index, prompt in enumerate(PROMPTS):
         llm.engine.add_request(str(index), prompt, GREEDY)
     found = {}
-    for mesh in ("dp=1", "tp=2"):  # the attention side's own mesh, which finds the experts where they are now
-        for _ in range(2):
-            found.update({one.request_id: one for one in llm.engine.step() if one.finished})
-        llm.scale(mesh)
+    for _ in range(2):
+        found.update({one.request_id: one for one in llm.engine.step() if one.finished})
+    llm.scale("tp=2")  # the attention side's own mesh, which finds the experts where they are now
     assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", "ep=8")
     assert len(found) < len(PROMPTS)
     while llm.engine.has_unfinished():
@@ -255,29 +262,9 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, 
     assert made(llm) == expected
 
 
-@pytest.mark.slow  # compiles two engines
-def test_fp8_weights_and_fp8_rows_between_processes_give_the_bits_of_one_device(
-    checkpoint, experts, attention, kernels
-):
-    """Products quantise what the wire does, in the same blocks: one device, which sends nothing, has the same numbers."""
-    products = {"weights": "fp8", "activation_scheme": "dynamic"}
-    one = LLM(str(checkpoint), mesh="dp=1", dtype="float32", **SIZES, **products)
-    try:
-        expected = made(one)
-    finally:
-        one.shutdown()
-    address = free_address()
-    experts(address, dispatch_wire="fp8", **products)
-    llm = attention(address, dispatch_wire="fp8", **products)
-    assert llm.executor.model.is_exact
-    assert made(llm) == expected
-    [counts] = llm.executor.extension(ExpertLinks).counts
-    assert counts.sent < counts.received / 2, "rows are FP8, and answers a float32 for each choice"
-
-
-def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(attention, address):
+def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(attention):
     with pytest.raises(expert_link.ExpertsGoneError, match=r"for 1 s .*start one with --afd-role expert"):
-        attention(address, start_timeout=1)
+        attention(free_address(), start_timeout=1)
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(experts):
@@ -287,6 +274,6 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(experts):
             experts(address)
 
 
-def test_a_process_with_experts_alone_is_no_llm(checkpoint, address):
+def test_a_process_with_experts_alone_is_no_llm(checkpoint):
     with pytest.raises(UserError, match="load_experts"):
-        LLM(str(checkpoint), afd_role="expert", afd_address=address, **MESHES)
+        LLM(str(checkpoint), afd_role="expert", afd_address=free_address(), **MESHES)

@@ -22,6 +22,7 @@ from dsjax.engine.contract.commands import Step
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.device.slots import ADMISSIONS
 from dsjax.engine.elastic.follower import Follower
+from dsjax.engine.program_cache.folder import ProgramFolder
 from dsjax.engine.text.tokenizer import ChatTemplate
 from dsjax.errors import UserError
 from dsjax.kernels import build
@@ -46,19 +47,11 @@ def llm(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def on_four(checkpoint):
-    """Four devices; decodes share a program with prompts."""
-    made = load(checkpoint, "dp=4", dispatch="padded")
-    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
-    yield made
-    made.shutdown()
-
-
-@pytest.fixture(scope="module")
-def choosing(tmp_path_factory):
-    """Two devices that attend to 12 chosen tokens, and keep index keys in their pages."""
-    made = load(write_checkpoint(tmp_path_factory.mktemp("choosing"), mtp=True, **MODELS["v3.2"]), "tp=2")
-    made.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=False)
+def on_four(tmp_path_factory):
+    """Four devices that attend to 12 chosen tokens, and keep index keys in their pages; decodes share a program with prompts."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("choosing"), mtp=True, **MODELS["v3.2"])
+    made = load(checkpoint, "dp=2,tp=2", dispatch="padded", max_num_seqs=12, max_num_batched_tokens=256)
+    made.executor.buckets = Buckets(decode=(12,), prefill=(Rectangle(2, 16),), mixed=True)
     yield made
     made.shutdown()
 
@@ -67,7 +60,7 @@ def choosing(tmp_path_factory):
 def _nothing_is_left_behind(request):
     """After each test, whatever happened in it: no request, no page in use."""
     yield
-    for name in {"llm", "on_four", "choosing"} & set(request.fixturenames):
+    for name in {"llm", "on_four"} & set(request.fixturenames):
         made = request.getfixturevalue(name)
         assert not made.engine.has_unfinished()
         assert [rank.pool.num_used for rank in made.engine.core.scheduler.ranks] == [0] * made.executor.limits.num_ranks
@@ -88,6 +81,7 @@ def tokens_of(outputs) -> list[list[int]]:
 LENGTHS = (30, 1, 17, 5, 16, 2)
 
 
+@pytest.mark.slow
 def test_outputs_come_in_the_prompts_order_each_by_its_own_parameters(llm):
     prompts = [prompt(length) for length in LENGTHS]
     counts = [2, 9, 1, 7, 3, 8]  # the first to come is not the first to end
@@ -100,13 +94,12 @@ def test_outputs_come_in_the_prompts_order_each_by_its_own_parameters(llm):
         assert tokens == more[: len(tokens)]
 
 
-def test_more_requests_than_one_run_of_admissions_takes_start_in_one_step(checkpoint):
-    made = load(checkpoint, max_num_seqs=12, max_num_batched_tokens=256, enable_prefix_caching=False)
-    made.executor.buckets = Buckets(decode=(12,), prefill=(Rectangle(4, 16),), mixed=False)
-    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 + 2 for j in range(15)]} for i in range(ADMISSIONS + 4)]
-    together = tokens_of(made.generate(prompts, greedy()))
-    assert together == [tokens_of(made.generate([prompt], greedy()))[0] for prompt in prompts]
-    made.shutdown()
+@pytest.mark.slow
+def test_more_requests_than_one_run_of_admissions_takes_start_in_one_step(on_four):
+    prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 + 2 for j in range(15)]} for i in range(2 * (ADMISSIONS + 4))]
+    together = tokens_of(on_four.generate(prompts, greedy()))
+    alone = [tokens_of(on_four.generate([prompt], greedy(), cache_salt="alone"))[0] for prompt in prompts[::3]]
+    assert together[::3] == alone
 
 
 @pytest.mark.parametrize(
@@ -184,13 +177,13 @@ def test_a_process_whose_engine_cannot_be_started_leaves_the_others_though_it_li
     assert left == ["its engine could not be started"]
 
 
+@pytest.mark.slow
 def test_logits_of_any_length_are_those_of_the_model_without_cache(llm, on_four):
-    config = ModelConfig.from_dict(TINY)
-    tensors = hf_tensors(config, RandomWeights(7, bias_center=-0.2))
     longest = prompt(41)["prompt_token_ids"]
-    reference = logits_of(config, tensors, np.array([longest]))[0]
     lengths = (41, 1, 16, 17, 32)  # around whole chunks of 16
-    for made in (llm, on_four):
+    for model, made in (("v3", llm), ("v3.2", on_four)):
+        config = ModelConfig.from_dict(TINY | MODELS[model])
+        reference = logits_of(config, hf_tensors(config, RandomWeights(7, bias_center=-0.2)), np.array([longest]))[0]
         found = made.logits([longest[:length] for length in lengths])
         assert [logits.shape for logits in found] == [(length, VOCABULARY) for length in lengths]
         for length, logits in zip(lengths, found, strict=True):
@@ -350,22 +343,22 @@ def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, poiso
     assert tokens_of(after) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [greedy(8), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)])
-@pytest.mark.parametrize("engines", [("llm", "on_four"), ("choosing",)], ids=["v3", "v3.2"])
-def test_what_is_read_from_the_prefix_cache_changes_no_token(request, engines, params):
-    found = []
-    for made in map(request.getfixturevalue, engines):
-        for salt, lengths in (("one", (33,)), ("two", (20, 33)), ("three", (33, 33))):
-            for length in lengths:
-                (output,) = made.generate(
-                    {"prompt_token_ids": prompt(33)["prompt_token_ids"][:length]},
-                    params,
-                    cache_salt=f"{salt} {params.seed}",
-                    session="here",
-                )
-            found.append((output.num_cached_tokens, output.outputs[0].token_ids))
-        made.engine.flush_prefix_cache()
-    assert [cached for cached, _ in found] == [0, 20, 32] * len(engines)
+@pytest.mark.parametrize("engine", ["llm", "on_four"])
+def test_what_is_read_from_the_prefix_cache_changes_no_token(request, engine, params):
+    made, found = request.getfixturevalue(engine), []
+    for salt, lengths in (("one", (33,)), ("two", (20, 33)), ("three", (33, 33))):
+        for length in lengths:
+            (output,) = made.generate(
+                {"prompt_token_ids": prompt(33)["prompt_token_ids"][:length]},
+                params,
+                cache_salt=f"{salt} {params.seed}",
+                session="here",
+            )
+        found.append((output.num_cached_tokens, output.outputs[0].token_ids))
+    made.engine.flush_prefix_cache()
+    assert [cached for cached, _ in found] == [0, 20, 32]
     assert all(tokens == found[0][1] for _, tokens in found)
 
 
@@ -383,9 +376,10 @@ def test_priorities_order_what_waits(llm, monkeypatch):
 
 @pytest.mark.slow
 def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
-    warm = load(checkpoint, max_num_seqs=2)
+    monkeypatch.setattr(ProgramFolder, "inside", lambda cache: None)  # another test may have compiled the same
+    warm = load(checkpoint)
     # Each kind of launch: decodes, prompts, and both at once.
-    warm.executor.buckets = Buckets(decode=(2,), prefill=(Rectangle(2, 16),), mixed=True)
+    warm.executor.buckets = Buckets(decode=(4,), prefill=(Rectangle(2, 16),), mixed=True)
     try:
         seen = []
         warm.warm_up(lambda done, total, label: seen.append((done, total, label)))

@@ -20,6 +20,8 @@ from dsjax.engine.device.launch_rows import NOTHING_ALLOWED
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.model.softmax import log_softmax
 
+pytestmark = pytest.mark.slow  # all together
+
 
 class Compilations:
     """Counts what XLA compiles, from whatever asks for it."""
@@ -72,7 +74,6 @@ def prompt(length: int, seed: int = 0) -> dict:
     return {"prompt_token_ids": np.random.default_rng([seed, length]).integers(2, VOCABULARY - 1, size=length).tolist()}
 
 
-@pytest.mark.slow
 def test_prompt_logprobs_are_those_of_the_logits_at_every_position(llm, logprobs_of, kernels):
     lengths = (1, 2, 16, 17, 40)
     prompts = [prompt(length) for length in lengths]

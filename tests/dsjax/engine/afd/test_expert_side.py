@@ -47,7 +47,7 @@ def one_device(checkpoint):
 def test_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_to_the_bit(
     checkpoint, one_device, tmp_path, monkeypatch
 ):
-    """Experts are placed as a file says, and the cache is too small for all requests."""
+    """Each side has its own parameters alone, experts as a file places them; the cache is too small for all requests."""
     rounds, own = [], Between.rounds
     monkeypatch.setattr(Between, "rounds", lambda self, counts: rounds.append(own(self, counts)) or rounds[-1])
     monkeypatch.setattr(between, "default_capacity", lambda tokens, *_, **__: min(tokens, 2))
@@ -55,29 +55,21 @@ def test_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_
     path = tmp_path / "location.json"
     path.write_text(json.dumps(ExpertLocation("tiny", None, rows).to_json()))
     options = {"num_afd_stages": 3, "init_expert_location": str(path), "cache_tokens": 76}
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     halves = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
     apart = LLM(str(checkpoint), **SIZES, **SIDES, **options, **drafts, **halves)
-    np.testing.assert_array_equal(apart.executor.device.model.placement.physical_to_logical[:2], rows)
+    attention, side, facts = apart.executor.device.model, apart.executor.device.model.apart, apart.facts
+    np.testing.assert_array_equal(attention.placement.physical_to_logical[:2], rows)
+    assert {device for array in side.params.values() for device in array.devices()} == set(side.mesh.devices.flat)
+    assert not set(side.mesh.devices.flat) & set(attention.mesh.devices.flat)
+    assert all(".moe.experts." in path for path in side.params)
+    assert not any(".moe.experts." in path for path in apart.executor.params)
+    assert (facts.mesh, facts.expert_mesh, facts.physical_experts_per_device) == ("dp=2", "ep=3", 12)
+    assert "routed experts" not in facts.weight_bytes
+    assert facts.expert_weight_bytes > 0
     assert made(apart) == one_device
     assert {1, 2} < set(rounds)  # with room for two rows, one round, two, and more were needed
     assert any(rank.num_preemptions for rank in apart.engine.core.scheduler.ranks)
-
-
-def test_each_side_has_its_own_parameters_and_no_others(checkpoint):
-    llm = LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=4", max_num_seqs=1, max_model_len=32)
-    try:
-        executor, facts = llm.executor, llm.facts
-        side = executor.device.model.apart
-        assert {device for array in side.params.values() for device in array.devices()} == set(side.mesh.devices.flat)
-        assert not set(side.mesh.devices.flat) & set(executor.device.model.mesh.devices.flat)
-        assert all(".moe.experts." in path for path in side.params)
-        assert not any(".moe.experts." in path for path in executor.params)
-        assert (facts.mesh, facts.expert_mesh, facts.physical_experts_per_device) == ("dp=2", "ep=4", 8)
-        assert "routed experts" not in facts.weight_bytes
-        assert facts.expert_weight_bytes > 0
-    finally:
-        llm.shutdown()
 
 
 def test_what_does_not_fit_the_experts_side_is_said_before_anything_is_loaded(checkpoint):

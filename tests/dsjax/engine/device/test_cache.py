@@ -8,10 +8,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from layouts import write_checkpoint
 from tiny_steps import PAGES, RANKS, G, limits_of, step_of, tiny
 
-from dsjax import LLM
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device import device_state
 from dsjax.engine.device.buckets import Rectangle
@@ -70,16 +68,15 @@ def test_what_is_allocated_is_what_was_counted():
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_decode_step_updates_the_cache_in_place(tmp_path, rows):
+def test_a_decode_step_updates_the_cache_in_place(rows):
     """A copy of the cache would show as temporaries of its size; one row was such a case."""
-    llm = LLM(str(write_checkpoint(tmp_path)), cache_tokens=65536, max_num_seqs=8, dtype="float32")
-    try:
-        programs, cache_bytes = llm.executor.programs, sum(array.nbytes for array in llm.executor.state.cache.values())
-        memory = programs.step(programs.shape(Rectangle(rows, 1), None)).memory_analysis()
-        assert memory.alias_size_in_bytes >= sum(array.nbytes for array in jax.tree.leaves(llm.executor.state))
-        assert memory.temp_size_in_bytes < cache_bytes / 4
-    finally:
-        llm.shutdown()
+    step, limits = tiny("dp=1"), dataclasses.replace(limits_of(1), max_rows_decode=8, pages_per_rank=32768)
+    state = device_state.describe(step, limits)
+    programs = Programs(step, step.abstract_parameters(), state, limits)
+    memory = programs.step(programs.shape(Rectangle(rows, 1), None)).memory_analysis()
+    size = lambda arrays: sum(np.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))  # noqa: E731
+    assert memory.alias_size_in_bytes >= size(state)
+    assert memory.temp_size_in_bytes < size(state.cache) / 4
 
 
 def test_the_cache_of_an_accelerator_gets_what_weights_and_steps_leave_of_the_pool():

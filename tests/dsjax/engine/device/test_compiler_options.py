@@ -40,6 +40,7 @@ def test_what_the_file_says_that_xla_flags_names_is_left_as_it_is(monkeypatch, t
     assert names(monkeypatch, str(tmp_path / "missing")) == every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sums", [True, False])
 def test_xla_knows_the_options_and_they_change_no_bit(monkeypatch, sums):
     def function(x, y):  # what LLVM could contract or vectorise otherwise; with sums along rows too

@@ -37,18 +37,15 @@ WIDTH = 1 + DRAFTS
 
 CASES = {
     "temperature": {"temperature": 0.8},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.75},
     "min_p": {"min_p": 0.25},
     "top_k, top_p and min_p": {"top_k": 4, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
     "penalties": {"presence": 0.4, "frequency": 0.7, "repetition": 1.4},
-    "biases": {"biases": ((1, 1.5, ALWAYS), (3, -1.0, ALWAYS), (0, -np.inf, 1))},
     "all": {
         "temperature": 1.2,
         "top_p": 0.95,
         "min_p": 0.02,
         "frequency": 0.5,
-        "biases": ((5, 1.0, 2), (2, -0.5, ALWAYS)),
+        "biases": ((5, 1.0, 2), (2, -0.5, ALWAYS), (0, -np.inf, 1)),
     },
 }
 

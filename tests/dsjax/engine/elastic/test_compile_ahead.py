@@ -22,7 +22,7 @@ def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, mo
         "eplb_config": {"num_redundant_experts": 4},
         "host_cache_bytes": 200_000,
     }
-    model = str(write_checkpoint(tmp_path, mtp=True))
+    model = str(write_checkpoint(tmp_path, mtp=True, num_hidden_layers=1, first_k_dense_replace=0))
     args = EngineArgs(model=model, mesh="dp=2", **FEW_SHAPES, **features)
     library = ProgramLibrary()
     ahead = CompileAhead(args, library)

@@ -4,7 +4,6 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from quick_compilation import FEW_SHAPES
@@ -219,8 +218,12 @@ MOVING = {
 }
 TIERS = {"cache_tokens": 32, "host_cache_bytes": 200_000, "disk_cache_bytes": 10_000_000}
 GENERATED = {"max_tokens": 14, "ignore_eos": True, "detokenize": False, "logprobs": 0}
-GREEDY = SamplingParams(temperature=0, **GENERATED)
-THREE = [{"prompt_token_ids": list(range(3 + i, 9 + 2 * i))} for i in range(3)]
+REQUESTS = [
+    ({"prompt_token_ids": list(range(3 + i, 9 + 2 * i))}, SamplingParams(**params, **GENERATED))
+    for i, params in enumerate(
+        ({"temperature": 0}, {"temperature": 0.9, "seed": 4}, {"temperature": 0, "repetition_penalty": 1.4})
+    )
+]
 
 
 def answer(output):
@@ -232,10 +235,10 @@ def answer(output):
 class Running:
     """Three requests that an engine computes step by step."""
 
-    def __init__(self, llm, params=(GREEDY,) * 3):
+    def __init__(self, llm):
         self.engine, self.found = llm.engine, {}
-        for index, (prompt, param) in enumerate(zip(THREE, params, strict=True)):
-            llm.engine.add_request(str(index), prompt, param)
+        for index, (prompt, params) in enumerate(REQUESTS):
+            llm.engine.add_request(str(index), prompt, params)
 
     def step(self, count):
         """Compute so many steps, in which not all requests end."""
@@ -256,9 +259,10 @@ class Running:
 @pytest.fixture(scope="module")
 def featured(checkpoint, kernels, tmp_path_factory):
     """An engine with drafts, a balancer and both tiers, which has gone from two devices to one."""
-    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
     folder = str(tmp_path_factory.mktemp("pages"))  # whose lock is given back and taken again
-    llm = LLM(str(checkpoint), mesh="dp=2", speculative_config=drafts, disk_cache=folder, **EXACT | MOVING | TIERS)
+    options = EXACT | MOVING | TIERS | {"embedding_location": "host"}
+    llm = LLM(str(checkpoint), mesh="dp=2", speculative_config=drafts, disk_cache=folder, **options)
     llm.scale("dp=1")
     yield llm
     llm.shutdown()
@@ -266,46 +270,35 @@ def featured(checkpoint, kernels, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(featured):
-    """What each of the three prompts gets alone on one device, when it is first asked for with these params."""
-
-    def of(*params):
-        featured.scale("dp=1")
-        found = [answer(featured.generate([prompt], [param])[0]) for prompt, param in zip(THREE, params, strict=True)]
-        featured.engine.flush_prefix_cache()
-        return found
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def greedy_alone(alone):
-    return alone(*[GREEDY] * 3)
+    """What each of the three requests gets alone on one device."""
+    found = [answer(featured.generate([prompt], [params])[0]) for prompt, params in REQUESTS]
+    featured.engine.flush_prefix_cache()
+    return found
 
 
 @pytest.mark.slow
 def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_of_each_alone_on_one_device(
     featured, alone
 ):
-    params = [
-        GREEDY,
-        SamplingParams(temperature=0.9, seed=4, **GENERATED),
-        SamplingParams(temperature=0, repetition_penalty=1.4, **GENERATED),
-    ]
-    expected, before = alone(*params), featured._generations.number
-    running = Running(featured, params)
-    for mesh in ("dp=2", "dp=1", "dp=2"):
+    """Stages come and go too, and the embedding stays in host memory."""
+    before, running = featured._generations.number, Running(featured)
+    for mesh in ("dp=2", "pp=2", "dp=1", "dp=2"):
         running.step(3)
         featured.scale(mesh)
         assert featured.facts.mesh == mesh
-        assert (featured.executor.extension(ExpertMover) is None) == (mesh == "dp=1")
-    assert featured._generations.number == before + 3
-    assert running.answers() == expected
+        assert (featured.executor.extension(ExpertMover) is None) == (mesh != "dp=2")  # each stage has one device
+    assert featured._generations.number == before + 4
+    assert not on_device(featured.executor.params["embed.weight"].sharding)
+    assert running.answers() == alone
     with pytest.raises(
         MeshError, match=r"mesh dp=4096 wants 4096 devices, and this server has \d+; ask for a mesh of at most so many"
     ):
         featured.scale("dp=4096")
     with pytest.raises(MeshError, match="heads are not divisible by tp=3"):
         featured.scale("tp=3")
+    with pytest.raises(UserError, match="more stages than the model has layers"):
+        featured.scale("pp=64")
+    assert featured.facts.mesh == "dp=2"
     featured._generations.ask("dp=1")
     with pytest.raises(ChangeUnderWayError, match="the mesh is being changed"):
         featured.scale("dp=1")
@@ -313,15 +306,13 @@ def test_a_model_goes_up_and_down_in_the_middle_of_requests_which_get_the_bits_o
 
 
 @pytest.mark.slow
-def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_and_change_no_bit(
-    checkpoint, greedy_alone
-):
-    llm = LLM(str(checkpoint), attention_mesh="dp=2", expert_mesh="ep=4", **EXACT | MOVING)
+def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_and_change_no_bit(checkpoint, alone):
+    llm = LLM(str(checkpoint), attention_mesh="dp=1", expert_mesh="ep=2", **EXACT | MOVING)
     running, before = Running(llm), 0
     for mesh, experts in (("tp=2", None), (None, "ep=3")):
         running.step(2)
         llm.scale(mesh, expert_mesh=experts)
-        assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", experts or "ep=4")
+        assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", experts or "ep=2")
         device, counts = llm.executor.device, llm._generations.counts.weight_bytes
         assert counts["read"] == 0  # what either side holds goes on to the other devices
         there = counts["kept"] + counts["moved"]
@@ -329,7 +320,7 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
             array.nbytes for array in (*device.params.values(), *device.model.apart.params.values())
         )
         before = there
-    assert running.answers() == greedy_alone
+    assert running.answers() == alone
     for wanted, error in (
         ({"mesh": "dp=4096"}, r"mesh dp=4096 and the experts' ep=3 want 4099 devices, and this server has \d+"),
         ({"expert_mesh": "ep=4096"}, "want 4098 devices"),
@@ -340,22 +331,6 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
     ):
         with pytest.raises((MeshError, UserError), match=error):
             llm.scale(**wanted)
-    llm.shutdown()
-
-
-@pytest.mark.slow
-def test_stages_come_and_go_in_the_middle_of_requests_and_change_no_bit(checkpoint, tmp_path, greedy_alone):
-    llm = LLM(str(checkpoint), mesh="dp=2", disk_cache=str(tmp_path / "pages"), **EXACT | MOVING | TIERS)
-    running = Running(llm)
-    for mesh in ("pp=2,dp=2", "pp=3", "dp=2"):
-        running.step(2)
-        llm.scale(mesh)
-        assert llm.facts.mesh == mesh
-        assert (llm.executor.extension(ExpertMover) is None) == (mesh == "pp=3")  # each stage has one device
-    assert running.answers() == greedy_alone
-    with pytest.raises(UserError, match="more stages than the model has layers"):
-        llm.scale("pp=64")
-    assert llm.facts.mesh == "dp=2"
     llm.shutdown()
 
 
@@ -372,19 +347,9 @@ def test_what_does_not_go_with_an_engine_is_refused_before_anything_is_given_up(
     llm.shutdown()
 
 
-def test_an_embedding_in_host_memory_comes_along_to_a_mesh_of_several_devices(checkpoint, kernels):
-    llm = LLM(str(checkpoint), mesh="dp=2", embedding_location="host", **FEW_SHAPES | {"kernels": "native"})
-    expected = llm.logits([[5, 9, 33]])[0]
-    llm.scale("tp=2")
-    assert not on_device(llm.executor.params["embed.weight"].sharding)
-    np.testing.assert_array_equal(llm.logits([[5, 9, 33]])[0], expected)
-    llm.shutdown()
-
-
-def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_made_again(checkpoint, monkeypatch):
-    llm = LLM(str(checkpoint), mesh="dp=2", **FEW_SHAPES)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
-    expected = answer(llm.generate([{"prompt_token_ids": [5, 9, 33]}], params)[0])
+@pytest.mark.slow
+def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_made_again(featured, alone, monkeypatch):
+    featured.scale("dp=1")
     errors, load = [], generations.load_generation
     monkeypatch.setattr(generations, "load_generation", lambda *told: raised(errors.pop()) if errors else load(*told))
     for error, said in (
@@ -393,16 +358,16 @@ def test_a_mesh_that_fails_after_the_old_one_was_given_up_leaves_the_old_one_mad
     ):
         errors.append(error)
         with pytest.raises((UserError, MeshError), match=said):
-            llm.scale("dp=1")
-        assert llm.facts.mesh == "dp=2"
-        assert answer(llm.generate([{"prompt_token_ids": [5, 9, 33]}], params)[0]) == expected
+            featured.scale("dp=2")
+        assert featured.facts.mesh == "dp=1"
+        prompt, params = REQUESTS[0]
+        assert answer(featured.generate([prompt], params)[0]) == alone[0]
     # Who asks next is not told this reason, should a lost process be dealt with in place of what was asked for.
-    llm._generations.ask("dp=1")
-    assert llm._generations.failure is None
-    llm._generations.forget()
-    llm.scale("dp=1")
-    assert llm.facts.mesh == "dp=1"
-    llm.shutdown()
+    featured._generations.ask("dp=2")
+    assert featured._generations.failure is None
+    featured._generations.forget()
+    featured.scale("dp=2")
+    assert featured.facts.mesh == "dp=2"
 
 
 def raised(error):

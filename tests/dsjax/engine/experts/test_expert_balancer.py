@@ -41,7 +41,7 @@ TOKENS = 30
 
 def load_moving(checkpoint, **options):
     """Load the engine of most tests here, whose experts move often."""
-    return load(checkpoint, "dp=8", eplb=OFTEN, dispatch="padded", **options)
+    return load(checkpoint, "dp=4", eplb=OFTEN, dispatch="padded", **options)
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +160,10 @@ def test_an_abort_and_requests_that_come_in_the_middle_leave_all_others_their_to
     until_it_moves(llm)
     llm.engine.abort("2")
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(prompts() * 8, start=8):  # 64 hold the slots of 8 ranks, the others wait
+    for number, prompt in enumerate(prompts() * 4, start=8):  # 32 hold the slots of 4 ranks, the others wait
         llm.engine.add_request(str(number), prompt, params)
     outputs = finish(llm)
-    assert len(outputs) == 72
+    assert len(outputs) == 40
     assert outputs.pop(2).finish_reason == "abort"
     for number, output in outputs.items():
         assert list(output.token_ids) == expected[number % 8].tokens[: TOKENS if number < 8 else 6]

@@ -1,7 +1,4 @@
-"""One engine for the tests of experts that move at pipeline stages: of one process, and of a process for each part of the stages.
-
-Both files make it with the same options, so that the second one finds its programs on disk.
-"""
+"""The engine of the tests of experts that move at pipeline stages, and how its answers are compared."""
 
 from pathlib import Path
 
@@ -20,20 +17,19 @@ def load_stages(checkpoint: Path) -> LLM:
     Drafts, and a cache that is too small for all requests of `generate` at a time. Experts stay until `follow_load`.
     """
     options = {"mla_prefill": "CC", "mla_decode": "CC", "dispatch": "padded", "cache_tokens": 76}
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     llm = load(checkpoint, "pp=3,dp=2", eplb=OFTEN, **drafts, **options)
     llm.engine.core.part(ExpertBalancer)._mover = None
     return llm
 
 
-def follow_load(llm: LLM) -> ExpertBalancer:
-    """Let experts move from now on, by the executor that the engine has now; the balancer."""
+def follow_load(llm: LLM) -> None:
+    """Let experts move from now on, by the executor that the engine has now."""
     core = llm.engine.core
     balancer = core.part(ExpertBalancer)
     pool, balancer._pool = balancer._pool, None
     balancer.start(core.executor, llm.args.scheduler_config(core.executor.limits))
     balancer._pool = pool
-    return balancer
 
 
 def assert_same_answer(found, reference) -> None:

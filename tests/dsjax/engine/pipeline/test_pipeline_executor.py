@@ -46,11 +46,13 @@ def stages(checkpoint):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_prompts_in_chunks_decodes_and_logits_are_those_of_one_device_to_the_bit(stages, one_device):
     assert_same_answer(generate(stages), one_device)
     np.testing.assert_array_equal(stages.logits([prompts()[-1]["prompt_token_ids"]])[0], one_device.logits)
 
 
+@pytest.mark.slow
 def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of_its_own(stages):
     first, last = stages.executor.stages
     assert [stage.first for stage in (first.model.stage, last.model.stage)] == [0, 1]
@@ -68,6 +70,7 @@ def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of
     assert facts.parameters == sum(info.count for one in (first, last) for info in one.model.table.infos.values())
 
 
+@pytest.mark.slow
 def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
     dense, sparse = (
         dataclasses.replace(
@@ -94,6 +97,7 @@ def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
     )
 
 
+@pytest.mark.slow
 def test_steps_under_way_together_share_no_request_and_each_takes_its_part_of_them(stages):
     executor, under_way, sizes = stages.executor, [], []
     launch, collect = executor.launch, executor.collect
@@ -125,16 +129,16 @@ def tokens_of(llm):
     return [one.outputs[0].token_ids for one in llm.generate(prompts()[:4], GREEDY)]
 
 
-@pytest.mark.parametrize("call", [0, 5])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "method", "behind"),
+    ("number", "method", "behind", "call"),
     [
-        (0, "wait", False),
-        (0, "enter", False),
-        (1, "launch", False),
-        (1, "wait", False),
-        (0, "launch", True),
-        (1, "launch", True),
+        (0, "wait", False, 0),
+        (0, "enter", False, 5),
+        (1, "launch", False, 5),
+        (1, "wait", False, 0),
+        (0, "launch", True, 5),
+        (1, "launch", True, 0),
     ],
 )
 def test_an_interrupt_between_stages_changes_nothing_of_what_comes_later(
@@ -181,6 +185,7 @@ def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one(
     assert calls == ["a step"]
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_goes_through_all_stages_when_what_is_before_it_is_done(stages):
     executor, nothing = stages.executor, Clear([int32s([1])])
     assert executor.launch(nothing).passed == 2
@@ -191,6 +196,7 @@ def test_what_nobody_waits_for_goes_through_all_stages_when_what_is_before_it_is
     assert behind.passed == 2
 
 
+@pytest.mark.slow
 def test_a_flush_forgets_the_cache_of_all_stages(stages):
     stages.generate(prompts()[-1:], GREEDY)
     assert all(np.asarray(stage.state.cache["latent"]).any() for stage in stages.executor.stages)

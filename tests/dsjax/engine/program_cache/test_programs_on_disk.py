@@ -52,6 +52,7 @@ def programs_of(folder: ProgramFolder, options: dict):
         yield name, lambda key=key, chosen=chosen: (programs._lower(key).as_text(), str(chosen))
 
 
+@pytest.mark.slow
 def test_programs_of_one_name_are_the_same_to_the_letter(tmp_path):
     """Only programs that share a name are lowered: a name of its own leads to no other text."""
     folder, by_name = ProgramFolder.inside(tmp_path), defaultdict(list)

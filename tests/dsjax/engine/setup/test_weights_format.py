@@ -33,6 +33,7 @@ def expert_storage(llm: LLM) -> set[str]:
     return {str(array.dtype) for path, array in llm.executor.params.items() if ".experts." in path}
 
 
+@pytest.mark.slow
 def test_experts_stay_in_bf16_and_give_the_very_same_logits(rounded, monkeypatch):
     mixed = LLM(str(rounded), **SIZES)
     assert mixed.facts.weights == "mixed"
@@ -54,6 +55,7 @@ def test_experts_in_float32_stay_so_whatever_the_configuration_says(tmp_path):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_products_made_ahead_from_fp8_weights_give_the_logits_of_the_weights_themselves(checkpoint):
     logits = {}
     for form in ("A_CC_ME", "AM_CC_ME"):

@@ -315,6 +315,7 @@ def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
     assert times_table(report).row_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=1", pytest.param("pp=2", marks=pytest.mark.slow)])
 def test_a_models_recording_is_replayed_with_a_copy_of_its_checkpoint(tmp_path, mesh):
     (tmp_path / "model").mkdir()

@@ -1,8 +1,8 @@
 """A process of a prefill or a decode side, for the one that started it: a request a line, and a line for each answer.
 
 Of a prefill side a request is a prompt, and what decode has to be told comes back. Of a decode side it is several prompts, each with
-what prefill said of it, and their tokens come back. A request of nothing gives what the side keeps. A process that is not the first of its
-side follows that one, and answers nothing.
+what prefill said of it, and their tokens come back. A request of nothing gives what the side keeps, and one of a mesh what a decode side
+keeps on that mesh. A process that is not the first of its side follows that one, and answers nothing.
 """
 
 import itertools
@@ -55,6 +55,8 @@ def decode(llm: LLM) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "requests" not in request:
+            if "mesh" in request:
+                llm.scale(request["mesh"])
             counts = core.part(PrefillLinks).source.transfer_counts._asdict()
             used = sum(rank.pool.num_used for rank in core.scheduler.ranks)
             tell(used=used, mesh=llm.facts.mesh, changes=changes_of(core), **counts)

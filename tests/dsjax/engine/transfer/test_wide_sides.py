@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from quick_compilation import FEW_SHAPES
 from side_process import run
 from sides import Side
 from transports import EACH_BACKEND
@@ -17,21 +18,14 @@ from dsjax import LLM
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 16,
-    "prefill_chunk": 16,
-    "page_size": 4,
-    "max_model_len": 96,
-    "dtype": "float32",
-}
+OPTIONS = FEW_SHAPES | {"max_model_len": 64, "dtype": "float32"}
 OF_SIDES = {
     "transfer_timeout": 120,  # steps compile at first use, on busy cores
     "compile_ahead": 0,
     "heartbeat_timeout": 20,
     "local_prefill_tokens": 1,
 }
-PROMPTS = [np.random.default_rng(i).integers(2, 290, size=20 + 9 * i).tolist() for i in range(6)]
+PROMPTS = [np.random.default_rng(i).integers(2, 290, size=20 + 9 * i).tolist() for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -69,30 +63,17 @@ def sides(checkpoint):
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
-def test_tokens_are_those_of_one_engine_and_a_lost_prefill_process_costs_no_request_and_no_page(
+def test_tokens_are_those_of_one_engine_and_processes_that_leave_or_are_lost_cost_no_request_and_no_page(
     expected, sides, backend
 ):
-    prefill, decode, generate = sides(2, 2, "dp=2", "tp=2", backend)
-    # Each prefill process keeps the chunks of its rank, and each decode process pulls its copy of them.
+    prefill, decode, generate = sides(3, 3, "dp=3", "dp=3", backend)
+    # Each prefill process keeps the chunks of its rank.
     assert generate() == expected
     counts = decode.ask()
     assert (counts["completed"], counts["given_up"], counts["used"]) == (len(PROMPTS), 0, 0)
     assert prefill.is_empty() is True
-    assert generate(prefill.processes[1].kill) == expected  # the other one goes on alone
-    assert generate() == expected
-    after = decode.ask()
-    assert after["used"] == after["under_way"] == 0
-    assert after["completed"] >= counts["completed"] + len(PROMPTS)
-    assert decode.end() == [0, 0]
-
-
-def test_processes_that_are_told_to_end_leave_in_order_and_neither_they_nor_a_lost_decode_process_cost_a_request(
-    expected, sides
-):
-    prefill, decode, generate = sides(2, 3, "dp=2", "dp=3")
-    assert generate() == expected
-    for side, leaver in ((prefill, prefill.processes[1]), (decode, decode.processes[2])):
-        deadline = time.monotonic() + 120
+    for side in (prefill, decode):
+        leaver, deadline = side.processes[2], time.monotonic() + 120
         assert generate(lambda leaver=leaver: leaver.send_signal(signal.SIGTERM)) == expected
         while leaver.poll() is None:
             assert generate() == expected
@@ -101,15 +82,19 @@ def test_processes_that_are_told_to_end_leave_in_order_and_neither_they_nor_a_lo
         assert generate() == expected
         changes = side.ask()["changes"]
         assert (changes.get("leave"), changes.get("loss", 0)) == (1, 0)
-    before = decode.ask()
-    assert before["mesh"] == "dp=2"
-    assert generate() == expected
-    after = decode.ask()
-    assert after["completed"] == before["completed"] + len(PROMPTS), "the prefill process that has stayed sends all"
-    assert generate(decode.processes[1].kill) == expected
-    assert generate() == expected
+    for mesh in ("tp=2", "dp=2"):  # with tp=2 each decode process pulls its copy of every chunk
+        before = decode.ask(mesh=mesh)
+        assert before["mesh"] == mesh
+        assert generate() == expected
+        after = decode.ask()
+        assert after["completed"] == before["completed"] + len(PROMPTS), (
+            "the prefill processes that have stayed send all"
+        )
+    for side in (prefill, decode):
+        assert generate(side.processes[1].kill) == expected  # the other one goes on alone
+        assert generate() == expected
     last = decode.ask()
     assert (last["used"], last["under_way"], last["mesh"]) == (0, 0, "dp=1")
-    assert last["completed"] >= after["completed"] + len(PROMPTS)
+    assert last["completed"] >= after["completed"] + 2 * len(PROMPTS)
     assert prefill.is_empty() is True
-    assert prefill.end() == [0, 0]
+    assert [side.end()[::2] for side in (prefill, decode)] == [[0, 0]] * 2
