@@ -82,8 +82,7 @@ def test_each_token_gets_the_sum_of_its_experts(spec, num_experts_devices, by_ch
     np.testing.assert_allclose(y, expected, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("by_choice", [True, False])
-@pytest.mark.parametrize(("spec", "num_experts_devices"), [("dp=2", 3), ("dp=1,tp=2", 6)])
+@pytest.mark.parametrize(("spec", "num_experts_devices", "by_choice"), [("dp=2", 3, True), ("dp=1,tp=2", 6, False)])
 def test_rows_beyond_the_capacity_come_in_further_rounds_and_change_no_bit(spec, num_experts_devices, by_choice):
     given = tokens_of(num_experts_devices, busiest=1)
     enough, half = sides(spec, num_experts_devices, by_choice)

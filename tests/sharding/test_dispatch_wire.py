@@ -12,6 +12,7 @@ from sharding.dispatch.wire import WireFormat
 from sharding.fp8 import dequantise, quantise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "fp8", "word"), [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 1)]
 )

@@ -53,6 +53,7 @@ def start_both(folder: Path) -> list[dict]:
     return [json.loads(process.communicate(timeout=400)[0].splitlines()[-1]) for process in processes]
 
 
+@pytest.mark.slow
 def test_each_process_of_a_mesh_finds_its_programs_when_it_is_started_again(tmp_path):
     assert start_both(tmp_path) == [{"cache_hits": 0, "cache_misses": 1}] * 2
     assert start_both(tmp_path) == [{"cache_hits": 1, "cache_misses": 0}] * 2

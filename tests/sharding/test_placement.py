@@ -55,6 +55,7 @@ def test_copies_are_used_evenly_on_every_rank_whatever_the_routing(ranks):
                 assert used[list(copies)].max() - used[list(copies)].min() <= 1
 
 
+@pytest.mark.slow
 def test_the_nearest_copies_take_turns_and_fewer_choices_leave_their_host():
     spec, tokens = MeshSpec.parse("dp=32"), 64
     # Experts 0 to 31 have a copy on each of four hosts, four of them on a rank, beside seven of the others.
@@ -91,6 +92,7 @@ def test_a_slot_is_as_near_as_the_nearest_device_that_holds_a_part_of_it():
     np.testing.assert_array_equal(split[5], [1, 1, 0, 0, 2, 2, 2, 2])
 
 
+@pytest.mark.slow
 def test_ranks_with_one_token_each_do_not_all_choose_the_first_copy():
     placement = Placement((0, 1, 0, 2, 0, 3), 4)
     slots = assign_copies(placement.tables, jnp.zeros((6, 1), jnp.int32), jnp.ones(6, bool), ranks=6)

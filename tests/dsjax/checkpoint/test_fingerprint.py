@@ -33,6 +33,7 @@ def change_byte(path, place):
         file.write(bytes([old[0] ^ 1]))
 
 
+@pytest.mark.slow
 def test_a_copy_in_another_place_and_process_has_the_same_fingerprint(large, tmp_path_factory):
     copied = shutil.copytree(large, tmp_path_factory.mktemp("copy") / "model")
     (copied / "config.json").write_text(

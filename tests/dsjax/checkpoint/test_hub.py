@@ -136,6 +136,7 @@ def test_without_a_network_the_message_says_what_was_tried_and_what_to_do(tmp_pa
     assert "give their directory with --model" in message
 
 
+@pytest.mark.slow
 def test_weights_configuration_and_tokenizer_are_downloaded_once_and_nothing_else(tmp_path, hub):
     first = in_a_process(tmp_path, "print(resolve('acme/tiny', revision='v2'))", HF_ENDPOINT=hub)
     directory = Path(first)

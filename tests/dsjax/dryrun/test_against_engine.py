@@ -1,6 +1,5 @@
 """What is dry-run is what runs: the demo model's engine holds and does what its dry run says."""
 
-import functools
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -37,14 +36,13 @@ OPTIONS = {"dtype": "float32"} | SEVERAL_ROWS
 STEPS = {"decode": Rectangle(4, 1), "prefill": Rectangle(1, 16)}
 
 
-@pytest.fixture(params=[("dp=2,tp=2", "auto", "prefill"), ("dp=4", "padded", "decode")], ids="-".join, scope="module")
-def engine(request, tmp_path_factory):
-    """A model that serves, one of its steps, and the dry run of a step."""
-    mesh, dispatch, step = request.param
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """A model that serves, and the dry run of a step."""
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)
-    args = EngineArgs(model=str(folder), mesh=mesh, dispatch=dispatch, **OPTIONS)
+    args = EngineArgs(model=str(folder), mesh="dp=2,tp=2", dispatch="padded", **OPTIONS)
     model = load_model(args)
-    yield model, step, functools.cache(lambda step: dry_run(DryRunArgs(engine=args, step=step)))
+    yield model, lambda step: dry_run(DryRunArgs(engine=args, step=step))
     model.executor.shutdown()
 
 
@@ -55,7 +53,7 @@ def program_of(executor, step):
 
 
 def test_the_running_demo_holds_and_runs_what_its_dry_run_says(engine):
-    model, _, read = engine
+    model, read = engine
     report = read("decode")
     assert (report.request["batch"], report.request["context"]) == (4, 128)
     executor, device = model.executor, model.executor.model.mesh.devices.flat[-1]
@@ -79,34 +77,29 @@ def test_the_running_demo_holds_and_runs_what_its_dry_run_says(engine):
 
 
 def test_the_profile_of_a_running_step_shows_the_collectives_that_its_dry_run_counts(engine):
-    model, step, read = engine
-    report = read(step)
+    model, read = engine
+    report = read("prefill")
     counted = Counter()
     for one in report.collectives:
         counted[one.kind, model_part(one.op_name)] += one.times
     assert counted.total() >= 4  # there and back, in each of two MoE layers
-    devices = executed_collectives(model.executor, step)
+    devices = executed_collectives(model.executor)
     assert sorted(devices) == list(range(4))
     for seen in devices.values():
         assert seen == counted
 
 
-def full_step(limits, step):
-    """A command whose launch is the full batch of a step, on every rank."""
-    rows, chunk = STEPS[step]
+def full_prefill(limits):
+    """A command whose launch is the full batch of a prefill, on every rank."""
+    rows, chunk = STEPS["prefill"]
     tokens = np.random.default_rng(0).integers(3, 96, (limits.num_ranks, rows, chunk))
-    start = 20 if step == "decode" else 0
 
     def rank(tokens):
-        sampling = Sampling(start + chunk, 0)
-        admissions = [Admission(slot, start, int(tokens[slot, 0]), sampling) for slot in range(rows)]
+        admissions = [Admission(slot, 0, int(tokens[slot, 0]), Sampling(chunk, 0)) for slot in range(rows)]
         pages = [
             PageChange(slot, 0, list(range(1 + slot * limits.max_pages, 1 + (slot + 1) * limits.max_pages)))
             for slot in range(rows)
         ]
-        if step == "decode":
-            decodes = int32s(value for slot in range(rows) for value in (slot, limits.max_model_len))
-            return RankStep(admissions, pages, decodes, [], [])
         prefills = [
             PrefillRow(slot, 0, int32s(tokens[slot].tolist()), TOKEN_MADE, limits.max_model_len) for slot in range(rows)
         ]
@@ -115,11 +108,11 @@ def full_step(limits, step):
     return Step([rank(own) for own in tokens])
 
 
-def executed_collectives(executor, step):
-    """Device → ``(kind, part of the model)`` → how often JAX's profiler saw it run, in one step of full rows."""
-    program = program_of(executor, step)
+def executed_collectives(executor):
+    """Device → ``(kind, part of the model)`` → how often JAX's profiler saw it run, in one prefill of full rows."""
+    program = program_of(executor, "prefill")
     executor.buckets = Buckets((STEPS["decode"].rows,), (STEPS["prefill"],), mixed=False)
-    command = full_step(executor.limits, step)
+    command = full_prefill(executor.limits)
     executor.collect(executor.launch(command))  # the slots are given by a program of its own
     command = Step([msgspec.structs.replace(rank, admissions=[], pages=[]) for rank in command.ranks])
     operations = {

@@ -19,7 +19,7 @@ OPTIONS = {
     "hierarchical": {"dispatch": "hierarchical"},
 }
 """What stands behind a mesh → the options that it names."""
-LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,tp=4,ep=2", "dp=8,ep=2,etp=4")
+LAYOUTS = ("dp=32", "dp=4,tp=8", "tp=8", "tp=8,ep=1", "dp=32,ep=8", "dp=8,ep=2,etp=4")
 LAYOUTS += tuple(f"dp=4,tp=8, {options}" for options in OPTIONS) + ("dp=32, hierarchical",)
 STEPS = ("decode", "prefill")
 
@@ -45,9 +45,8 @@ def budget(layout: str, step: str, directory: Path) -> dict[str, list[float]]:
     return dict(sorted(found.items()))
 
 
-# Layouts that differ in one axis each, and both steps: over data-parallel ranks, over tensor-parallel ones, and over both.
-RUNS = [("dp=32,ep=8", "prefill"), ("dp=4,tp=8", "prefill"), ("tp=8", "decode"), ("tp=8,ep=1", "decode")]
-RUNS += [("dp=8,tp=4,ep=2", "decode"), ("dp=8,ep=2,etp=4", "decode")]
+# Both steps: over data-parallel ranks, over tensor-parallel ones, over both, and with experts whose width is split.
+RUNS = [("dp=32,ep=8", "prefill"), ("dp=4,tp=8", "prefill"), ("tp=8,ep=1", "decode"), ("dp=8,ep=2,etp=4", "decode")]
 RUNS += [("dp=4,tp=8, all by data", "decode"), ("dp=32, hierarchical", "decode")]
 
 

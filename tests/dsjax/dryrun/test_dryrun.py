@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from layouts import TINY
 from quick_compilation import QUICK_COMPILATION
 from typer.testing import CliRunner
 
@@ -51,6 +52,7 @@ def device_bytes_of_the_checkpoint(experts_on_a_device, *, fp8):
     return total
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_deepseek_v3(full_size):
     assert sum(full_size.parameters.values()) == 671_026_419_200
     assert full_size.parameters["routed experts"] == 58 * 256 * 44_040_192
@@ -108,6 +110,7 @@ def drafting():
     return dry_run(DryRunArgs(engine=DRAFTING, batch=4, context=1024))
 
 
+@pytest.mark.slow
 def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
     assert (drafting.request["chunk"], drafting.request["num_drafts"]) == (3, 2)
     assert sum(drafting.parameters.values()) == 671_026_419_200 + 11_610_068_224
@@ -121,6 +124,7 @@ def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
     assert drafting.expert_flops == 2 * 12 * 8 * 44_040_192 * 58
 
 
+@pytest.mark.slow
 def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(drafting):
     found = [(c.kind, c.times, c.op_name.split("/")[2]) for c in drafting.drafts.collectives]
     assert found == [(kind, 1, f"mtp_{k}") for k in (12, 4) for kind in ("all-gather", "reduce-scatter")]
@@ -137,25 +141,46 @@ def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(draftin
     assert drafting.to_json()["drafts"]["costs"]["flops"] == drafting.drafts.costs.flops
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of a configuration of V3's structure with an MTP module."""
+    folder = tmp_path_factory.mktemp("tiny")
+    changed = {"torch_dtype": "bfloat16", "num_nextn_predict_layers": 1, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(TINY | changed))
+    return str(folder)
+
+
 @pytest.mark.slow
-def test_prompts_are_followed_by_drafts_too():
-    engine = dataclasses.replace(DRAFTING, model="demo", mesh="dp=2", dispatch="gather")
-    report = dry_run(DryRunArgs(engine=engine, step="prefill", batch=2, context=512))
-    assert (report.request["chunk"], report.request["num_drafts"]) == (256, 2)
+def test_prompts_in_two_halves_are_followed_by_drafts_of_the_whole_and_a_plan_reads_that_they_are_halves(
+    tiny, tmp_path, described
+):
+    engine = EngineArgs(
+        model=tiny, mesh="dp=2", weights="nvfp4", dispatch="gather", enable_dbo=True, dbo_prefill_token_threshold=512,
+        speculative_config=DRAFTING.speculative_config,
+    )  # fmt: skip
+    report = dry_run(args := DryRunArgs(engine=engine, step="prefill", batch=2, context=512))
+    assert (report.request["chunk"], report.request["num_drafts"], report.request["weights"]) == (256, 2, "nvfp4")
     rows = {c.op_name.split("/")[2]: c.operand[0].dims[0] for c in report.drafts.collectives if c.kind == "all-gather"}
     assert rows == {"mtp_512": 512, "mtp_2": 2}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(report.to_json()))
+    assert read_dry_run(file).halves
+    file.write_text(json.dumps(report.to_json() | {"halves": False}))
+    assert not read_dry_run(file).halves
+    whole = described(dataclasses.replace(args, engine=dataclasses.replace(engine, dbo_prefill_token_threshold=513)))
+    assert not whole.step.in_halves(whole.shape.groups)
 
 
 @pytest.mark.slow
-def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device(described):
+def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device(described, tiny):
     by_load = {**DRAFTING.speculative_config, "num_speculative_tokens_per_batch_size": [[1, 3, 2], [4, 64, 0]]}
-    engine = dataclasses.replace(V3, model="demo", mesh="dp=2", cache_tokens=1024, speculative_config=by_load)
+    engine = EngineArgs(model=tiny, mesh="dp=2", cache_tokens=1024, speculative_config=by_load)
     args = DryRunArgs(engine=engine, batch=3, context=64)
-    few, many = described(args), dry_run(dataclasses.replace(args, batch=4))
-    assert (args.chunk, few.num_drafts, few.drafts is None) == (3, 2, False)
-    assert (many.request["chunk"], many.request["num_drafts"], many.drafts) == (1, 0, None)
-    held = DeviceMemory.of(few)
-    assert (many.memory.weights, many.memory.cache) == (held.weights, held.cache)
+    few, many = described(args), described(dataclasses.replace(args, batch=4))
+    assert (few.shape.groups[0].chunk, few.num_drafts, few.drafts is None) == (3, 2, False)
+    assert (many.shape.groups[0].chunk, many.num_drafts, many.drafts) == (1, 0, None)
+    held, found = DeviceMemory.of(few), DeviceMemory.of(many)
+    assert (found.weights, found.cache) == (held.weights, held.cache)
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
@@ -222,20 +247,6 @@ def test_the_command_answers_in_json_for_72_ranks_and_allocates_nothing():
     assert all(c["axes"] == ["ep"] and c["ranks"] == 72 and c["times"] == 58 for c in report["collectives"])
     peak = int(done.stderr.split()[-1]) * 1024
     assert peak < 2e9 < report["device_bytes"]["weights_total"]
-
-
-def test_a_plan_reads_whether_the_step_is_computed_in_two_halves(tmp_path, described):
-    file = tmp_path / "run.json"
-    engine = EngineArgs(model="demo", mesh="dp=2", weights="nvfp4", enable_dbo=True, dbo_decode_token_threshold=4)
-    report = dry_run(args := DryRunArgs(engine=engine, batch=4, context=64))
-    file.write_text(json.dumps(report.to_json()))
-    assert read_dry_run(file).halves
-    assert report.request["weights"] == "nvfp4"
-    file.write_text(json.dumps(report.to_json() | {"halves": False}))
-    assert not read_dry_run(file).halves
-    larger = dataclasses.replace(args, engine=dataclasses.replace(engine, dbo_decode_token_threshold=5))
-    whole = described(larger)
-    assert not whole.step.in_halves(whole.shape.groups)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--timeline", "--timeline-picture"])

@@ -36,6 +36,7 @@ def balanced():
     return dry_run(DryRunArgs(engine=BALANCED, batch=4, context=64))
 
 
+@pytest.mark.slow
 def test_the_compiled_exchange_sends_what_arithmetic_says(balanced):
     found = balanced.rebalance
     assert found.expert_bytes == EXPERT

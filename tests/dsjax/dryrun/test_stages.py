@@ -19,6 +19,7 @@ def stages():
     return dry_run(DryRunArgs(engine=V3, batch=4, context=256))
 
 
+@pytest.mark.slow
 def test_the_stages_together_have_the_models_parameters(stages):
     assert (stages.mesh, stages.devices) == ("pp=2,dp=8", 16)
     first, last = stages.stages
@@ -29,6 +30,7 @@ def test_the_stages_together_have_the_models_parameters(stages):
     assert [stage.parameters["attention"] for stage in stages.stages] == [31 * 187_107_328, 30 * 187_107_328]
 
 
+@pytest.mark.slow
 def test_a_stage_has_the_cache_of_its_layers_and_hands_on_hidden_states(stages):
     first, last = stages.stages
     pages = 4 * 256 // 16 + 1
@@ -39,11 +41,13 @@ def test_a_stage_has_the_cache_of_its_layers_and_hands_on_hidden_states(stages):
     assert stages.to_json()["stages"][1]["device_bytes"]["cache"] == last.memory.cache
 
 
+@pytest.mark.slow
 def test_no_program_of_a_stage_talks_to_another(stages):
     for stage in stages.stages:
         assert max(one.ranks for one in stage.collectives) <= 8
 
 
+@pytest.mark.slow
 def test_each_stage_moves_the_experts_of_its_own_layers(stages, described):
     assert [stage.rebalance.layers for stage in stages.stages] == [31 - 3, 30]
     for stage in stages.stages:

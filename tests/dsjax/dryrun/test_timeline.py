@@ -127,6 +127,7 @@ def test_a_domain_of_72_needs_no_network_and_25_gb_a_second_are_slow():
     assert slow.exposed_network > 5 * of(PROGRAM).exposed_network
 
 
+@pytest.mark.slow
 def test_time_is_the_critical_path_and_lies_between_its_ends(step):
     for timeline in (of(PROGRAM), step):
         path = timeline.critical_path

@@ -52,6 +52,7 @@ def attention_of(kernels, case, form, threads=1, cache=None, chosen=None):
     return np.asarray(jax.jit(run)(queries, cache or case.cache(), rows, *([] if chosen is None else [chosen])))
 
 
+@pytest.mark.slow
 @FEW
 @given(**EXPERTS)
 def test_experts_are_those_of_the_plain_form(kernels, D, F, stored, **drawn):
@@ -73,6 +74,7 @@ def test_threads_and_the_other_rows_change_no_bit_of_an_experts_result(kernels, 
     np.testing.assert_array_equal(experts_of(kernels, alone, threads), once[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "D", "F"), [(4, 530, 270), (2, 1040, 530), (1, 2060, 1030)])
 def test_a_rows_sum_is_the_same_where_matrices_stream_by_and_where_they_are_read_in_panels(kernels, stored, D, F):
     case = ExpertsCase.drawn(8, X=2, D=D, F=F, N=57, K=2, stored=stored, layers=1, routing="one expert")
@@ -131,6 +133,7 @@ def test_experts_round_rows_and_hidden_values_to_fp8_as_the_plain_form_does(kern
     assert np.all(np.abs(found - plain) <= 2e-5 * size)
 
 
+@pytest.mark.slow
 def test_numbers_of_all_sizes_are_rounded_to_fp8_and_to_nvfp4_alike(kernels):
     """Hidden values go through an expert that is the identity: silu(x) × 1, rounded."""
     rng = np.random.default_rng(2)
@@ -162,6 +165,7 @@ def dense_of(kernels, case, rows=None, threads=1, **options):
     return np.asarray(found).reshape(len(rows), *found.shape[1:])
 
 
+@pytest.mark.slow
 @FEW
 @given(**DENSE, pieces=st.sampled_from([1, 2, 8]), threads=st.sampled_from([1, 3]))
 def test_the_other_rows_change_no_bit_of_a_rows_product(
@@ -456,7 +460,7 @@ def dispatched(kernels, case, spec, config):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stored", "tokens"), [("dp=8", 4, 48), ("dp=4,tp=2", 2, 8), ("dp=4,tp=2,ep=4", 4, 48), ("dp=8,ep=2", 2, 8)]
+    ("mesh", "stored", "tokens"), [("dp=8", 4, 48), ("dp=4,tp=2,ep=4", 4, 48), ("dp=8,ep=2", 2, 8)]
 )
 def test_experts_that_read_tokens_where_they_lie_give_the_sums_of_one_device(kernels, mesh, stored, tokens):
     case = ExpertsCase.drawn(5, X=16, D=40, F=24, N=tokens, K=4, stored=stored, routing="some")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from goldens.our_model import bound
 from kernel_cases import (
     STORED,
     AttentionCase,
@@ -20,7 +21,8 @@ from kernel_cases import (
     shared_expert_of,
     spread,
 )
-from layouts import TINY, answer, difference, wide, widths, write_checkpoint
+from layouts import TINY, wide, widths
+from step_model import Model
 from test_kernel_order import kernel_arrays, shape
 
 from dsjax.config import ModelConfig, QuantizationConfig
@@ -248,13 +250,21 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
         choose("pallas", "metal", np.dtype(np.float32))
 
 
-def test_the_engine_on_two_devices_gives_the_answer_of_one_with_plain_kernels(tmp_path):
+def test_a_step_on_two_devices_gives_the_logits_of_one_with_plain_kernels():
     # Layers of a kind: the interpreter's programs are long, and one of dense layers would be as long again.
-    checkpoint = write_checkpoint(tmp_path, num_hidden_layers=2, first_k_dense_replace=0, **widths("mxfp4-bf16", 2))
-    kept = {"weights": "nvfp4-bf16", "new_tokens": 6}
-    expected = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", kernels="plain", **kept)
-    found = answer(checkpoint, "tp=2,ep=1", "auto", "CC", "AM_CC_ME", kernels="pallas", **kept)
-    assert difference(found, expected) is None
+    config = TINY | {"num_hidden_layers": 2, "first_k_dense_replace": 0} | widths("mxfp4-bf16", 2)
+
+    def logits(mesh, **options):
+        """Of two prompts, and of a decode of each."""
+        model = Model(mesh, ModelConfig.from_dict(config), weights="nvfp4-bf16", **options)
+        rows = [([5, 17, 2, 60, 33, 8], 0, [1, 2]), ([9, 4, 71, 12, 90], 0, [5, 4])]
+        prompts, cache = model.run(model.empty_cache(), model.both([()], [rows]))
+        decodes, _ = model.run(cache, model.both([[([7], 6, [1, 2]), ([8], 5, [5, 4])]], [()]))
+        return np.concatenate([prompts[0, 2:], decodes[0, :2]])
+
+    expected = logits("dp=1", kernels="plain")
+    found = logits("tp=2,ep=1", mla_decode="AM_CC_ME", kernels="pallas")
+    assert np.abs(found - expected).max() <= bound(expected)
 
 
 @pytest.mark.parametrize(
@@ -306,13 +316,13 @@ def test_quantised_rows_times_fp8_weights_are_the_plain_form_s(seed, T, K, N, sp
 
 
 @spread(
-    seed=range(4),
+    seed=range(3),
     X=[3, 1, 2],
     D=[150, 24],
     F=[140, 16],
     N=[60, 7, 1],
     wire=[False, True],
-    routing=["some", "all", "one expert", "none"],
+    routing=["some", "all", "one expert"],
 )
 def test_experts_with_quantised_rows_are_those_of_the_plain_form(seed, X, D, F, N, wire, routing):
     case = ExpertsCase.drawn(seed, X=X, D=D, F=F, N=N, K=2, stored=1, routing=routing)

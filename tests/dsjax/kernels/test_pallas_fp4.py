@@ -1,6 +1,6 @@
 """The Pallas product of FP4 experts, run by the interpreter, is that of the decoded numbers; W4A8 is that of the plain form."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,17 +74,24 @@ def test_a_call_costs_the_bytes_that_it_reads_and_writes(rows, row, hidden):
         assert told.bytes == pytest.approx(2 * weight.size * form.bytes_per_value + X * load * (read + written))
 
 
+def result(form, dynamic, **options):
+    packed, _, *tokens = case_of(form, 160, 96, 9)
+    product = ExpertProduct(weight_dtype=BYTES, kernels=PALLAS, scheme=ActivationScheme(dynamic=dynamic), **options)
+    return np.asarray(jax.jit(product)(packed, *tokens))
+
+
+addressed = functools.cache(result)
+
+
 @pytest.mark.parametrize(
     ("form", "module", "dynamic"),
     [(NVFP4, fp4_products, False), (MXFP4, fp4_products, True), (NVFP4, addressing, False)],
     ids=["weights in words of two columns", "weights of W4A8 too", "one layer of scales is copied"],
 )
 def test_stacks_that_pallas_does_not_address_are_read_all_the_same(form, module, dynamic, monkeypatch):
-    packed, _, rows, ids, weights = case_of(form, 160, 96, 9)
-    product = ExpertProduct(weight_dtype=BYTES, kernels=PALLAS, scheme=ActivationScheme(dynamic=dynamic))
-    expected = np.asarray(jax.jit(product)(packed, rows, ids, weights))
+    expected = addressed(form, dynamic)
     monkeypatch.setattr(module, "addressable", lambda array: False)
-    found = np.asarray(jax.jit(dataclasses.replace(product, capacity=1))(packed, rows, ids, weights))
+    found = result(form, dynamic, capacity=1)
     np.testing.assert_allclose(found, expected, atol=(module is fp4_products) * 1e-5 * np.abs(expected).max(), rtol=0)
 
 

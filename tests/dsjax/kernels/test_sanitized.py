@@ -17,6 +17,8 @@ from dsjax.engine.device.process import cache_folder
 from dsjax.fp4.formats import MXFP4, NVFP4
 from dsjax.kernels import build
 
+pytestmark = pytest.mark.slow  # all together: they compile the kernels twice
+
 SANITIZERS = ("address,undefined", "thread")
 
 FEW = settings(max_examples=10, deadline=None, derandomize=True)
@@ -74,7 +76,6 @@ def run(harness, *case):
     return np.frombuffer(done.stdout, np.float32)
 
 
-@pytest.mark.slow
 @FEW
 @given(**EXPERTS, threads=st.sampled_from([1, 2, 4]), pieces=st.sampled_from([1, 4]), apart=st.booleans())
 def test_experts(harness, X, D, F, N, K, stored, threads, pieces, apart, **drawn):
@@ -137,7 +138,6 @@ def test_attention(harness, form, threads, stored, holes, **drawn):
     np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.slow
 @FEW
 @given(**INDEX, threads=st.sampled_from([1, 2, 4]))
 def test_index_choice(harness, seed, R, C, I, A, G, pages, k, stored, holes, threads):
@@ -218,7 +218,6 @@ def test_where_there_is_no_memory_to_compute_a_meeting_fails_on_all_devices(harn
     assert (done.returncode, b"\nno memory\n" in b"\n" + done.stderr) == (4, True), done.stderr[-1000:]
 
 
-@pytest.mark.slow
 @FEW
 @given(
     seed=st.integers(0, 2**31),

@@ -176,6 +176,7 @@ def test_experts_quantise_what_goes_into_each_of_their_products(implementation, 
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_rows_that_travelled_in_fp8_are_taken_as_they_came():
     x = np.random.default_rng(0).normal(size=(6, 200)).astype(ml_dtypes.bfloat16)
     wire = WireFormat(200, 1, jnp.dtype(jnp.bfloat16), fp8=True)

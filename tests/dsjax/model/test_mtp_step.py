@@ -13,7 +13,7 @@ from goldens.random_weights import RandomWeights
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import TINY
-from test_step import pack_rows, placed
+from step_model import pack_rows, placed
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
@@ -221,6 +221,7 @@ def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():
     assert places(np.asarray(left)) == {(0, 2, 1), (1, 4, 1)}
 
 
+@pytest.mark.slow
 def test_it_drafts_on_from_the_models_states_and_from_its_own():
     one = module("dp=2,tp=2", "AM_CC_ME", 4)
     tokens, pages, at = np.array([7, 3, 60, 11, 28, 90, 14]), [1, 2], (0, 0)

@@ -17,6 +17,8 @@ from dsjax.model.transformer import parameter_table
 
 pytestmark = pytest.mark.slow  # all together
 NEW_TOKENS = 30
+# Sparse attention in layers of a kind: the gradient of all parameters is a long program, and dense layers would be as long again.
+SMALL = {"v3": {}, "v3.2": MODELS["v3.2"] | {"num_hidden_layers": 2, "first_k_dense_replace": 0}}
 
 
 def scored(entries, tokens) -> np.ndarray:
@@ -32,7 +34,7 @@ def engine(tmp_path_factory):
 
     @functools.cache
     def run(model, **options):
-        directory = write_checkpoint(tmp_path_factory.mktemp("trained"), max_position_embeddings=256, **MODELS[model])
+        directory = write_checkpoint(tmp_path_factory.mktemp("trained"), max_position_embeddings=256, **SMALL[model])
         llm = LLM(
             str(directory),
             dtype="float32",
@@ -81,9 +83,9 @@ def differing(found, logprobs):
 
 
 def test_a_jitted_forward_gives_the_engines_log_probabilities(engine, kernels):
+    """Of a sequence alone; the forward of a gradient below is of several, with padding."""
     found, params, config = engine("v3", batch_invariant=True)
     run = jax.jit(lambda params, tokens: log_probabilities(params, config, tokens, NativeProducts(kernels.native)))
-    assert differing(found, run(params, padded(found))) == [0] * len(found)
     assert differing(found[1:2], run(params, jnp.array([found[1][0]]))) == [0]
 
 

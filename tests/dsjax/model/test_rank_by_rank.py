@@ -36,6 +36,7 @@ def decode_program(kernels, tmp_path):
     return compile_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 2], ids=["layers", "the MTP module"])
 def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_program, drafts):
     text = decode_program("dp=4", drafts)
@@ -51,6 +52,7 @@ def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_
     assert not holding[EXPERTS] & branches
 
 
+@pytest.mark.slow
 def test_ranks_whose_devices_add_sums_compute_in_step(decode_program):
     text = decode_program("dp=2,tp=2")
     assert ATTENTION in text

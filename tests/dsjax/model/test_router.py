@@ -113,7 +113,7 @@ def test_weights_stay_finite_where_all_scores_underflow():
     assert np.all(np.isfinite(found.weights))
 
 
-@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (200, 3), (3000, 1), (3000, 3)])
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (3000, 3)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_native_kernel_chooses_the_same_to_the_bit(kernels, name, rows, threads):
     config, native = CONFIGS[name], dataclasses.replace(kernels.native, threads=threads)

@@ -1,128 +1,28 @@
 """The step: groups, padding and idle ranks change nothing that is not theirs."""
 
-import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from goldens.our_model import COMPILE_QUICKLY, hf_tensors
-from goldens.random_weights import RandomWeights
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from layouts import TINY
+from step_model import PAGES, G, Model
 
-from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
-from dsjax.engine.device import cache as device_cache
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.model.derived import materialise
 from dsjax.model.forms import cache_arrays
-from dsjax.model.rows import GroupShape, RowGroup, unpack
 from sharding import MeshSpec, fp8
 
 # Every expert of the layer is used, so that rounding to bf16 cannot change the choice of experts.
 SMALL = TINY | {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}
 CONFIG = ModelConfig.from_dict(SMALL)
-G, PAGES, TABLE = 4, 12, 5  # slots of a page, pages of a rank, pages of a row's table
-PREFILL, DECODE = (2, 6), (2, 1)  # rows and chunk
-
-
-@functools.cache
-def tensors():
-    return hf_tensors(CONFIG, RandomWeights(3, bias_center=-0.2))
-
-
-def placed(step, host):
-    """The parameters on the step's mesh, with those that are derived from them."""
-    infos, rules, on = step.table.infos, step.rules, step.mesh
-    shardings = {path: rules.sharding(on, infos[path].logical_axes, value.shape) for path, value in host.items()}
-    return materialise(step, {path: jax.device_put(value, shardings[path]) for path, value in host.items()})
-
-
-def pack_rows(lead, chunk, table_width, rows):
-    """``{(rank, row): (tokens, start, pages)}`` of ``lead`` ranks and rows as a step's integers.
-
-    Padding's tables name pages that are in use: a write that is not dropped would be seen.
-    """
-    token, start, length = np.ones((*lead, chunk)), np.zeros(lead), np.zeros(lead)
-    table = np.full((*lead, table_width), 3)
-    for at, (own, first, pages) in rows.items():
-        token[at][: len(own)], start[at], length[at] = own, first, len(own)
-        table[at] = [*pages, *[0] * (table_width - len(pages))]
-    return RowGroup.pack(*(a.astype(np.int32) for a in (token, start, length, table)))
-
-
-class Model:
-    """A tiny model on a mesh, and its cache as one array after the other."""
-
-    def __init__(self, mesh="dp=2", report=False, **options):
-        spec = MeshSpec.parse(mesh)
-        args = EngineArgs(mesh=mesh, page_size=G, **({"dtype": "float32"} | options))
-        self.step = make_step(args, CONFIG, spec, spec.build())
-        if report:
-            self.step = dataclasses.replace(self.step, dispatch=dataclasses.replace(self.step.dispatch, report=True))
-        weights = "f32" if self.step.dtype == np.float32 else "bf16"
-        host = from_hf_tensors(CONFIG, tensors(), weights=weights, mtp=False)
-        self.params = placed(self.step, host)
-        self.ranks = spec.dp_size
-        self.rows = NamedSharding(self.step.mesh, P(spec.batch_axes))
-        self._programs = {}
-
-    def empty_cache(self):
-        return {
-            name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
-            for name, array in device_cache.describe(self.step, PAGES).items()
-        }
-
-    def run(self, cache, groups):
-        """Logits and cache of a step over ``groups``: ``(kind, rows by rank)``, a row ``(tokens, start, pages)``."""
-        shapes, parts = [], []
-        for (rows, chunk), form, by_rank in groups:
-            shapes.append(GroupShape(rows, chunk, TABLE, form))
-            placed_rows = {(rank, i): row for rank, own in enumerate(by_rank) for i, row in enumerate(own)}
-            parts.append(pack_rows((self.ranks, rows), chunk, TABLE, placed_rows))
-        key = tuple(shapes)
-        if key not in self._programs:
-            copies = self.step.placement.tables
-
-            def run(params, cache, packed):
-                parts = unpack(packed, key)
-                hidden, cache, reports = self.step.hidden(params, cache, parts, copies)
-                return self.step.logits(params, last_tokens(hidden, parts)), cache, reports
-
-            self._programs[key] = jax.jit(run, compiler_options=COMPILE_QUICKLY)
-        packed = jax.device_put(np.concatenate(parts, axis=1), self.rows)
-        logits, cache, self.reports = jax.block_until_ready(self._programs[key](self.params, cache, packed))
-        return np.asarray(logits), cache
-
-    def prefill(self, *by_rank):
-        return (PREFILL, self.step.prefill_form, by_rank)
-
-    def decode(self, *by_rank):
-        return (DECODE, self.step.decode_form, by_rank)
-
-    def both(self, decodes=((), ()), prompts=((), ())):
-        """A group of decodes and one of prompts: one program for a step of either, and of both."""
-        return [self.decode(*decodes), self.prefill(*prompts)]
-
-
-def last_tokens(x, groups):
-    """Each row's last active token ``[B, R, D]``; its first slot where the row is padding."""
-    indices, start = [], 0
-    for group in groups:
-        first = start + jnp.arange(group.shape.rows) * group.shape.chunk
-        indices.append(first + jnp.maximum(group.length - 1, 0))
-        start += group.shape.tokens
-    return jnp.take_along_axis(x, jnp.concatenate(indices, axis=1)[..., None], axis=1)
 
 
 @functools.cache
 def model(mesh="dp=2", **options):
-    return Model(mesh, **options)
+    return Model(mesh, CONFIG, **options)
 
 
 def tokens_of(length, seed):
@@ -135,6 +35,7 @@ PROMPTS = [(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)]
 NEXT = [([7], 6, FIRST_PAGES)], [([8], 5, SECOND_PAGES)]
 
 
+@pytest.mark.slow
 def test_groups_in_one_step_give_what_they_give_in_steps_of_their_own(kernels):
     one = model()
     _, cache = one.run(one.empty_cache(), [one.prefill(PROMPTS[0], [])])
@@ -182,6 +83,7 @@ def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
             assert found == written, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -204,6 +106,7 @@ def test_fewer_bits_stay_close_to_float32(options, tolerance):
     assert 0 < difference <= tolerance
 
 
+@pytest.mark.slow
 def test_an_fp8_cache_holds_the_rounded_entries_and_every_form_reads_them_alike():
     def prefilled(one):
         return one.run(one.empty_cache(), one.both(prompts=PROMPTS))[1]
@@ -217,7 +120,7 @@ def test_an_fp8_cache_holds_the_rounded_entries_and_every_form_reads_them_alike(
     np.testing.assert_array_equal(rope, np.asarray(exact["rope"][0]).astype(rope.dtype))
 
     held, found = {name: np.asarray(array) for name, array in kept.items()}, {}
-    for form in ("CC", "A_CC_ME", "AM_CC_ME"):
+    for form in ("CC", "A_CC_ME"):
         one = model(kv_cache_dtype="fp8", mla_decode=form, kernels="plain")
         cache = {name: jax.device_put(held[name], array.sharding) for name, array in one.empty_cache().items()}
         found[form] = one.run(cache, [one.decode(*NEXT)])[0][:, 0]
@@ -227,6 +130,7 @@ def test_an_fp8_cache_holds_the_rounded_entries_and_every_form_reads_them_alike(
         assert np.abs(logits - found["CC"]).max() <= 1e-2 * largest, form
 
 
+@pytest.mark.slow
 def test_a_report_counts_tokens_without_padding_and_an_fp8_wire_moves_logits_by_its_rounding_only():
     exact, rounded = model(), model(report=True, dispatch="padded", dispatch_wire="fp8")
     found = [one.run(one.empty_cache(), one.both(prompts=PROMPTS))[0][:, 2] for one in (exact, rounded)]

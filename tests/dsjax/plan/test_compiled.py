@@ -245,6 +245,7 @@ def test_a_dry_run_that_was_edited_by_hand_is_refused_with_the_field(tmp_path, a
         read_dry_run(path)
 
 
+@pytest.mark.slow
 def test_what_the_dry_run_writes_now_is_read(v3, tmp_path):
     report = dry_run(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=4"), batch=2, context=64))
     path = tmp_path / "demo.json"

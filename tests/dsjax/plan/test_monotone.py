@@ -75,6 +75,7 @@ def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated
     return Question(CONFIG, cluster, Workload(Lengths(prompt), Lengths(500)), Objective(ttft, tpot), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [("aggregated",), ("separated",)])
 def test_no_easement_of_a_plan_makes_it_worse(modes):
     cluster = load_cluster("h200-8" if modes == ("aggregated",) else "h200-16")

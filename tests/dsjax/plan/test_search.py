@@ -144,7 +144,7 @@ def test_a_load_beyond_all_layouts_is_a_matter_of_throughput_or_of_caches(ask, n
 
 
 @pytest.mark.parametrize(
-    ("load", "pins"), [({}, Pins()), ({"concurrency": 8.0}, Pins()), ({}, Pins(prefill_count=1, decode_count=1))]
+    ("load", "pins"), [({}, Pins()), ({"concurrency": 8.0}, Pins(prefill_count=1, decode_count=1))]
 )
 def test_prefill_and_decode_that_do_not_fit_beside_each_other_are_a_matter_of_devices(ask, load, pins):
     (reason,) = forbidden(search(ask(options=PlanOptions(modes=("separated",), redundant=0, pins=pins), **load)))
@@ -212,6 +212,7 @@ def test_a_mesh_that_was_given_runs_on_no_fewer_hosts_than_it_has(ask, pins):
     assert (lost.same, lost.best, lost.met) == (None, None, False)
 
 
+@pytest.mark.slow
 def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax():
     code = (
         "import sys, time; start = time.perf_counter();"

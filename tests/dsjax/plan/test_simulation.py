@@ -140,12 +140,11 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
     assert gaps.std() / gaps.mean() == pytest.approx(2**0.5, rel=0.05)
 
 
-@pytest.mark.parametrize(("busy", "count"), [(0.5, 2500), (0.8, 6000)])
-def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate, busy, count):
-    found = candidate(batch=1, prompt=8192, output=1)
+def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate):
+    found, busy = candidate(batch=1, prompt=8192, output=1), 0.8
     service = StepPrices(found.decode.step_models()[0], 8192).seconds([RankWork(prompts=8192, pairs=8192 * 4096.5)])
-    one = simulate(found, OfferedLoad(busy / service, None), Objective(), num_requests=count)
-    # M/D/1. Waits of neighbours go together: at 0.8 the mean of 6,000 has a standard error of about 5 %.
+    one = simulate(found, OfferedLoad(busy / service, None), Objective(), num_requests=6000)
+    # M/D/1. Waits of neighbours go together: the mean of 6,000 has a standard error of about 5 %.
     assert one.ttft.mean == pytest.approx(service * (1 + busy / (2 * (1 - busy))), rel=0.1)
 
 

@@ -144,7 +144,6 @@ def test_positions_that_hold_nothing_are_not_chosen(form):
     ("form", "pages", "chunk", "start"),
     [
         ("CC", 45, 7, 40),
-        ("A_CC_ME", 9, 1, 11),
         ("A_CC", 45, 1, 46),
     ],
 )
