@@ -3,8 +3,8 @@
 from dsjax import LLM
 
 CLIENTS = 64
-NEW_TOKENS = 12
-SIZES = {"max_model_len": 256, "prefill_chunk": 32, "max_num_seqs": 8}
+NEW_TOKENS = 8
+SIZES = {"max_model_len": 256, "prefill_chunk": 32, "max_num_seqs": 2}
 _WORDS = (
     "def main(",
     "import os\n",

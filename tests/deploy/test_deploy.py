@@ -33,6 +33,12 @@ CUSTOM = {
     "DynamoGraphDeployment": DYNAMO_GRAPH_DEPLOYMENT,
 }
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""`yaml.safe_load`'s, in C where it is."""
+
+# Read anew for every document otherwise.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+
 sys.path.insert(0, str(ROOT / "tools"))
 
 from lock_requirements import FILES, lock_file, mistakes  # noqa: E402
@@ -41,12 +47,12 @@ from lock_requirements import FILES, lock_file, mistakes  # noqa: E402
 @functools.cache
 def read(path: Path) -> list[dict]:
     """A file's documents. Nobody may change them: reading YAML takes long, and every overlay has the base's files."""
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+    return [document for document in yaml.load_all(path.read_text(), LOADER) if document]
 
 
 def render(folder: Path) -> list[dict]:
     """What `kubectl kustomize` makes of a folder, of the features that `deploy/` uses: resources, images' tags, JSON patches."""
-    custom = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    custom = yaml.load((folder / "kustomization.yaml").read_text(), LOADER)
     assert custom.keys() <= {"apiVersion", "kind", "resources", "images", "patches"}
     found = []
     for name in custom["resources"]:
@@ -56,7 +62,7 @@ def render(folder: Path) -> list[dict]:
     for patch in custom.get("patches", ()):
         target = patch["target"]
         (one,) = [d for d in found if (d["kind"], d["metadata"]["name"]) == (target["kind"], target["name"])]
-        for operation in yaml.safe_load(patch["patch"]):
+        for operation in yaml.load(patch["patch"], LOADER):
             *way, last = [int(k) if k.isdigit() else k for k in operation["path"].split("/")[1:]]
             place = one
             for key in way:
@@ -100,16 +106,24 @@ def versions_for(document: dict) -> tuple[str, ...]:
     return KUBERNETES[1:] if "resourceClaimTemplateName" in json.dumps(document) else KUBERNETES
 
 
+@functools.cache
+def validator_of(kind: str) -> jsonschema.protocols.Validator:
+    """The validator of a custom resource."""
+    made = jsonschema.validators.validator_for(CUSTOM[kind])
+    made.check_schema(CUSTOM[kind])
+    return made(CUSTOM[kind])
+
+
 def check(document: dict) -> None:
     """Hold a document against the published schema of its kind, and its pods against Kubernetes' own."""
-    schema, spec = CUSTOM.get(document["kind"]), document.get("spec", {})
+    custom, spec = document["kind"] in CUSTOM, document.get("spec", {})
     templates = [one for name, one in spec.get("leaderWorkerTemplate", {}).items() if name.endswith("Template")]
     templates += [component["podTemplate"] for component in spec.get("components", ())]
     pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "made"}, **one} for one in templates]
-    if schema is not None:
-        jsonschema.validate(document, schema)
+    if custom:
+        validator_of(document["kind"]).validate(document)
     for version in versions_for(document):
-        for one in pods if schema is not None else [document]:
+        for one in pods if custom else [document]:
             kubernetes_validate.validate(one, version, strict=True)
 
 
@@ -132,7 +146,7 @@ def test_kustomize_renders_the_same(name):
     made = subprocess.run(
         ["kubectl", "kustomize", DEPLOY / name], capture_output=True, text=True, check=True, timeout=240
     )
-    theirs = {d["kind"]: d for d in yaml.safe_load_all(made.stdout)}
+    theirs = {d["kind"]: d for d in yaml.load_all(made.stdout, LOADER)}
     assert theirs == by_kind(DEPLOY / name)
 
 

@@ -86,6 +86,7 @@ def rows() -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_thread_and_task_is_listed_with_what_its_failure_costs():
     listed = set()
     for row in rows():

@@ -13,11 +13,11 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 SMALL = {
     "1_mesh_layouts": 'LAYOUTS = {"dp=4,tp=8": "4 replicas", "dp=4,tp=8,ep=4": "each expert cut in 8 slices"}',
-    "2_mla_forms": 'TOKENS = 4\nCOMPARED = ("CC", "A_CC_ME")\nCONTEXT = 64',
-    "3_dispatch": 'MESH = "dp=8"\nSKEWS = (0.0, 1.0)',
+    "2_mla_forms": 'TOKENS = 2\nCOMPARED = ("CC",)\nCONTEXT = 64',
+    "3_dispatch": 'MESH = "dp=4"\nTOKENS = 8\nSKEWS = (0.0, 1.0)',
     "4_dry_run_671b": 'LAYOUTS = ("dp=8",)',
     "5_planner": 'CLUSTER = "h200-8"\nMODES = ("aggregated",)',
-    "6_routing": 'MESH = "dp=2"\nMODULES = ("heapq",)\nTOKENS = 1024\nCHUNK = 256',
+    "6_routing": 'MESH = "dp=1"\nMODULES = ("heapq",)\nTOKENS = 1024\nCHUNK = 256',
 }
 """Sizes at which a test can wait for a notebook; the files themselves were run at their own."""
 MOST_BYTES = 300_000

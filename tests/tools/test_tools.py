@@ -18,6 +18,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_ends_with_0_and_prints_the_usage(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     path = ROOT / "tools" / name

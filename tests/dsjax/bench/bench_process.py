@@ -24,7 +24,7 @@ def main() -> int:
     spec = MeshSpec.parse("dp=4")
     with measuring_together(GroupOptions(**given), spec.num_devices, dict) as processes:
         grid = network_options.CollectiveGrid(
-            mesh="dp=4", sizes="64", pair_sizes="64", repeats=2, only="all_gather,all_to_all,send_receive"
+            mesh="dp=4", sizes="64", pair_sizes="64", repeats=2, only="all_to_all,send_receive"
         )
         verdict = network_options.VerdictOptions(cluster=cluster, json_file=network_json, progress=False)
         code = network_command._measure(grid, verdict, spec, load_cluster(cluster), processes)

@@ -118,7 +118,7 @@ UNTESTED = ("memory", "load", "memory_share", "below = 0.9")
 def test_every_criterion_has_value_bound_verdict_source_and_the_command_that_shows_it_alone(
     start_fake, accept, tmp_path
 ):
-    server = start_fake(first=0.001, info={"num_devices": 4})
+    server = start_fake(first=0.001, gap=0.02, info={"num_devices": 4})
     criteria = [MET, MISSED, UNTESTED, ("length", "server", "max_model_len", "at_least = 4096")]
     ended, body = accept(server.url, "--api-key", "secret-1", "--only", "server,ttft,load", criteria=criteria)
     assert verdicts(body) == {"quick": "met", "impossible": "missed", "memory": "not tested", "length": "met"}
@@ -271,6 +271,7 @@ FAULT_CRITERIA = [
 ]
 
 
+@pytest.mark.slow
 def test_a_fault_is_made_and_ended_under_load(start_fake, accept):
     asked = []
 
@@ -353,7 +354,8 @@ def test_each_of_two_servers_has_its_own_devices_utilisation(start_fake, accept)
     def exporter(percent):
         return start_fake(metrics=lambda answered: f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",Hostname="a"}} {percent}\n').url
 
-    server, other, wanted = start_fake(), start_fake(), {"criteria": [BUSY], "text": CRITERIA + GAIN}
+    server, other = start_fake(gap=0.02), start_fake(gap=0.02)
+    wanted = {"criteria": [BUSY], "text": CRITERIA + GAIN}
     given = ["--only", "gain", "--without-eplb-url", other.url, "--device-metrics", f"{exporter(70)}/metrics"]
     _, body = accept(server.url, *given, **wanted)
     assert verdicts(body) == {"busy": "not tested"}, "nobody says how busy the other server's devices are"
@@ -368,7 +370,7 @@ def test_each_of_two_servers_has_its_own_devices_utilisation(start_fake, accept)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_the_fault_and_the_same_command_goes_on(number, start_fake, tmp_path):
     said, criteria, report = (tmp_path / name for name in ("said", "criteria.toml", "out/report.json"))
-    url, text = start_fake(first=0.001, gap=0.001).url, CRITERIA + FAULT.replace("hold = 1.5", "hold = 600")
+    url, text = start_fake(first=0.001, gap=0.02).url, CRITERIA + FAULT.replace("hold = 1.5", "hold = 600")
     options = [*prepared(tmp_path, url, (MET, *FAULT_CRITERIA), text), "--only", "ttft,fault"]
     options += ["--hook", f"slow=echo begun >> {said}", "--hook", f"slow-end=echo ended >> {said}"]
     command = [sys.executable, "-m", "dsjax.accept", *options]

@@ -207,6 +207,7 @@ def test_a_refused_test_request_says_what_the_server_said(start_fake):
     assert "the server refuses a test request: HTTP 404: no such model" in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
     server = start_fake(first=0.05)
     out = tmp_path / "out.json"

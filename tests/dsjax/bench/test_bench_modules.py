@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dsjax.bench.modules import ceilings, routed
 from dsjax.bench.modules.attention import attention_cases
 from dsjax.bench.modules.ceilings import Ceilings, hardware_of
 from dsjax.bench.modules.dense import mlp_cases
@@ -43,7 +44,8 @@ def v3():
 
 
 @pytest.mark.slow
-def test_every_module_can_be_timed(setting):
+def test_every_module_can_be_timed(setting, monkeypatch):
+    monkeypatch.setattr(routed, "SKEWS", {"even": 0.0})  # `test_one_rank_of_many…` has the other
     grid = ModuleGrid(tokens="16", contexts="16", mesh="dp=2", forms="CC")
     found = run_cases(setting, cases(setting, grid), FAST, NO_TIME, 60.0)
     assert {row.case.module for row in found.rows} == set(MODULES)
@@ -202,7 +204,9 @@ def test_what_was_done_before_another_process_went_is_kept(setting):
 
 
 @pytest.mark.slow
-def test_the_command_prints_tables_and_writes_json(tmp_path):
+def test_the_command_prints_tables_and_writes_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(ceilings, "_COPY_BYTES", 16 << 20)
+    monkeypatch.setattr(ceilings, "_SIDE", 512)
     path = tmp_path / "m.json"
     command = f"bench modules --model demo --only norms,head --tokens 4 --seconds 0.01 --json {path}"
     done = CliRunner().invoke(app, command.split(), catch_exceptions=False)
@@ -219,6 +223,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path):
         assert len(row["samples_s"]) >= 3
 
 
+@pytest.mark.slow
 def test_one_rank_of_many_is_reckoned_up_layer_by_layer(setting):
     plan = OneRankPlan.of(setting, 32, 4, "2")
     assert (plan.experts, plan.layers) == (2, 2)

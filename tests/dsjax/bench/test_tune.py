@@ -91,6 +91,7 @@ def setting(name="demo", heads=8, cache_dtype=np.float32, context=24):
     return tuning.AttentionSetting(load_config(name), heads, "split", np.dtype(cache_dtype), 16, context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["dense", "experts_gate_up_fp8", "experts_down", "latent_attention"])
 def test_the_timer_runs_every_kind_of_kernel(kernel, monkeypatch):
     monkeypatch.setattr(tuning, "STACK_BYTES", 0)
@@ -113,6 +114,7 @@ def test_attention_of_v3_is_found_for_decodes_with_drafts_and_for_chunks_as_far_
     assert all(size in ATTENTION_SIZES[name] for tile in tiles for name, size in vars(tile).items())
 
 
+@pytest.mark.slow
 def test_attention_with_tuned_sizes_gives_the_same_numbers_and_other_shapes_keep_the_default():
     own = setting()
     product, other = own.find([2], 256, 0)[0], own.find([64], 256, 0)[0]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import tempfile
 from email.message import Message
 from pathlib import Path
@@ -17,6 +18,7 @@ from dsjax.cli.main import app
 from dsjax.engine.device import process
 from dsjax.errors import UserError
 from dsjax.kernels import build, table
+from sharding import MeshError, MeshSpec
 
 CACHE = (
     "jax_compilation_cache_dir",
@@ -120,6 +122,10 @@ def broken_kernels(monkeypatch, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
 
 
+def no_device(monkeypatch, tmp_path):
+    monkeypatch.setattr(MeshSpec, "build", Mock(side_effect=MeshError("JAX_PLATFORMS is 'cuda', and JAX found none")))
+
+
 def unloadable_kernels(monkeypatch, tmp_path):
     broken_kernels(monkeypatch, tmp_path)
     monkeypatch.setattr(table.build, "find_or_build", lambda folder: build.BuiltLibrary(folder / "gone.so"))
@@ -145,6 +151,8 @@ def unloadable_kernels(monkeypatch, tmp_path):
         ),
         (broken_kernels, "_native_kernels", "native kernels", "do not work on this machine"),
         (unloadable_kernels, "_native_kernels", "native kernels", "do not load"),
+        (lambda patch, _: patch.setenv("JAX_ENABLE_X64", "1"), "_settings", "JAX_ENABLE_X64", "is on"),
+        (no_device, "_devices", "devices", "JAX_PLATFORMS is 'cuda'"),
     ],
 )
 def test_what_is_broken_is_trouble_and_ends_with_1(monkeypatch, tmp_path, break_it, part, subject, told):
@@ -154,7 +162,9 @@ def test_what_is_broken_is_trouble_and_ends_with_1(monkeypatch, tmp_path, break_
     assert told in finding.found
     assert finding.advice
     monkeypatch.setattr(doctor, "look", lambda: [finding])
-    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+    ended = CliRunner().invoke(app, ["doctor"])
+    assert ended.exit_code == 1
+    assert re.search(rf"trouble +{subject}: [^→]*\n +→ ", ended.output)
 
 
 def test_a_quota_is_told(monkeypatch):

@@ -47,6 +47,7 @@ def found() -> dict[str, tuple[int, str, list[str]]]:
     return {name: (*run, heavy) for name, (run, heavy) in zip(named, json.loads(made.stdout), strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_can_be_run_as_a_module(found, command):
     code, shown, _ = found[f"dsjax.{command} --help"]

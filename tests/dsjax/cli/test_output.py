@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dsjax.cli.info import info
 from dsjax.cli.main import COMMANDS, app
-from dsjax.cli.output import ReportConsole, fitted, write_json, writing
+from dsjax.cli.output import ReportConsole, fitted, report_console, write_json, writing
 from dsjax.cli.plan import plan
 from dsjax.errors import UserError
 
@@ -48,17 +48,12 @@ def test_commands_say_what_they_cannot_write(command, tmp_path):
         command(tmp_path / "missing")
 
 
-PRINT = "from dsjax.cli.output import report_console; print(report_console().width)"
-
-
-@pytest.mark.parametrize(("columns", "expected"), [(None, 140), ("200", 200)])
-def test_a_pipe_has_room_for_wide_tables_unless_its_width_is_said(columns, expected):
-    # Said in full: where readline was imported, the C library's environment has a COLUMNS that `os.environ` does not.
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    if columns:
-        environment["COLUMNS"] = columns
-    found = subprocess.run([sys.executable, "-c", PRINT], capture_output=True, text=True, check=True, env=environment)
-    assert int(found.stdout) == expected
+def test_a_pipe_has_room_for_wide_tables_unless_its_width_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert report_console().width == 140
+    monkeypatch.setenv("COLUMNS", "200")
+    assert report_console().width == 200
 
 
 WIDTHS = (80, 120)
@@ -156,19 +151,12 @@ def test_the_version_is_printed():
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_this_machine_fit_and_says_what_is_not():
-    command = [sys.executable, "-m", "dsjax", "doctor"]
-    found = subprocess.run([*command, "--json", "-"], capture_output=True, text=True)
+def test_the_doctor_finds_this_machine_fit():
+    found = subprocess.run([sys.executable, "-m", "dsjax", "doctor", "--json", "-"], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     subjects = {one["subject"]: one for one in json.loads(found.stdout)}
     assert {"versions", "devices", "host memory", "compiled programs", "downloaded models"} <= subjects.keys()
     assert all(one["advice"] for one in subjects.values() if one["state"] != "ok")
-    sick = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cuda", "JAX_ENABLE_X64": "1"}
-    )
-    assert sick.returncode == 1
-    assert re.search(r"trouble +JAX_ENABLE_X64: is on\n +→ unset it", sick.stdout)
-    assert re.search(r"trouble +devices: JAX_PLATFORMS is 'cuda'", sick.stdout)
 
 
 def run_into(stdout, command: str, unbuffered: str) -> subprocess.CompletedProcess:

@@ -60,9 +60,11 @@ def test_a_signal_while_it_compiles_ends_all_processes_of_a_worker_cleanly_and_a
     """Dynamo waits for a start, and after its time limit calls C's `exit`, on which XLA's threads crash."""
     from demo_crowd import options
     from deployment import Group, wait_until
+    from tiny_deployment import write_worded_checkpoint
 
     cold = {"JAX_ENABLE_COMPILATION_CACHE": "false", "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "40"}
-    group = Group(tmp_path, "worker", *options(), "--mesh", "dp=2", **cold)
+    model = write_worded_checkpoint(tmp_path, max_position_embeddings=256)
+    group = Group(tmp_path, "worker", "--model", str(model), *options(), "--mesh", "dp=2", **cold)
     leader, follower = group.processes
     try:
         wait_until(lambda: not group.is_ready and "compiling shapes" in leader.log.read_text(), what="it compiles")

@@ -9,22 +9,12 @@ import pytest
 from demo_crowd import CLIENTS, NEW_TOKENS, prompt
 from with_dynamo import WITH_DYNAMO
 
-pytestmark = [
-    pytest.mark.dynamo,
-    WITH_DYNAMO,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.dynamo, WITH_DYNAMO, pytest.mark.slow]
 
 MESH = ("--mesh", "dp=2", "--compile-ahead", "0")
 LONG = "".join(f"value_{i} = {i}\n" for i in range(12))
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    from tiny_deployment import Alone
-
-    return Alone(tmp_path_factory.mktemp("tiny"))
+LONG_ANSWER = {"max_tokens": 160, **GREEDY}
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +23,11 @@ def deployment(alone, tmp_path_factory):
     from deployment import Group
     from tiny_deployment import Deployment
 
-    made = Deployment(tmp_path_factory.mktemp("dynamo"))
-    try:
+    with Deployment(tmp_path_factory.mktemp("dynamo")) as made:
         made.start("group", *alone.options, *MESH, kind=Group)
         made.start("worker", *alone.options, *MESH)
         made.wait()
         yield made
-    finally:
-        made.end()
 
 
 @pytest.fixture
@@ -120,51 +107,51 @@ def test_a_stream_that_is_closed_gives_its_pages_back(deployment, processes):
         wait_until(lambda name=name: not any(sum(one.metric(name)) for one in processes), what=f"{name} is 0")
 
 
-def under_load(alone, deployment, process, end) -> float:
+@pytest.fixture(scope="module")
+def long_answers(alone) -> dict[str, str]:
+    """By its prompt, what the engine alone says of each of 12 clients."""
+    prompts = [prompt(client) for client in range(12)]
+    return dict(zip(prompts, alone.texts(prompts, LONG_ANSWER), strict=True))
+
+
+def under_load(deployment, long_answers, process, end) -> float:
     """Have 12 streams run, and a process ended in their middle; every one is the engine's to its end. Give how many `process` had."""
-    prompts, params = [prompt(client) for client in range(12)], {"max_tokens": 160, **GREEDY}
-    expected, all_run = alone.texts(prompts, params), threading.Barrier(13)
+    all_run = threading.Barrier(13)
 
     def follow(text: str) -> str:
-        answer = deployment.complete(text, stream=True, **params)
+        answer = deployment.complete(text, stream=True, **LONG_ANSWER)
         first_text = next(iter(answer)).choices[0].text
         all_run.wait(60)
         return first_text + "".join(chunk.choices[0].text for chunk in answer)
 
     with ThreadPoolExecutor(12) as pool:
-        answers = [pool.submit(follow, text) for text in prompts]
+        answers = [pool.submit(follow, text) for text in long_answers]
         all_run.wait(60)
         ran = sum(process.metric("vllm:num_requests_running"))
         end()
-        assert [answer.result() for answer in answers] == expected
+        assert [answer.result() for answer in answers] == [*long_answers.values()]
     return ran
 
 
-def test_a_process_of_a_worker_that_is_told_to_end_leaves_in_order_and_loses_no_request(alone, deployment):
+def test_a_process_of_a_worker_that_is_told_to_end_leaves_in_order_and_loses_no_request(deployment, long_answers):
     """The mesh goes on without its devices."""
     group = deployment.workers["group"]
     follower = group.follower
-    assert under_load(alone, deployment, group.leader, lambda: follower.process.send_signal(signal.SIGTERM)) > 0
+    assert under_load(deployment, long_answers, group.leader, lambda: follower.process.send_signal(signal.SIGTERM)) > 0
     assert follower.process.wait(60) == 0, group.last_words()
     assert "the others go on without this process" in follower.log.read_text()
     assert "has gone away" not in group.leader.log.read_text()
 
 
-def test_a_worker_that_is_told_to_end_says_goodbye_and_loses_no_request(alone, deployment):
-    """The others are the process that the group has left, and then a new worker."""
-    leaves = deployment.workers["worker"]
-    assert under_load(alone, deployment, leaves, lambda: leaves.process.send_signal(signal.SIGTERM)) > 0
-    assert leaves.process.wait(60) == 0, leaves.log.read_text()[-4000:]
-    deployment.drop("worker")
-
-
-def test_answers_are_the_engines_when_a_worker_is_killed_under_load(alone, deployment):
-    """Last, since it leaves one worker: Dynamo's migration goes on with the other."""
-    from deployment import wait_until
-
-    left = deployment.start("again", *alone.options, *MESH)
-    wait_until(lambda: left.is_ready and deployment.frontend.num_workers() == 2, what="the new worker serves")
+def test_answers_are_the_engines_when_a_worker_is_killed_under_load(deployment, long_answers):
+    """The process that the group has left: Dynamo's migration goes on with the other worker."""
     killed = deployment.workers["group"].leader
-    assert under_load(alone, deployment, killed, lambda: killed.end(signal.SIGKILL)) > 0
-    wait_until(lambda: sum(left.metric("vllm:num_requests_running")) == 0, what="nothing runs")
-    assert left.end() == 0, left.log.read_text()[-4000:]
+    assert under_load(deployment, long_answers, killed, lambda: killed.end(signal.SIGKILL)) > 0
+    deployment.drop("group")
+
+
+def test_a_worker_that_is_told_to_end_says_goodbye_and_loses_no_request(deployment, long_answers):
+    """Last, since nobody is left who could go on with a request."""
+    leaves = deployment.workers["worker"]
+    assert under_load(deployment, long_answers, leaves, lambda: leaves.process.send_signal(signal.SIGTERM)) > 0
+    assert leaves.process.wait(60) == 0, leaves.log.read_text()[-4000:]

@@ -98,7 +98,10 @@ class Deployment:
         self.workers.pop(name).end(signal.SIGKILL)
         wait_until(lambda: self.frontend.num_workers() == len(self.workers), what="the frontend knows that it has gone")
 
-    def end(self) -> None:
+    def __enter__(self) -> "Deployment":
+        return self
+
+    def __exit__(self, *failed: object) -> None:
         """End all that still run."""
         for process in (self.frontend, *self.workers.values()):
             process.end(signal.SIGKILL)

@@ -56,9 +56,10 @@ def found(body):
 
 @pytest.fixture
 def served(start_server):
-    """Starts a server of four ranks with metrics of its own."""
+    """Starts a server of four ranks with metrics of its own, whose steps take 10 ms: a load at full speed would keep a core busy."""
+    sizes = {"num_ranks": 4, "max_chunk": 16, "pages_per_rank": 257, "step_seconds": 0.01}
     options = ServeOptions(admin_api_key="root")
-    return lambda metrics: start_server(num_ranks=4, max_chunk=16, pages_per_rank=257, metrics=metrics, options=options)
+    return lambda metrics: start_server(metrics=metrics, options=options, **sizes)
 
 
 @pytest.mark.parametrize(("used", "status", "verdict"), [(60, 0, "met"), (95, 3, "missed")])

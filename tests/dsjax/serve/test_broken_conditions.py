@@ -218,7 +218,7 @@ def test_a_model_is_loaded_where_nothing_can_be_kept(tmp_path):
     }
     model = write_worded_checkpoint(tmp_path)
     sizes = "--max-tokens 2 --max-model-len 32 --max-num-seqs 1"
-    command = f"ulimit -n 64; exec $0 -m dsjax generate --model $1 --mesh dp=2 --prompt hi {sizes}"
+    command = f"ulimit -n 64; exec $0 -m dsjax generate --model $1 --mesh dp=1 --prompt hi {sizes}"
     ended = subprocess.run(
         ["bash", "-c", command, sys.executable, str(model)],
         env=environment,

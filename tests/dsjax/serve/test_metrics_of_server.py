@@ -23,6 +23,7 @@ def ends(server) -> dict[str, float]:
     return {reason: server.total("vllm:request_success_total", finished_reason=reason) for reason in reasons}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_streamed_or_not_every_token_is_measured(server, stream):
     answer = server.post("/v1/completions", {**BODY, "n": 2, "stream": stream})

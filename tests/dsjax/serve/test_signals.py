@@ -1,4 +1,4 @@
-"""A server in a process of its own, and real signals."""
+"""A server in a process of its own, and real signals. `test_mesh_server.py` ends an idle one."""
 
 import contextlib
 import signal
@@ -58,13 +58,6 @@ def start():
             return process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
 
         yield run
-
-
-def test_an_idle_server_ends_cleanly_at_a_signal(start):
-    process, url = start(0, 5)
-    assert httpx.get(f"{url}/health").status_code == 200
-    process.send_signal(signal.SIGINT)
-    assert process.wait(240) == 0
 
 
 def test_a_second_signal_ends_at_once_even_while_a_step_hangs(start):
