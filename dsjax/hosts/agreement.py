@@ -36,30 +36,18 @@ class Agreement:
         self._told = {}
 
     def run(self, stage: str, act: Callable[[], Result]) -> Result:
-        """Do something that all present processes do; give its result when all have done it.
+        """Do something that all present processes do. Return its result when all have done it.
 
         Raises:
-            GroupError: it failed elsewhere, or somebody is gone. What `act` itself raises is raised here, and told to the others.
+            GroupError: it failed in another process, or a process is gone. An error of `act` is raised here, and told to the others.
         """
-        result = self._act(stage, act)
-        self.ask(stage)
-        return result
-
-    def report(self, stage: str, act: Callable[[], Result]) -> Result:
-        """Do something that process 0 waits for with `run`, and tell it what came of it. Nobody is waited for here.
-
-        What `act` raises is raised here too.
-        """
-        result = self._act(stage, act)
-        self.tell(stage)
-        return result
-
-    def _act(self, stage: str, act: Callable[[], Result]) -> Result:
         try:
-            return act()
+            result = act()
         except BaseException as error:
             self.tell(stage, error=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             raise
+        self.ask(stage)
+        return result
 
     def tell(self, stage: str, value: Any = None, error: str | None = None) -> None:
         """Say a plain value, or why this process cannot go on, to whoever asks for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -96,29 +97,36 @@ class HostGroup:
         """
         options = located(options)
         credentials = options.read_credentials()
-        answerer = Answerer(options.address, credentials)
-        rendezvous = meet(options, prepare, answerer.port, credentials)
-        group = cls(options, rendezvous.members, rendezvous=rendezvous, credentials=credentials)
-        group._answerer = answerer
-        if rendezvous.generation > 0:
-            group.links.check(rendezvous.here)
-        coordination.join(options, rendezvous.service, group.collectives)
-        group.generation = rendezvous.generation
-        if group.is_leader:
-            rendezvous.listener.watch(group._left, group.comers.let_in)
-        else:
-            coordination.on_abort(group._end_on_abort)
-            group.hear(max(1, rendezvous.generation))
-        group._watching = start_thread("host watch", group._watch, name="dsjax-hosts", restarts=True)
-        if options.link_monitor_interval:
-            group.monitor = LinkMonitor(group, options.link_monitor_interval)
-            group.monitor.start()
-        atexit.register(group.leave)
-        if rendezvous.generation == 0:
-            group.agreement.run(
-                "links", lambda: group.links.check([member.process_id for member in rendezvous.members])
-            )
+        with contextlib.ExitStack() as opened:  # a start that fails leaves no port open
+            answerer = Answerer(options.address, credentials)
+            opened.callback(answerer.close)
+            rendezvous = meet(options, prepare, answerer.port, credentials)
+            opened.callback(rendezvous.close)
+            group = cls(options, rendezvous.members, rendezvous=rendezvous, credentials=credentials)
+            group._answerer = answerer
+            group._join()
+            opened.pop_all()
         return group
+
+    def _join(self) -> None:
+        """Start JAX with the devices of the group, and watch the others."""
+        options, rendezvous = self.options, self._rendezvous
+        if rendezvous.generation > 0:
+            self.links.check(rendezvous.here)
+        coordination.join(options, rendezvous.service, self.collectives)
+        self.generation = rendezvous.generation
+        if self.is_leader:
+            rendezvous.listener.watch(self._left, self.comers.let_in)
+        else:
+            coordination.on_abort(self._end_on_abort)
+            self.hear(max(1, rendezvous.generation))
+        self._watching = start_thread("host watch", self._watch, name="dsjax-hosts", restarts=True)
+        if options.link_monitor_interval:
+            self.monitor = LinkMonitor(self, options.link_monitor_interval)
+            self.monitor.start()
+        atexit.register(self.leave)
+        if rendezvous.generation == 0:
+            self.agreement.run("links", lambda: self.links.check([one.process_id for one in rendezvous.members]))
 
     @property
     def is_leader(self) -> bool:
