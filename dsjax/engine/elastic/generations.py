@@ -312,7 +312,7 @@ class Generations:
         self._args = args
         self.facts = replace(
             self.facts,
-            expert_mesh=args.expert_mesh,
+            expert_mesh=f"ep={side.spec.ep_size}",
             physical_experts_per_device=self.executor.model.placement.n_physical // side.spec.ep_size,
             expert_weight_bytes=side.bytes_of_device,
         )
