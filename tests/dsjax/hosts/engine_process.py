@@ -1,7 +1,4 @@
-"""One process of a group that computes several layouts, one after the other: `test_two_processes.py` starts two of these.
-
-A layout is a generation: the processes stay, and the executors on top of them are new.
-"""
+"""One process of a group that generates the prompts below: `test_two_processes.py` starts two of these."""
 
 import argparse
 import json
@@ -41,41 +38,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("coordinator-address", "num-processes", "process-id", "start-timeout", "heartbeat-timeout"):
         parser.add_argument(f"--{name}", type=str if name == "coordinator-address" else int)
-    parser.add_argument("--layouts", type=json.loads)
+    parser.add_argument("--options", type=json.loads)
     given = vars(parser.parse_args())
-    layouts = [EngineArgs(**FEW_SHAPES | layout, **given) for layout in given.pop("layouts")]
-    first = layouts[0]
-    group = join_group(first, host_options(first))
+    args = EngineArgs(**FEW_SHAPES | given.pop("options"), **given)
+    group = join_group(args, host_options(args))
     from dsjax.engine.elastic.follower import Follower
     from dsjax.engine.setup.loading import load_model
     from dsjax.engine.stream.leader import EndMessage
 
-    found = []
-    for generation, args in enumerate(layouts):
-        group.generation = generation
-        loaded = load_model(args, group)
-        if not group.is_leader:
-            Follower(group).follow(loaded.executor)
-            continue
+    loaded = load_model(args, group)
+    if group.is_leader:
         config = args.scheduler_config(loaded.executor.limits)
         engine = LLMEngine(EngineParts(loaded.executor, None, config, eplb=args.eplb))
-        found.append(
-            {
-                "greedy": [
-                    continuations(engine, each, GREEDY)
-                    for each in ([PROMPTS, OTHERS, PROMPTS] if args.host_cache_bytes else [PROMPTS])
-                ],
-                "sampled": continuations(engine, PROMPTS[:2], SAMPLED),
-                "rebalances": getattr(engine.core.statistics().get("balance"), "rebalances", None),
-                "fetched": [
-                    load.tiers["host"].fetched if "host" in load.tiers else None for load in engine.core.loads()
-                ],
-            }
-        )
+        found = {
+            "greedy": [continuations(engine, prompts, GREEDY) for prompts in (PROMPTS, OTHERS, PROMPTS)],
+            "sampled": continuations(engine, PROMPTS[:2], SAMPLED),
+            "rebalances": engine.core.statistics()["balance"].rebalances,
+            "fetched": [load.tiers["host"].fetched for load in engine.core.loads()],
+        }
         loaded.executor._put(EndMessage())
         loaded.executor.inner.shutdown()
-    if group.is_leader:
         print("found", json.dumps(found), flush=True)
+    else:
+        Follower(group).follow(loaded.executor)
     group.leave()
 
 
