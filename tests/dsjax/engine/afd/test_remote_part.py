@@ -43,8 +43,8 @@ class Side(RemoteExperts):
 class Process:
     """One attention process. another: makes the side that the command connects to."""
 
-    def __init__(self, others, another=Side):
-        self.now, self.made = Side(), []
+    def __init__(self, others, another=Side, number=0):
+        self.now, self.made, self.number = Side(), [], number
         self.now.others = others
         self.device = SimpleNamespace(model=SimpleNamespace(apart=self.now), programs=SimpleNamespace(of=lambda m: m))
         self.device.placements = SimpleNamespace(physical_to_logical=ROWS)
@@ -79,7 +79,7 @@ def group():
         others = list(pool.map(AttentionProcesses, groups(PROCESSES)))
 
         def make(*another):
-            made.extend(map(Process, others, another))
+            made.extend(map(Process, others, another, range(PROCESSES)))
             return made
 
         yield SimpleNamespace(make=make, all_do=lambda act: list(pool.map(act, made)), others=others)
@@ -90,9 +90,9 @@ def group():
 
 
 def meet(process):
-    """A layer's wait, on the current side."""
-    process.side.tell(1)
-    return process.side.agree(1)
+    """A layer's wait, on the current side: the greatest number of all processes."""
+    process.side.tell(process.number)
+    return process.side.agree(process.number)
 
 
 def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_one_did(group):
@@ -103,7 +103,7 @@ def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_on
         assert process.now.closed.is_set()
         assert not process.side.closed.is_set()
         np.testing.assert_array_equal(process.side.placement, ROWS)
-    assert group.all_do(meet) == [1] * PROCESSES
+    assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
 
 
 @pytest.mark.parametrize("who", range(PROCESSES))
@@ -123,9 +123,9 @@ def test_if_one_cannot_connect_all_stay_and_say_why_and_another_change_can_be_ma
     expected[who] = said
     assert group.all_do(Process.change) == expected
     assert all(map(Process.stays, processes))
-    assert group.all_do(meet) == [1] * PROCESSES
+    assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
     assert group.all_do(Process.change) == [None] * PROCESSES
-    assert group.all_do(meet) == [1] * PROCESSES
+    assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
 
 
 def test_an_attention_process_that_is_gone_fails_the_change_and_leaves_no_link(group):
