@@ -241,7 +241,7 @@ def _cut(values: Array, starts: tuple[np.int32, ...], sizes: tuple[int, ...]) ->
 
 
 def _is_whole(array: Array) -> bool:
-    """Whether an array can be used: it was neither donated to a program that failed nor made by one."""
+    """Whether an array is usable: it is not deleted, and the program that made it succeeded."""
     if array.is_deleted():
         return False
     with suppress(RuntimeError):

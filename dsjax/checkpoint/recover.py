@@ -220,6 +220,6 @@ def _write(values: Array, piece: Array, starts: tuple[np.int32, ...]) -> Array:
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Array:
-    """An array that is made on the device itself. JAX keeps the program for each shape."""
+    """Allocate zeros on the device. JAX caches the program by shape."""
     with jax.default_device(device):
         return jnp.zeros(shape, dtype)

@@ -175,7 +175,7 @@ class ThreadedEngine:
     async def scale(
         self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None
     ) -> "Generations":
-        """Continue on another mesh, or with other expert processes; see ``LLM.scale``. ``failure`` of the result: why it could not.
+        """Continue on another mesh, or with other expert processes; see ``LLM.scale``. The result's ``failure`` says why a change failed.
 
         Raises:
             UserError, MeshError: the change is not possible, or another one is under way; nothing has changed.

@@ -66,7 +66,7 @@ class ExpertProcess:
 
     Args:
         step: of the model, its experts on an ``ExpertSide`` that is loaded; of the attention side it has one device without anything.
-        writer: of these experts' slots. space: what an attention side must have alike. listener: socket that is bound.
+        writer: of these experts' slots. space: what an attention side must have in common with this process. listener: a bound socket.
 
     Attributes:
         port: at which it listens. num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
@@ -117,7 +117,7 @@ class ExpertProcess:
             except Exception as error:  # whatever it is, the attention side must hear of it
                 _log.exception("Experts could not be brought to where the attention side has them.")
                 problem = f"{type(error).__name__}: {error}"
-            if not problem:  # under the same lock, or another process of this side could be checked against none
+            if not problem:  # admit under the same lock, so that no other process of this side is checked in between
                 key = hello.side, hello.generation
                 joint = self._joint.setdefault(key, JointCalls(hello.processes, hello.change))
                 joint.enter(hello.process)
@@ -317,7 +317,7 @@ class ExpertProcess:
     def _program(self, call: Call) -> Compiled:
         key = call.stack, call.tokens, call.cells
         if key not in self._programs:
-            with self._compiling:  # and not the other lock: another side's steps go on while this one warms up
+            with self._compiling:  # a lock of its own, so that other sides' steps continue during a warm-up
                 if key not in self._programs:
                     self._programs[key] = self.side.compile(self._step, call.stack, call.tokens, 1, call.cells)
         return self._programs[key]

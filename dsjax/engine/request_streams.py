@@ -175,7 +175,7 @@ class RequestStreams:
         arrival_time = time.monotonic()
         ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
 
-        # Drawn here, in the order of arrival: below, whichever thread is first would prepare its prompts first.
+        # Draw seeds in the order of arrival; threads may prepare prompts in any order.
         seeds = [self._inputs.draw_seed() if params.seed is None else None for _ in prompts]
 
         def prepare() -> list[PreparedRequest]:

@@ -41,7 +41,7 @@ _PEEK_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
 _MOST_REFUSALS = 16
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
-"""How soon, and then how often, process 0 says whom it waits for."""
+"""Seconds until process 0 first reports whom it waits for, and between two reports."""
 
 
 class GroupError(UserError):

@@ -40,7 +40,7 @@ class RemoteExperts(Side):
     Attributes:
         space: as of ``Hello``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
             experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
-            layer; likewise. A process that comes back is told of it, and takes from the checkpoint what it had not.
+            layer; likewise. A process that comes back is told of it, and reads from the checkpoint what it lacks.
         generation, change: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
         others: the other processes of the attention side; None: there are none. They have the same name, generation and placement;
             ``join`` assigns them.

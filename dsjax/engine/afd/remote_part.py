@@ -1,4 +1,4 @@
-"""``RemoteExpertsPart``: the executor's part whose routed experts are in other processes, and which a command connects to others."""
+"""``RemoteExpertsPart``: the executor's part for routed experts in other processes, which a command replaces by others."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_
     """Connect to other expert processes. The steps that follow send their rows there; if one process cannot, all stay as they are.
 
     Attributes:
-        expert_mesh, afd_address: the options `--expert-mesh` and `--afd-address` of these processes.
+        expert_mesh, afd_address: as `--expert-mesh` and `--afd-address` of the new processes.
     """
 
     expert_mesh: str

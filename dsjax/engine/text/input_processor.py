@@ -75,7 +75,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
-        seed: as of `draw_seed`, for a request without one; None: drawn here. Draw it in advance if threads prepare requests.
+        seed: from `draw_seed`, for a request without a seed; None: drawn here. Draw seeds in advance if threads prepare requests.
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.

@@ -1,4 +1,4 @@
-"""One process of a group that generates the prompts below: `test_two_processes.py` starts two of these."""
+"""Generate the prompts below in one process of a group; `test_two_processes.py` starts two."""
 
 import argparse
 import json

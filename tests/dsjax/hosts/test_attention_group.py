@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 HEARTBEAT = 5
 """Seconds after which a collective fails that a process has not joined."""
 BEGINNING = '{"tokens"'
-"""Of the line that process 0 prints for all prompts."""
+"""How the line begins that process 0 prints for all prompts."""
 
 
 class Deployment:
