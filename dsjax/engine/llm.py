@@ -111,7 +111,6 @@ class LLM:
 
         library = ProgramLibrary()
         links, connect = None, None
-        stages = MeshSpec.parse(self.args.mesh).pp_size
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -122,20 +121,13 @@ class LLM:
             separated = load_separated(self.args, show_progress=show_progress)
             loaded, links = separated.decode, [separated.link]
             opened.callback(separated.link.close)
-        elif self.args.disaggregation_mode == "decode":
-            from dsjax.engine.disaggregated import remote_links
-
-            loaded = load_model(self.args, group, library=library, show_progress=show_progress)
-            links = []
-        elif stages > 1:
-            from dsjax.engine.setup.stages import load_stages
-
-            loaded = load_stages(self.args, group, show_progress=show_progress)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
         if self.args.disaggregation_mode == "decode":
-            connect = remote_links(self.args, loaded, group)
+            from dsjax.engine.disaggregated import remote_links
+
+            links, connect = [], remote_links(self.args, loaded, group)
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
@@ -162,7 +154,7 @@ class LLM:
         opened.pop_all()
         opened.callback(self.engine.shutdown)
         self._facts = loaded.facts
-        fixed = self.args.separated or (stages > 1 and group is not None)
+        fixed = self.args.separated or (group is not None and MeshSpec.parse(self.args.mesh).pp_size > 1)
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.engine.core.generations = self._generations
 

@@ -33,13 +33,13 @@ class ProgramLibrary:
 
     Attributes:
         folder: where programs are kept for other processes and later starts; None: nowhere.
-        beside_the_cache: of a mesh, bytes of a device that a step needs beside weights and cache.
+        beside_the_cache: of a mesh and a stage, bytes of a device that a step needs beside weights and cache.
         pages: of a mesh, how many each DP rank's cache has in programs that were compiled ahead; the cache must then have as many.
     """
 
     def __init__(self, folder: ProgramFolder | None = None):
         self.folder = folder
-        self.beside_the_cache: dict[str, int] = {}
+        self.beside_the_cache: dict[Hashable, int] = {}
         self.pages: dict[str, int] = {}
         self._kept: dict[Hashable, dict[Hashable, KeptProgram]] = {}
         self._lock = threading.Lock()

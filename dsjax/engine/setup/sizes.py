@@ -97,12 +97,12 @@ class EngineLayout:
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
-        mesh, known = str(self.step.spec), library.beside_the_cache
-        if mesh not in known:
-            known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
+        key, known = (str(self.step.spec), self.step.stage), library.beside_the_cache
+        if key not in known:
+            known[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
         moves = self.per_exchange and self.step.apart is None  # else it takes memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
-        pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
+        pool = Pool.of(self.step, known[key] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
