@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -27,16 +26,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
         UserError: options that do not go together, or an address that is none; or what started this process says that it is one of
             several, and its options are of an engine of one.
     """
-    options = HostOptions.find(
-        args.coordinator_address,
-        args.num_processes,
-        args.process_id,
-        args.host_address,
-        args.start_timeout,
-        args.heartbeat_timeout,
-        args.link_monitor_interval,
-        **dataclasses.asdict(args.credentials),
-    )
+    options = HostOptions.find(args, args.link_monitor_interval)
     beside = args.expert_mesh is not None and args.afd_role != "attention"
     flag = "--prefill-mesh" if args.separated else f"--expert-mesh with --afd-role {args.afd_role}" if beside else None
     if options is not None and flag is not None:

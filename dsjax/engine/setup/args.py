@@ -190,6 +190,12 @@ class EngineArgs(
         least=0,
         of_host=True,
     )
+    link_monitor_interval: int = option(
+        10,
+        "seconds between two looks at the links to the other processes, for /metrics; 0: none",
+        least=0,
+        of_host=True,
+    )
 
     def __post_init__(self):
         if self.mla_prefill is None:
