@@ -76,7 +76,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
             config,
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, eplb=prefill_options.eplb, page_source=prefill_options.page_source),
+            attachments=attachments_of(config, prefill_options),
         )
         opened.pop_all()
     engine.start()
@@ -139,7 +139,7 @@ def load_prefill(
             config,
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
+            attachments=attachments_of(config, args, event_sink),
             keepers=keepers_of(chunks.address, group),
             tickets=tickets,
         )

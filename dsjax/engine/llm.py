@@ -108,6 +108,7 @@ class LLM:
         from dsjax.engine.elastic.generations import Generations
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
+        from dsjax.engine.transfer.prefill_links import PrefillLinks
 
         library = ProgramLibrary()
         links, connect = None, None
@@ -128,6 +129,11 @@ class LLM:
             from dsjax.engine.disaggregated import remote_links
 
             links, connect = [], remote_links(self.args, loaded, group)
+        prefills = None
+        if links is not None:
+            prefills = PrefillLinks(
+                links, connect, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
+            )
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
@@ -137,18 +143,10 @@ class LLM:
             loaded.executor,
             self.tokenizer,
             self.args.scheduler_config(loaded.executor.limits),
+            self.args,
             eos_token_ids=loaded.eos_token_ids,
-            seed=self.args.seed,
-            async_scheduling=self.args.async_scheduling,
-            eplb=self.args.eplb,
-            kv_events=self.args.kv_events,
-            prefills=links,
-            connect_prefill=connect,
-            local_prefill_tokens=self.args.local_prefill_tokens,
-            transfer_timeout=self.args.transfer_timeout,
+            prefills=prefills,
             event_sink=event_sink,
-            stream_interval=self.args.stream_interval,
-            page_source=self.args.page_source,
         )
         self.engine = LLMEngine(self.parts)
         opened.pop_all()
