@@ -115,19 +115,21 @@ class ProgramFolder:
             self.num_read += 1
         return data
 
-    def write(self, name: str, data: bytes) -> None:
-        """Keep a program, whole or not at all. Where that cannot be, it is said once, and nothing is kept from then on."""
+    def write(self, name: str, data: bytes) -> bool:
+        """Keep a program, whole or not at all, and say whether it is kept. After a failure, which is logged, nothing more is kept."""
         if not self._writes:
-            return
+            return False
         try:
             self._write(name, data)
             if self.num_written % _WRITES_PER_LOOK == 1:
                 self._make_room()
+            return True
         except OSError as error:
             with self._lock:
                 first, self._writes = self._writes, False
             if first:
                 _log.warning("Compiled programs cannot be kept in %s (%s).", self.path, error.strerror or error)
+            return False
 
     def turn(self, name: str) -> Turn | None:
         """The turn to make what is to be kept under a name; None while another process, or another part of this one, has it."""
