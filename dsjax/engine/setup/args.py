@@ -201,7 +201,7 @@ class EngineArgs(
         if self.mla_prefill is None:
             object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
         for field in dataclasses.fields(self):
-            if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
+            if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
                 _check(field, getattr(self, field.name))
         _ = (
             self.speculation,
@@ -209,6 +209,7 @@ class EngineArgs(
             self.num_redundant,
             self.kv_events,
             self.credentials,
+            self.prefill,
         )  # wrong ones are refused here
         check_sizes(self)
         check_apart(self)
