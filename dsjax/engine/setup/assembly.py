@@ -233,10 +233,6 @@ def _kernels(
         cores=Cores.of(device),
     )
     if args.batch_invariant and kernels.pallas is not None:
-        if args.kernel_config is not None:
-            raise UserError(
-                "--batch-invariant has the same tiles for every shape, and --kernel-config has others; leave one of the two out"
-            )
         kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
         kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, open_sums(kernels)))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":

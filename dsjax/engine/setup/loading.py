@@ -53,7 +53,6 @@ from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
-from dsjax.engine.tiers.options import NO_SHARED_DISK
 from dsjax.engine.tiers.page_files import PageFiles
 from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
@@ -118,7 +117,8 @@ def load_model(
     descriptor_limit()  # a memory-mapped file of the checkpoint keeps one each
     if args.record_steps is not None:
         check_writable(args.record_steps)
-    lock = lock_disk(args, group)
+    # Before anything expensive is done.
+    lock = None if args.disk_cache is None else lock_folder(args.disk_cache)
     # Whoever keeps the error, as a notebook does, must not keep the folder and connections too.
     with contextlib.ExitStack() as opened:
         if lock is not None:
@@ -420,19 +420,6 @@ def executor_parts(
     if per_exchange:
         parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
     return parts
-
-
-def lock_disk(args: EngineArgs, group: HostGroup | None) -> PageFolder | None:
-    """Open and lock the folder for pages, before anything expensive is done; None where none is wanted.
-
-    Raises:
-        UserError: the folder cannot be used, or several processes would have to share it.
-    """
-    if args.disk_cache is None:
-        return None
-    if group is not None:
-        raise UserError(NO_SHARED_DISK)
-    return lock_folder(args.disk_cache)
 
 
 def open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:

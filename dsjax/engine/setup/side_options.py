@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS
-from dsjax.engine.transfer.transport import BACKENDS, FLAG, check_installed
+from dsjax.engine.transfer.transport import BACKENDS, check_installed
 from dsjax.errors import UserError
 from dsjax.options import option
 
@@ -190,78 +190,16 @@ def check_sizes(args: Args) -> None:
 
 
 def check_sides(args: Args) -> None:
-    """Check that the options of prefill apart from decode go together, and with all others.
+    """Check the mesh, or those of two sides, the options of the prefill side, and that there is what moves pages to another process.
 
     Raises:
-        UserError: they do not. MeshError: a mesh cannot be.
+        UserError: they cannot be so. MeshError: a mesh cannot be.
     """
-    if args.is_side:
-        if args.separated:
-            raise UserError(
-                f"--disaggregation-mode {args.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
-            )
-        _check_transfers(args, f"--disaggregation-mode {args.disaggregation_mode}")
-        if args.disaggregation_mode == "prefill":
-            _check_prefills_alone(args)
-        check_installed(args.disaggregation_transfer_backend)
-    elif args.disaggregation_transfer_backend != type(args).disaggregation_transfer_backend:
-        raise UserError(
-            f"{FLAG} {args.disaggregation_transfer_backend} moves pages between processes, and no others are told of here; leave it out, "
-            "or give --disaggregation-mode too (dsjax dynamo)"
-        )
-    if args.prefill_mesh is None and args.decode_mesh is None:
-        _check_no_sides(args)
-        return
-    for given, other in (("prefill", "decode"), ("decode", "prefill")):
-        if getattr(args, f"{other}_mesh") is None:
-            raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
-    for mesh in (args.prefill_mesh, args.decode_mesh):
-        MeshSpec.parse(mesh)
-    if args.mesh != type(args).mesh:
-        raise UserError(
-            f"--mesh {args.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
-        )
-    _check_transfers(args, "--prefill-mesh")
-    if args.coordinator_address is not None or (args.num_processes or 1) > 1:
-        raise UserError(
-            "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
-            "own (dsjax dynamo --disaggregation-mode)"
-        )
-    prefill_args(args)
-
-
-def _check_no_sides(args: Args) -> None:
-    """Refuse what only sides have, where an engine has no two sides."""
-    if args.prefill_config is not None:
-        raise UserError(
-            "--prefill-config is given without --prefill-mesh and --decode-mesh; give them too, or the options of its fields' names"
-        )
-
-
-def _check_transfers(args: Args, flag: str) -> None:
-    """Check that this engine's pages can go to others, or theirs come here."""
-    if "CD" in (args.mla_prefill, args.mla_decode):
-        raise UserError(
-            f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
-        )
-    if not args.enable_prefix_caching:
-        raise UserError(f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off")
-    if args.record_steps is not None:
-        raise UserError(
-            f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
-        )
-
-
-def _check_prefills_alone(args: Args) -> None:
-    """Refuse what only a decode side has, where an engine computes prompts for other processes."""
-    for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
-        if getattr(args, name) != _DECODES_ALONE[name]:
-            raise UserError(
-                f"{_flag(name)} is not for --disaggregation-mode prefill, only for decode; leave it out there"
-            )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    MeshSpec.parse(args.mesh)
+    if args.is_side:
+        check_installed(args.disaggregation_transfer_backend)
+    if args.separated:
+        MeshSpec.parse(args.decode_mesh)
+        prefill_args(args)

@@ -191,10 +191,6 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> int:
     """Count the pages of each DP rank for which ``--host-cache-bytes`` has room."""
     if not args.host_cache_bytes:
         return 0
-    if not args.enable_prefix_caching:
-        raise UserError(
-            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
-        )
     each = page_bytes(args, step)
     pages = args.host_cache_bytes // step.spec.dp_size // each
     if pages < 1:

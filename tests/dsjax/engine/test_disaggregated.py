@@ -167,18 +167,7 @@ def test_each_side_has_its_own_mesh_and_sizes_and_decode_alone_the_tiers():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"decode_mesh": None}, "--prefill-mesh is given without --decode-mesh"),
-        ({"prefill_mesh": None}, "--decode-mesh is given without --prefill-mesh"),
         ({"decode_mesh": "dp=x"}, "dp=x"),
-        ({"mesh": "dp=4"}, "--mesh dp=4 is given with"),
-        ({"mla_prefill": "CD", "mla_decode": "CD"}, "CD keeps none"),
-        ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
-        ({"record_steps": "x"}, "--record-steps"),
-        ({"num_processes": 2}, "one process"),
-        (
-            {"prefill_mesh": None, "decode_mesh": None, "prefill_config": {"max_num_seqs": 2}},
-            "--prefill-config is given without",
-        ),
         (
             {"max_num_seqs": 256, "prefill_config": {"max_num_batched_tokens": 128}},
             "^of --prefill-mesh .*--prefill-config .*128, less than --max-num-seqs 256",
