@@ -38,9 +38,7 @@ class GroupOptions(Checked):
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
     heartbeat_timeout: int = option(10, "seconds after which a silent process is taken for dead", least=1)
     cluster_key_file: str | None = option(None, "file with the secret that all processes share; or DSJAX_CLUSTER_KEY")
-    cluster_tls_cert: str | None = option(None, "certificate of this process in PEM")
-    cluster_tls_key: str | None = option(None, "private key of that certificate")
-    cluster_tls_ca: str | None = option(None, "certificate of the authority that all processes' come from")
+    encrypt_bulk: bool = option(False, "as of dsjax serve")
 
 
 class Processes:
