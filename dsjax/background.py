@@ -40,6 +40,7 @@ WORK = (
     "link monitor",
     "listener",
     "load reports",
+    "messaging",
     "observers",
     "request text",
     "transfer connection",

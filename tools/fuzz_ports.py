@@ -60,8 +60,8 @@ import numpy as np
 from listening_sockets import listening_addresses
 from serve_process import serve_process
 
-from dsjax.hosts.cluster_key import VARIABLE, ClusterKey
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.cluster_key import VARIABLE, ClusterKey
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError, RefusedError, connect
 
 PATIENCE = 20.0

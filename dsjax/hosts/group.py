@@ -19,13 +19,13 @@ from dsjax.hosts import announcement, coordination
 from dsjax.hosts.agreement import Agreement
 from dsjax.hosts.announcement import Announcement, Announcements
 from dsjax.hosts.comers import Comers
-from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.leavers import Leavers
 from dsjax.hosts.link_monitor import LinkMonitor
-from dsjax.hosts.links import Answerer, Links
+from dsjax.hosts.links import Links
 from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, located, meet
+from dsjax.messaging import Credentials, Endpoint
 
 _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
@@ -52,7 +52,7 @@ class HostGroup:
         announcements: of generations, for every other process.
         collectives: this process's connections for them.
         links: whom of them it reaches. monitor: how its links to them are; None where nobody looks.
-        credentials: by which this process shows that it belongs to them.
+        credentials: by which this process shows that it belongs to them. endpoint: its control connections.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class HostGroup:
         store: coordination.Store | None = None,
         rendezvous: Rendezvous | None = None,
         credentials: Credentials | None = None,
+        endpoint: Endpoint | None = None,
     ):
+        self.endpoint = endpoint
         self.options, self.members, self.credentials = options, list(members), credentials
         self.present = list(members)
         self.generation = 0
@@ -73,7 +75,6 @@ class HostGroup:
         self.announcements: Announcements | None = None
         self.collectives = Collectives()
         self.links = Links(self, self.drop)
-        self._answerer: Answerer | None = None
         self.monitor: LinkMonitor | None = None
         self._rendezvous = rendezvous
         self.unseen: set[int] = set()
@@ -98,12 +99,13 @@ class HostGroup:
         options = located(options)
         credentials = options.read_credentials()
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port open
-            answerer = Answerer(options.address, credentials)
-            opened.callback(answerer.close)
-            rendezvous = meet(options, prepare, answerer.port, credentials)
+            endpoint = Endpoint(options.address, credentials, silence=options.heartbeat_timeout)
+            opened.callback(endpoint.close)
+            rendezvous = meet(options, prepare, endpoint.port, credentials)
             opened.callback(rendezvous.close)
-            group = cls(options, rendezvous.members, rendezvous=rendezvous, credentials=credentials)
-            group._answerer = answerer
+            group = cls(
+                options, rendezvous.members, rendezvous=rendezvous, credentials=credentials, endpoint=endpoint
+            )
             group._join()
             opened.pop_all()
         return group
@@ -301,8 +303,8 @@ class HostGroup:
                 self._rendezvous.close()
             if self.monitor is not None:
                 self.monitor.close()
-            if self._answerer is not None:
-                self._answerer.close()
+            if self.endpoint is not None:
+                self.endpoint.close()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
 

@@ -1,13 +1,11 @@
 """`LinkMonitor`: round trip and retransmissions of the links to a group's other processes.
 
-Each process keeps a connection to every other one, at the port where `Links` checks reachability, and sends a few small messages over it
-every few seconds. The kernel's counters of the connection give the round trip and the retransmitted segments. `dsjax bench network`
-measures bandwidth.
+Each process keeps a control connection to every other one, and sends a few pings over it every few seconds. The kernel's counters of the
+connection give the round trip and the retransmitted segments. `dsjax bench network` measures bandwidth.
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
 import time
@@ -17,15 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dsjax.background import start_thread
 from dsjax.errors import UserError
-from dsjax.hosts.credentials import Credentials
-from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint, Peer
+from dsjax.messaging.addresses import join_address
+from dsjax.messaging.endpoint import PING
 
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
 
-SERVICE = "probes"
-_PROBE = bytes(64)
 _PROBES = 5
 _SECONDS = 1.0
 """In which an answer must have come; TCP sends a lost packet again after 0.2 s."""
@@ -60,16 +57,6 @@ class LinkState:
     retransmitted: int = 0
 
 
-def answer_probes(channel: SecureChannel) -> None:
-    """Send each message back, until the other side goes away.
-
-    Raises:
-        EOFError, OSError: it has gone.
-    """
-    while True:
-        channel.send(channel.receive(len(_PROBE)))
-
-
 class LinkMonitor:
     """Looks at the links of a group in a thread, until it is closed.
 
@@ -84,7 +71,7 @@ class LinkMonitor:
     def __init__(self, group: HostGroup, interval: float):
         self._group, self._interval = group, interval
         self.links: dict[int, LinkState] = {}
-        self._channels: dict[JoinRequest, tuple[SecureChannel, KernelCounts | None]] = {}
+        self._peers: dict[JoinRequest, tuple[Peer, KernelCounts | None]] = {}
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -94,17 +81,17 @@ class LinkMonitor:
     def close(self) -> None:
         """Look no more, and end the connections."""
         self._closed.set()
-        for member in list(self._channels):
+        for member in list(self._peers):
             self._drop(member)
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
-            others = [m for m in self._group.present if m.process_id != self._group.options.process_id and m.port]
-            self.look(others, self._group.credentials)
+            others = [m for m in self._group.present if m.process_id != self._group.options.process_id]
+            self.look(self._group.endpoint, others)
 
-    def look(self, members: Sequence[JoinRequest], credentials: Credentials) -> None:
+    def look(self, endpoint: Endpoint, members: Sequence[JoinRequest]) -> None:
         """Probe the links to these, one after another, and forget all others."""
-        for member in [one for one in self._channels if one not in members]:
+        for member in [one for one in self._peers if one not in members]:
             self._drop(member)
         self.links = {one.process_id: self.links.get(one.process_id, LinkState()) for one in members}
         for member in members:
@@ -113,42 +100,39 @@ class LinkMonitor:
             state = self.links[member.process_id]
             state.probes += 1
             try:
-                self._probe(member, credentials, state)
-            except (OSError, EOFError, UserError):
+                self._probe(endpoint, member, state)
+            except (OSError, TimeoutError, UserError):
                 state.unanswered += 1
                 self._drop(member)
 
-    def _probe(self, member: JoinRequest, credentials: Credentials, state: LinkState) -> None:
-        if member not in self._channels:
-            with closed_on_failure(connect((member.address, member.port), SERVICE, credentials, _SECONDS)) as channel:
-                channel.settimeout(_SECONDS)
-            self._channels[member] = channel, kernel_counts(channel)
-        channel, before = self._channels[member]
-        state.answer = min(_answer_seconds(channel) for _ in range(_PROBES))
-        after = kernel_counts(channel)
+    def _probe(self, endpoint: Endpoint, member: JoinRequest, state: LinkState) -> None:
+        if member not in self._peers:
+            peer = endpoint.connect(join_address(member.address, member.port), "member", _SECONDS)
+            self._peers[member] = peer, kernel_counts(peer)
+        peer, before = self._peers[member]
+        state.answer = min(_answer_seconds(peer) for _ in range(_PROBES))
+        after = kernel_counts(peer)
         if before is not None and after is not None:
             state.round_trip = after.round_trip
             state.segments += after.segments - before.segments
             state.retransmitted += after.retransmitted - before.retransmitted
-        self._channels[member] = channel, after
+        self._peers[member] = peer, after
 
     def _drop(self, member: JoinRequest) -> None:
-        channel, _ = self._channels.pop(member, (None, None))
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.close()
+        peer, _ = self._peers.pop(member, (None, None))
+        if peer is not None:
+            peer.close()
 
 
-def _answer_seconds(channel: SecureChannel) -> float:
+def _answer_seconds(peer: Peer) -> float:
     begun = time.perf_counter()
-    channel.send(_PROBE)
-    channel.receive(len(_PROBE))
+    peer.request(PING).result(_SECONDS)
     return time.perf_counter() - begun
 
 
-def kernel_counts(channel: SecureChannel) -> KernelCounts | None:
-    """What the kernel knows of a channel's connection; None where it is not Linux, or an old one."""
-    info = channel.tcp_info()
+def kernel_counts(peer: Peer) -> KernelCounts | None:
+    """What the kernel knows of a connection; None where it is not Linux, or an old one."""
+    info = peer.tcp_info()
     if len(info) < _SEGMENTS + 4:
         return None
     micros, retransmitted, segments = (

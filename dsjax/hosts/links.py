@@ -2,14 +2,13 @@
 
 Signs of life go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. Nobody looks at
 links while all is well: all look at all at the start, a process looks before it comes back, and all look when a collective has failed
-although every process lives. To be reached is to answer the greeting of a `SecureChannel`, by which both sides know that they belong
-together: a process that hangs accepts a connection, and says nothing.
+although every process lives. To be reached is to answer a `ping` at the process's endpoint: one that hangs accepts a connection, and says
+nothing.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,47 +18,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dsjax.errors import UserError
-from dsjax.hosts import link_monitor
 from dsjax.hosts.announcement import Announcement, key
-from dsjax.hosts.credentials import Credentials
 from dsjax.hosts.rendezvous import GroupError
-from dsjax.hosts.secure_channel import SecureChannel, connect
-from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint
+from dsjax.messaging.addresses import join_address
+from dsjax.messaging.endpoint import PING
 
 if TYPE_CHECKING:
     from dsjax.hosts.group import HostGroup
 
 SECONDS = 3.0
 """In which a process must have answered. TCP sends the first packet of a connection again after 1 s; a link that loses two is none."""
-_SERVICE = "links"
 _ANSWER_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
-
-
-class Answerer:
-    """Answers the greeting of whoever belongs to the deployment, and a `LinkMonitor`, until it is closed.
-
-    port: 0 where it cannot listen: nobody looks then.
-    """
-
-    def __init__(self, address: str, credentials: Credentials):
-        self.port = 0
-        self._listener: SecureListener | None = None
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        try:
-            listener.bind((address, 0))
-            services = {_SERVICE: SecureChannel.close, link_monitor.SERVICE: link_monitor.answer_probes}
-            self._listener = SecureListener(listener, credentials, services, "dsjax-links")
-            self.port = self._listener.port
-        except OSError:
-            listener.close()
-
-    def close(self) -> None:
-        """Answer no more."""
-        if self._listener is not None:
-            self._listener.close()
 
 
 class Links:
@@ -125,7 +98,7 @@ class Links:
     def unreached(self, members: Sequence[JoinRequest]) -> list[int]:
         """The ids of those, but for itself, that do not answer this process."""
         others = (member for member in members if member.process_id != self._group.options.process_id)
-        return unreached(others, self._group.credentials)
+        return unreached(self._group.endpoint, others)
 
     def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
         names = {member.process_id: member for member in self._group.members}
@@ -141,22 +114,28 @@ class Links:
         return error
 
 
-def unreached(members: Iterable[JoinRequest], credentials: Credentials, seconds: float = SECONDS) -> list[int]:
+def unreached(endpoint: Endpoint, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
     """The ids of those that do not answer this process within so many seconds. All are asked at once."""
-    asked = [member for member in members if member.port]
+    asked = list(members)
     if not asked:
         return []
+
+    def answers(member: JoinRequest) -> bool:
+        began = time.monotonic()
+        try:
+            peer = endpoint.connect(join_address(member.address, member.port), "member", seconds)
+        except (OSError, UserError):
+            return False
+        try:
+            peer.request(PING).result(max(0.1, seconds - (time.monotonic() - began)))
+        except (OSError, TimeoutError):
+            return False
+        finally:
+            peer.close()
+        return True
+
     with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
-        answers = pool.map(lambda member: _answers(member, credentials, seconds), asked)
-        return [member.process_id for member, answer in zip(asked, answers, strict=True) if not answer]
-
-
-def _answers(member: JoinRequest, credentials: Credentials, seconds: float) -> bool:
-    try:
-        connect((member.address, member.port), _SERVICE, credentials, seconds).close()
-    except (OSError, EOFError, UserError):
-        return False
-    return True
+        return [member.process_id for member, answer in zip(asked, pool.map(answers, asked), strict=True) if not answer]
 
 
 def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:

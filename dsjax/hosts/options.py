@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
-from dsjax.hosts.credentials import CredentialOptions, Credentials
+from dsjax.messaging.credentials import CredentialOptions, Credentials
 from dsjax.options import Checked, option
 
 _log = logging.getLogger(__name__)
@@ -55,22 +55,16 @@ class GroupOptions(Checked):
         "DSJAX_CLUSTER_KEY. Default: one made for this user, which serves the loopback interface alone",
         of_host=True,
     )
-    cluster_tls_cert: str | None = option(
-        None,
-        "certificate of this process in PEM: connections between processes are encrypted, with TLS 1.3",
+    encrypt_bulk: bool = option(
+        False,
+        "encrypt hidden states and expert rows between processes too; control messages always are",
         of_host=True,
-    )
-    cluster_tls_key: str | None = option(None, "private key of that certificate", of_host=True)
-    cluster_tls_ca: str | None = option(
-        None, "certificate of the authority that those of all processes of the deployment come from", of_host=True
     )
 
     @property
     def credentials(self) -> CredentialOptions:
-        """Where the cluster key and the certificates are."""
-        return CredentialOptions(
-            self.cluster_key_file, self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca
-        )
+        """Where the cluster key is, and what is encrypted."""
+        return CredentialOptions(self.cluster_key_file, self.encrypt_bulk)
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class HostOptions:
         start_timeout: seconds in which all processes must have come.
         heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
         link_monitor_interval: seconds between two looks at the links to the other processes; 0: nobody looks.
-        credentials: where the cluster key and the certificates are.
+        credentials: where the cluster key is.
     """
 
     coordinator: tuple[str, int]

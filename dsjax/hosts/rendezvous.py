@@ -24,7 +24,7 @@ import msgspec
 
 from dsjax.background import note_failure
 from dsjax.errors import UserError
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.options import HostOptions, joined, own_address
 from dsjax.hosts.secure_channel import NotAMemberError, RefusedError, SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import MOST_CONNECTIONS, SecureListener, counted

@@ -10,7 +10,6 @@ import hmac
 import secrets
 import select
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from dsjax.errors import UserError
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.credentials import Credentials
 
 PROTOCOL = b"dsjaxsc1"
 """Name and version of the protocol; the first bytes of both sides."""
@@ -308,7 +307,7 @@ def closed_on_failure(channel: SecureChannel) -> Iterator[SecureChannel]:
 def _call(connection: socket.socket, service: str, credentials: Credentials, deadline: Deadline) -> SecureChannel:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     where = _peer_of(connection)
-    stream = _caller_stream(connection, credentials, deadline, where)
+    stream: Stream = connection
     try:
         theirs = read_exactly(stream, len(PROTOCOL), deadline)
         if theirs != PROTOCOL:
@@ -316,8 +315,6 @@ def _call(connection: socket.socket, service: str, credentials: Credentials, dea
         listener_nonce = read_exactly(stream, _NONCE, deadline)
     except EOFError:
         raise ProtocolError("what answers there ends the connection at once") from None
-    except ssl.SSLError as error:  # in TLS 1.3 a listener says only now that it does not take this side's certificate
-        raise NotAMemberError(f"{where} does not take this process's certificate: {error.reason or error}") from error
     nonce = secrets.token_bytes(_NONCE)
     transcript = _Transcript(credentials, service, listener_nonce, nonce, stream, is_listener=False)
     name = service.encode()
@@ -339,24 +336,6 @@ def _call(connection: socket.socket, service: str, credentials: Credentials, dea
         channel.close()
         raise RefusedError(refusal.decode(errors="replace"))
     return channel
-
-
-def _caller_stream(connection: socket.socket, credentials: Credentials, deadline: Deadline, where: str) -> Stream:
-    if credentials.tls is None:
-        return connection
-    try:
-        return credentials.tls.stream(connection, is_listener=False, before_wait=deadline.apply)
-    except ssl.SSLCertVerificationError as error:
-        raise NotAMemberError(
-            f"the certificate of {where} is not of --cluster-tls-ca: {error.verify_message}"
-        ) from error
-    except ssl.SSLError as error:
-        raise ProtocolError(
-            f"what answers there does not speak TLS 1.3 ({error.reason or error}); give --cluster-tls-cert, --cluster-tls-key and "
-            "--cluster-tls-ca to all processes, or to none"
-        ) from error
-    except EOFError:
-        raise ProtocolError("what answers there ends the connection at once") from None
 
 
 def _other_protocol(theirs: bytes) -> str:
@@ -388,8 +367,6 @@ def answer(
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream: Stream = connection
-        if credentials.tls is not None:
-            stream = credentials.tls.stream(connection, is_listener=True, before_wait=deadline.apply)
         nonce = secrets.token_bytes(_NONCE)
         deadline.apply()
         stream.sendall(PROTOCOL + nonce)
@@ -400,8 +377,6 @@ def answer(
         caller_nonce = read_exactly(stream, _NONCE, deadline)
         name = read_exactly(stream, read_exactly(stream, 1, deadline)[0], deadline)
         proof = read_exactly(stream, _PROOF, deadline)
-    except ssl.SSLError as error:
-        raise Stranger("without a certificate of --cluster-tls-ca") from error
     except TimeoutError as error:
         raise Stranger("that did not end their greeting in time", may_try_again=True) from error
     except (OSError, EOFError) as error:
@@ -441,14 +416,9 @@ class _Transcript:
         *,
         is_listener: bool,
     ):
-        certificates = [b"", b""]
-        if credentials.tls is not None:
-            certificates = [credentials.tls.fingerprint, stream.peer_fingerprint]
-        own, peers = certificates
-        certificates = (own, peers) if is_listener else (peers, own)
         self._credentials, self._stream, self._service = credentials, stream, service
         name = service.encode() if isinstance(service, str) else service
-        self._parts = PROTOCOL, name, listener_nonce, caller_nonce, *certificates
+        self._parts = PROTOCOL, name, listener_nonce, caller_nonce
 
     def proof(self, role: str) -> bytes:
         """The proof that a role of the two gives."""

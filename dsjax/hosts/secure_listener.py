@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from dsjax.background import start_thread
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import GREETING_SECONDS, Deadline, RefusedError, SecureChannel, Stranger, answer
 
 _log = logging.getLogger(__name__)

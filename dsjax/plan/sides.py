@@ -192,7 +192,7 @@ QUESTION = (
 RUNNING = (
     "model", "revision", "dtype", "page_source", "kv_events_config", "scheduling_policy", "stream_interval", "seed", "record_steps",
     "record_steps_bytes", "transfer_timeout", "transfer_host", "coordinator_address", "num_processes", "process_id", "host_address",
-    "start_timeout", "link_monitor_interval", "cluster_key_file", "cluster_tls_cert", "cluster_tls_key", "cluster_tls_ca",
+    "start_timeout", "link_monitor_interval", "cluster_key_file", "encrypt_bulk",
 )  # fmt: skip
 """Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure hangs on them."""
 

@@ -20,7 +20,7 @@ from dsjax.engine.afd.expert_side import Side
 from dsjax.engine.afd.layer_programs import OnHost, rounds_of
 from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.credentials import Credentials
 from dsjax.model.apart import LayerPass
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec

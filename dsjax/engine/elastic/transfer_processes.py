@@ -19,7 +19,7 @@ from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
 from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter

@@ -13,7 +13,6 @@ frames are small, and few replays are under way at once, each as fast as its cli
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import ipaddress
 import itertools
 import logging
@@ -108,8 +107,6 @@ class KvEventsConfig(JsonOption):
             self._check_endpoint("replay_endpoint")
         self.check_integers("buffer_steps", "hwm", "max_queue_size", least=1)
         self.check(isinstance(self.topic, str), "topic", "text")
-        if self.publishes and importlib.util.find_spec("zmq") is None:
-            raise UserError(f"{FLAG} publishes over ZeroMQ, which needs pyzmq: pip install 'dsjax[kv-events]'")
         if self.publishes:
             self._check_protection()
 

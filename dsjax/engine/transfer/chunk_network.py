@@ -16,7 +16,7 @@ from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, Pull
 from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
-from dsjax.hosts.credentials import Credentials, local_credentials
+from dsjax.messaging.credentials import Credentials, local_credentials
 from dsjax.hosts.secure_channel import closed_on_failure
 
 _MOST_DROPPED = 4096

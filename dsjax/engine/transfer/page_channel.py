@@ -13,7 +13,7 @@ import msgspec
 from dsjax.background import note_failure, start_thread
 from dsjax.engine.transfer.messages import PullMessage, ToDecode, ToPrefill
 from dsjax.errors import UserError
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
 from dsjax.hosts.secure_listener import SecureListener
 from dsjax.hosts.wire import decoded, split_address

@@ -24,7 +24,7 @@ from dsjax.engine.transfer.messages import (
 )
 from dsjax.engine.transfer.page_channel import PAGES, TransferChannel, TransferListener, connect_to
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint
-from dsjax.hosts.credentials import Credentials, local_credentials
+from dsjax.messaging.credentials import Credentials, local_credentials
 from dsjax.hosts.secure_channel import closed_on_failure
 from dsjax.hosts.wire import split_address
 

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
 

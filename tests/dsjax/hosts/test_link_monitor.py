@@ -9,8 +9,9 @@ from deployments import KEY, OTHER
 from dsjax.hosts import link_monitor
 from dsjax.hosts.interfaces import Interface, read_interfaces
 from dsjax.hosts.link_monitor import LinkMonitor, LinkState
-from dsjax.hosts.links import Answerer, unreached
+from dsjax.hosts.links import unreached
 from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_links import add_link_metrics
 
@@ -27,47 +28,58 @@ def monitor(monkeypatch):
     made.close()
 
 
-def test_a_link_s_round_trip_and_segments_are_seen(monitor):
-    with contextlib.closing(Answerer("127.0.0.1", KEY)) as one, contextlib.closing(Answerer("127.0.0.1", KEY)) as other:
-        members = [request(1, one.port), request(2, other.port)]
-        monitor.look(members, KEY)
-        assert set(monitor.links) == {1, 2}
-        first = monitor.links[1]
-        segments = first.segments
-        assert (first.probes, first.unanswered) == (1, 0)
-        assert 0 < first.answer < 20
-        monitor.look(members, KEY)
-        assert monitor.links[1].probes == 2
-        assert one._listener.num_connections == 1, "the connection is kept"
-        assert unreached(members, KEY) == [], "who is watched is reached as before"
-        if sys.platform == "linux":
-            assert 0 < first.round_trip < 20
-            assert 5 <= segments < monitor.links[1].segments
-            assert 0 <= first.retransmitted < segments, (
-                "the kernel sends a segment again where this machine is late to acknowledge it"
-            )
+@pytest.fixture
+def endpoints():
+    with contextlib.ExitStack() as opened:
+
+        def make(credentials=KEY) -> Endpoint:
+            made = Endpoint("127.0.0.1", credentials)
+            opened.callback(made.close)
+            return made
+
+        yield make
 
 
-def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(monitor):
-    answerer = Answerer("127.0.0.1", KEY)
-    monitor.look([request(1, answerer.port)], KEY)
+def test_a_link_s_round_trip_and_segments_are_seen(monitor, endpoints):
+    own, one, other = endpoints(), endpoints(), endpoints()
+    members = [request(1, one.port), request(2, other.port)]
+    monitor.look(own, members)
+    assert set(monitor.links) == {1, 2}
+    first = monitor.links[1]
+    segments = first.segments
+    assert (first.probes, first.unanswered) == (1, 0)
+    assert 0 < first.answer < 20
+    peers = dict(monitor._peers)
+    monitor.look(own, members)
+    assert monitor.links[1].probes == 2
+    assert [monitor._peers[one][0] is peers[one][0] for one in members] == [True, True], "the connection is kept"
+    assert unreached(own, members) == [], "who is watched is reached as before"
+    if sys.platform == "linux":
+        assert 0 < first.round_trip < 20
+        assert 5 <= segments < monitor.links[1].segments
+        assert 0 <= first.retransmitted < segments, (
+            "the kernel sends a segment again where this machine is late to acknowledge it"
+        )
+
+
+def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(monitor, endpoints):
+    own, other = endpoints(), endpoints()
+    monitor.look(own, [request(1, other.port)])
     segments = monitor.links[1].segments
-    answerer._listener.close(connections=True)
+    other.close()
     for _ in range(2):
-        monitor.look([request(1, answerer.port)], KEY)
+        monitor.look(own, [request(1, other.port)])
     state = monitor.links[1]
     assert (state.probes, state.unanswered) == (3, 2)
     assert state.segments >= segments, "a connection that is gone takes none of the counts away"
-    with contextlib.closing(Answerer("127.0.0.1", KEY)) as again:
-        monitor.look([request(1, again.port, pid=11)], KEY)
-        assert (monitor.links[1].probes, monitor.links[1].unanswered) == (4, 2)
-    monitor.look([], KEY)
-    assert (monitor.links, monitor._channels) == ({}, {}), "who is not in the mesh any more is not shown"
+    monitor.look(own, [request(1, endpoints().port, pid=11)])
+    assert (monitor.links[1].probes, monitor.links[1].unanswered) == (4, 2)
+    monitor.look(own, [])
+    assert (monitor.links, monitor._peers) == ({}, {}), "who is not in the mesh any more is not shown"
 
 
-def test_a_stranger_at_a_process_s_port_is_no_answer(monitor):
-    with contextlib.closing(Answerer("127.0.0.1", OTHER)) as stranger:
-        monitor.look([request(1, stranger.port)], KEY)
+def test_a_stranger_at_a_process_s_port_is_no_answer(monitor, endpoints):
+    monitor.look(endpoints(), [request(1, endpoints(OTHER).port)])
     assert monitor.links[1] == LinkState(probes=1, unanswered=1)
 
 

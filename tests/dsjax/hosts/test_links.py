@@ -2,43 +2,40 @@
 
 import contextlib
 import socket
-import threading
 from itertools import combinations
 
 import pytest
 from deployments import KEY, OTHER
 
-from dsjax.hosts.links import Answerer, left_out, unreached
+from dsjax.hosts.links import left_out, unreached
 from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint
+
+
+@pytest.fixture
+def endpoints():
+    with contextlib.ExitStack() as opened:
+
+        def make(credentials=KEY) -> Endpoint:
+            made = Endpoint("127.0.0.1", credentials)
+            opened.callback(made.close)
+            return made
+
+        yield make
 
 
 def request(process_id: int, port: int) -> JoinRequest:
     return JoinRequest(process_id, 4, "host", 10, "127.0.0.1", "machine", port)
 
 
-def test_who_answers_is_reached_and_neither_who_is_gone_nor_who_hangs():
-    with contextlib.closing(Answerer("127.0.0.1", KEY)) as well, socket.create_server(("127.0.0.1", 0)) as hangs:
-        gone = Answerer("127.0.0.1", KEY)
-        gone.close()
-        members = [request(1, well.port), request(2, gone.port), request(3, hangs.getsockname()[1]), request(0, 0)]
-        assert unreached(members, KEY, seconds=2) == [2, 3]  # and nobody looks at one that does not listen
-        assert unreached(members[:1], KEY) == []
-
-
-def test_who_answers_without_the_key_is_not_reached():
-    """Another deployment, or anybody, may listen at the port of a process that has gone."""
-    with (
-        contextlib.closing(Answerer("127.0.0.1", OTHER)) as foreign,
-        socket.create_server(("127.0.0.1", 0)) as stranger,
-    ):
-
-        def answer() -> None:
-            with stranger.accept()[0] as connection:
-                connection.sendall(b"y" * 1000)
-
-        threading.Thread(target=answer, daemon=True).start()
-        members = [request(1, foreign.port), request(2, stranger.getsockname()[1])]
-        assert unreached(members, KEY, seconds=2) == [1, 2]
+def test_who_answers_is_reached_and_neither_who_is_gone_hangs_nor_has_another_key(endpoints):
+    own, well, gone, foreign = endpoints(), endpoints(), endpoints(), endpoints(OTHER)
+    gone.close()
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        ports = [well.port, gone.port, hangs.getsockname()[1], foreign.port]
+        members = [request(number, port) for number, port in enumerate(ports)]
+        assert unreached(own, members, seconds=2) == [1, 2, 3]
+        assert unreached(own, members[:1]) == []
 
 
 @pytest.mark.parametrize(

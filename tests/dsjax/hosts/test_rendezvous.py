@@ -13,7 +13,7 @@ from deployments import make_certificates
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, rendezvous
-from dsjax.hosts.credentials import CredentialOptions
+from dsjax.messaging.credentials import CredentialOptions
 from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, meet
 from dsjax.hosts.secure_channel import PROTOCOL
 from dsjax.hosts.wire import Prepared, send
@@ -391,21 +391,6 @@ def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypa
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-def test_a_group_meets_over_tls_and_one_with_a_foreign_certificate_is_told_so(tmp_path):
-    certificates = make_certificates(tmp_path, "one", "two") | make_certificates(tmp_path, "other", authority="foreign")
-
-    def with_tls(options: HostOptions, name: str) -> HostOptions:
-        return dataclasses.replace(options, credentials=CredentialOptions(None, *certificates[name]))
-
-    processes = group_of(2)
-    leader, follower = hold([with_tls(processes[0], "one"), with_tls(processes[1], "two")])
-    assert leader == follower
-    processes = group_of(2, timeout=4)
-    found = messages(hold([with_tls(processes[0], "one"), with_tls(processes[1], "other")]))
-    assert "Connections that were turned away: 1 without a certificate of --cluster-tls-ca" in found[0]
-    assert "is not of --cluster-tls-ca" in found[1]
-
-
 def test_loopback_addresses_are_refused_where_the_machines_differ():
     here = JoinRequest(0, 2, "a", 1, "10.0.0.1", "boot-1")
     other = JoinRequest(1, 2, "b", 2, "127.0.1.1", "boot-2")

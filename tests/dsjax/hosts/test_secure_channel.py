@@ -21,8 +21,8 @@ from dsjax.engine.pipeline import process_links
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import link_monitor, rendezvous
-from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import CredentialOptions, Credentials
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import CredentialOptions, Credentials
 from dsjax.hosts.group import GroupError
 from dsjax.hosts.secure_channel import (
     BLOCK_BYTES,

@@ -21,7 +21,7 @@ from worded_checkpoint import write_worded_checkpoint
 from dsjax import descriptors
 from dsjax.engine.device import process
 from dsjax.errors import UserError
-from dsjax.hosts.cluster_key import local_key
+from dsjax.messaging.cluster_key import local_key
 from dsjax.serve.front_ends import processes, shared_engine
 from dsjax.serve.front_ends.processes import FrontEnds
 from dsjax.serve.serving import Phase

@@ -15,7 +15,7 @@ from dsjax.engine.afd.expert_slots import NOBODY
 from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.hosts.credentials import CredentialOptions
+from dsjax.messaging.credentials import CredentialOptions
 from dsjax.hosts.secure_channel import connect
 
 FIRST = 2

@@ -3,8 +3,8 @@
 from group_in_threads import MemoryStore
 
 from dsjax.hosts import HostOptions
-from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.group import HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
 

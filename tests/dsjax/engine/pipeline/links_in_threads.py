@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dsjax.engine.pipeline.process_links import ProcessLinks
-from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import Credentials
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.rendezvous import JoinRequest
 
 CREDENTIALS = Credentials(ClusterKey("k" * 64, "a test", is_local=True))

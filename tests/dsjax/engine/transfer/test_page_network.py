@@ -45,8 +45,8 @@ from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handof
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
-from dsjax.hosts.cluster_key import ClusterKey
-from dsjax.hosts.credentials import Credentials, local_credentials
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import Credentials, local_credentials
 
 OPTIONS = {
     "max_num_seqs": 4,

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.hosts import cluster_key, credentials
-from dsjax.hosts.cluster_key import ClusterKey, given_key, local_key
-from dsjax.hosts.credentials import CredentialOptions
+from dsjax.messaging import cluster_key, credentials
+from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key
+from dsjax.messaging.credentials import CredentialOptions
 
 TEXT = "0123456789abcdef" * 4
 

@@ -1,0 +1,22 @@
+"""How processes of one deployment talk, on pyzmq: an `Endpoint` for control messages, a `Link` for bulk. docs/messaging.md.
+
+Knows nothing of models, engines, groups or HTTP, and imports no JAX.
+"""
+
+from dsjax.messaging.credentials import CredentialOptions, Credentials
+from dsjax.messaging.endpoint import Endpoint, Peer, Request
+from dsjax.messaging.errors import NotAMemberError, PeerLostError, RefusedError
+from dsjax.messaging.link import Link, LinkListener
+
+__all__ = [
+    "CredentialOptions",
+    "Credentials",
+    "Endpoint",
+    "Link",
+    "LinkListener",
+    "NotAMemberError",
+    "Peer",
+    "PeerLostError",
+    "RefusedError",
+    "Request",
+]

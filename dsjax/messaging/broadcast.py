@@ -1,0 +1,178 @@
+"""`BroadcastLog` and `LogReader`: one ordered log that one process writes and others read from the moment that they are let in.
+
+The writer's thread sends by itself, so that an entry leaves at once however busy the messaging thread is. A reader's messaging thread hands
+entries over in order, and finds a gap by their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dsjax.background import note_failure
+from dsjax.messaging.addresses import join_address, split_address, zmq_endpoint
+from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
+from dsjax.messaging.endpoint import Endpoint, Peer, Request
+from dsjax.messaging.errors import PeerLostError
+from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decoded
+
+_SERVICE = "log"
+_HELLO_SECONDS = 0.05
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of an entry. A body that is longer than a frame comes in further ones.
+
+    hello: of a reader that asks whether it hears the log already; such an entry has no number of its own.
+    """
+
+    number: int
+    epoch: int
+    body: bytes = b""
+    hello: bytes = b""
+
+
+_entries = msgspec.msgpack.Decoder(Entry)
+
+
+class BroadcastLog:
+    """The writing side. Any thread may append.
+
+    Attributes:
+        address: at which readers connect.
+    """
+
+    def __init__(self, endpoint: Endpoint):
+        self._lock, self._next = threading.Lock(), 0
+        self._socket = endpoint.socket(zmq.PUB, endpoint.host)
+        listen_with_curve(self._socket, endpoint.credentials.key, _SERVICE)
+        endpoint.admit(_SERVICE, verify_roles(endpoint.credentials.key))
+        self._socket.bind(zmq_endpoint(endpoint.host, 0))
+        port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
+        self.address = join_address(endpoint.host, port)
+        endpoint.own(self)
+        endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
+
+    def append(self, epoch: int, body: bytes) -> int:
+        """Add an entry; give its number."""
+        if len(body) > MOST_MESSAGE_BYTES:
+            raise ValueError(f"an entry has {len(body):,} bytes, at most {MOST_MESSAGE_BYTES:,} can be sent")
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            short = len(body) <= MOST_FRAME_BYTES
+            rest = [] if short else [body[at : at + MOST_FRAME_BYTES] for at in range(0, len(body), MOST_FRAME_BYTES)]
+            self._send(Entry(number, epoch, body if short else b""), rest)
+        return number
+
+    def close(self, linger: float = 0.0) -> None:
+        """End. linger: seconds in which what was appended may still leave."""
+        with self._lock:
+            self._socket.close(int(linger * 1000))
+
+    def _greet(self, request: Request) -> None:
+        with self._lock:
+            self._send(Entry(self._next - 1, 0, hello=request.body), [])
+        request.reply()
+
+    def _send(self, entry: Entry, rest: list[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # closed
+            self._socket.send_multipart([msgspec.msgpack.encode(entry), *rest], zmq.NOBLOCK)
+
+
+class LogReader:
+    """The reading side.
+
+    Args:
+        leader: control connection to the writer's process. address: of its log. name: of this reader, unlike any other's.
+        take: called with each entry's epoch and body, in order, in the messaging thread.
+        fail: called there, once, where no further entry will come: the writer is gone, or an entry is missing.
+
+    Raises:
+        PeerLostError: the log cannot be heard.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        leader: Peer,
+        address: str,
+        name: bytes,
+        take: Callable[[int, bytes], object],
+        fail: Callable[[Exception], object],
+    ):
+        self._endpoint, self._name, self._take, self._fail = endpoint, name, take, fail
+        self._last: int | None = None
+        self._heard, self._closed = threading.Event(), False
+        host, port = split_address(address)
+        self._socket = endpoint.socket(zmq.SUB, host)
+        connect_with_curve(self._socket, endpoint.credentials.key, "member")
+        self._socket.subscribe(b"")
+        self._monitor = endpoint.watch(self._socket)
+        self._socket.connect(zmq_endpoint(host, port))
+        endpoint._at_end.append(self._end)
+        endpoint._post(self._begin)
+        end = time.monotonic() + endpoint.silence
+        while not self._heard.is_set():
+            leader.request(_SERVICE, name).result(endpoint.silence)
+            self._heard.wait(_HELLO_SECONDS)
+            if time.monotonic() > end and not self._heard.is_set():
+                self.close()
+                raise PeerLostError(f"the log at {address} cannot be heard")
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._endpoint._post(self._end)
+
+    def _begin(self) -> None:
+        self._endpoint._read(self._socket, self._receive)
+        self._endpoint._read(self._monitor, self._watch)
+
+    def _end(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._endpoint._unread(self._monitor)
+            self._endpoint._unread(self._socket)
+            self._endpoint.unwatch(self._socket, self._monitor)
+
+    def _receive(self) -> None:
+        while not self._closed:
+            try:
+                first, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._enter(decoded(_entries, first), rest)
+            except Exception as error:
+                note_failure("messaging", error, "The log can be read no further.")
+                self._give_up(error)
+
+    def _enter(self, entry: Entry, rest: list[bytes]) -> None:
+        if entry.hello:
+            if entry.hello == self._name and not self._heard.is_set():
+                self._last = entry.number
+                self._heard.set()
+            return
+        if self._last is None:
+            return  # it was not let in yet
+        if entry.number != self._last + 1:
+            raise PeerLostError(f"entry {self._last + 1} of the log is missing, {entry.number} has come")
+        self._last = entry.number
+        self._take(entry.epoch, b"".join(rest) if rest else entry.body)
+
+    def _watch(self) -> None:
+        while not self._closed and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+                self._give_up(PeerLostError("the connection to the log has ended"))
+
+    def _give_up(self, error: Exception) -> None:
+        self._end()
+        self._fail(error)
+
+

@@ -1,0 +1,93 @@
+"""Who may connect: CURVE keys that come from the cluster key and a role, and the ZAP handler that admits them.
+
+Every process of a deployment can make the keys of every role: roles keep a message from the wrong kind of process, not from a traitor.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils import z85
+
+from dsjax.errors import UserError
+from dsjax.messaging.cluster_key import ClusterKey
+
+ROLES = ("member", "attention", "decode")
+"""Of processes that connect: a member of a group, an attention side at its experts, a decode side at its prefill side."""
+LISTENER = "listener"
+"""The role of the process that is connected to."""
+
+Verify = Callable[[bytes, Sequence[bytes]], str | None]
+"""`verify(mechanism, credentials)`: the user that these credentials show; None: nobody's."""
+
+
+def check_libzmq() -> None:
+    """Make sure that libzmq can do what is asked of it.
+
+    Raises:
+        UserError: it is too old, or was built without CURVE.
+    """
+    if zmq.zmq_version_info() < (4, 3, 5) or not zmq.has("curve"):
+        raise UserError(f"libzmq is {zmq.zmq_version()}, expected 4.3.5 or later with CURVE; pip install 'pyzmq>=26'")
+
+
+def key_pair(key: ClusterKey, role: str) -> tuple[bytes, bytes]:
+    """Give a role's public and secret key, in Z85."""
+    secret = z85.encode(key.mac("curve " + role))
+    return zmq.curve_public(secret), secret
+
+
+def listen_with_curve(socket: zmq.Socket, key: ClusterKey, domain: str) -> None:
+    """Have a socket admit holders of the cluster key alone."""
+    socket.curve_publickey, socket.curve_secretkey = key_pair(key, LISTENER)
+    socket.curve_server = True
+    enforce(socket, domain)
+
+
+def connect_with_curve(socket: zmq.Socket, key: ClusterKey, role: str) -> None:
+    """Have a socket show that it belongs to the deployment, and connect to nobody else."""
+    socket.curve_publickey, socket.curve_secretkey = key_pair(key, role)
+    socket.curve_serverkey = key_pair(key, LISTENER)[0]
+
+
+def enforce(socket: zmq.Socket, domain: str) -> None:
+    """Have the ZAP handler asked about every connection. Without a domain libzmq asks nobody, and admits everybody."""
+    socket.zap_domain = domain.encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def verify_roles(key: ClusterKey) -> Verify:
+    """Admit the roles of a deployment, each of which is then the connection's user."""
+    roles = {z85.decode(key_pair(key, role)[0]): role for role in ROLES}
+    return lambda mechanism, shown: roles.get(shown[0]) if mechanism == b"CURVE" and len(shown) == 1 else None
+
+
+def verify_ticket(ticket: bytes) -> Verify:
+    """Admit whoever has a ticket, as a password."""
+    return lambda mechanism, shown: (
+        "link" if mechanism == b"PLAIN" and len(shown) == 2 and hmac.compare_digest(shown[1], ticket) else None
+    )
+
+
+class ZapHandler:
+    """Answers libzmq's questions about connections, by the domain of the socket that is connected to.
+
+    Attributes:
+        socket: polled by the messaging thread, which calls `answer`. verifiers: by domain; any thread may add one.
+    """
+
+    def __init__(self, context: zmq.Context):
+        self.verifiers: dict[str, Verify] = {}
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Answer one question."""
+        version, request_id, domain, _, _, mechanism, *shown = self.socket.recv_multipart()
+        verify = self.verifiers.get(domain.decode(errors="replace"))
+        user = None if verify is None else verify(mechanism, shown)
+        status, text = (b"200", b"") if user is not None else (b"400", b"not a member of this deployment")
+        self.socket.send_multipart([version, request_id, status, text, (user or "").encode(), b""])

@@ -1,0 +1,610 @@
+"""`Endpoint`: a process's control connections. It listens at one port, dials others, and serves both with a table of handlers.
+
+One thread owns every socket. Handlers run in it, so they only queue, look up and reply: what computes or waits belongs elsewhere, and
+replies later. A connection is one incarnation of the other process: it is never made again behind the caller's back, and what is sent
+over one that has ended fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import queue
+import socket as sockets
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dsjax.background import contained, note_failure, start_thread
+from dsjax.errors import UserError
+from dsjax.messaging.addresses import join_address, split_address, zmq_endpoint
+from dsjax.messaging.credentials import Credentials
+from dsjax.messaging.curve import (
+    LISTENER,
+    ROLES,
+    Verify,
+    ZapHandler,
+    check_libzmq,
+    connect_with_curve,
+    listen_with_curve,
+    verify_roles,
+)
+from dsjax.messaging.errors import NotAMemberError, PeerLostError, RefusedError
+from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decoded, encode
+
+PING = "ping"
+CONNECT_SECONDS = 5.0
+_END_SECONDS = 2.0
+_SWEEP_SECONDS, _SECOND_SWEEP_SECONDS = 1.0, 0.05
+_LOG_SECONDS = 60.0
+"""At most one line in so many seconds tells of strangers."""
+_MOST_SOCKETS = 16384
+_MESSAGES_A_TURN = 64
+_FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | _FAILED_HANDSHAKES
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Reply(Future):
+    """What will be answered to a request."""
+
+    def __init__(self, endpoint: Endpoint):
+        super().__init__()
+        self._endpoint = endpoint
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the answer.
+
+        Raises:
+            PeerLostError: the other process is gone. RefusedError, RuntimeError: it refuses, or could not do it. TimeoutError: not in time.
+        """
+        if not self.done() and self._endpoint.is_own_thread:
+            raise RuntimeError("the messaging thread must not wait for an answer, which it would have to receive")
+        return super().result(timeout)
+
+
+class Request:
+    """What another process asks for, or just says (`expects_reply` is False then). Any thread may answer, once.
+
+    Attributes:
+        peer: who asks. body: of the type that the service takes.
+    """
+
+    __slots__ = ("_number", "body", "expects_reply", "peer", "service")
+
+    def __init__(self, peer: Peer, service: str, body: Any, number: int, expects_reply: bool):
+        self.peer, self.service, self.body = peer, service, body
+        self._number, self.expects_reply = number, expects_reply
+
+    def reply(self, value: Any = None) -> None:
+        """Answer."""
+        self._answer(Kind.REPLY, value)
+
+    def refuse(self, reason: str) -> None:
+        """Say why it is not done: the other side raises `RefusedError`."""
+        self._answer(Kind.REFUSAL, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that it was tried in vain: the other side raises `RuntimeError`."""
+        self._answer(Kind.FAILURE, f"{type(error).__name__}: {error}")
+
+    def _answer(self, kind: Kind, value: Any) -> None:
+        if self.expects_reply:
+            self.peer._send(kind, self.service, self._number, value)
+
+
+Handler = Callable[[Request], object]
+
+
+class Peer:
+    """A connection to another process. Any thread may use it.
+
+    Attributes:
+        address: of the other side, for messages. role: that it has shown, one of `ROLES`; `LISTENER` where this process has connected.
+        lost: whether the connection has ended.
+    """
+
+    def __init__(self, endpoint: Endpoint, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
+        self.address, self.role, self.lost = address, role, False
+        self._endpoint, self._socket, self._prefix = endpoint, socket, prefix
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._requests: dict[int, tuple[Reply, msgspec.msgpack.Decoder]] = {}
+        self._on_lost: list[Callable[[], object]] = []
+        self._descriptor = -1  # of a connection that this process has made
+
+    def request(self, service: str, body: Any = None, kind: Any = Any) -> Reply:
+        """Ask for something. kind: the type of the answer."""
+        reply = Reply(self._endpoint)
+        with self._lock:
+            if not self.lost:
+                number = next(self._numbers)
+                self._requests[number] = reply, msgspec.msgpack.Decoder(kind)
+        if self.lost:
+            reply.set_exception(self._lost_error())
+        else:
+            self._send(Kind.REQUEST, service, number, body)
+        return reply
+
+    def send(self, service: str, body: Any = None) -> None:
+        """Say something that is not answered. It is lost where the connection ends."""
+        self._send(Kind.ONE_WAY, service, 0, body)
+
+    def on_lost(self, call: Callable[[], object]) -> None:
+        """Have `call()` called once the connection has ended, in the messaging thread; at once if it has."""
+        with self._lock:
+            if not self.lost:
+                self._on_lost.append(call)
+                return
+        self._endpoint._post(call)
+
+    def close(self) -> None:
+        """End the connection. The other side sees it end."""
+        self._endpoint._post(lambda: self._endpoint._hang_up(self))
+
+    def tcp_info(self) -> bytes:
+        """What the kernel knows of a connection that this process has made (`struct tcp_info` of Linux); empty where it does not say."""
+        if self._descriptor < 0 or self.lost or not hasattr(sockets, "TCP_INFO"):
+            return b""
+        try:
+            with sockets.socket(fileno=os.dup(self._descriptor)) as connection:
+                return connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
+        except OSError:
+            return b""
+
+    def _send(self, kind: Kind, service: str, number: int, body: Any) -> None:
+        frames = [*self._prefix, *encode(kind, service, number, body)]
+        self._endpoint._post(lambda: self._endpoint._transmit(self, frames))
+
+    def _answered(self, kind: Kind, number: int, data: bytes) -> None:
+        with self._lock:
+            reply, decoder = self._requests.pop(number, (None, None))
+        if reply is None or not reply.set_running_or_notify_cancel():
+            return
+        try:
+            if kind is Kind.REPLY:
+                reply.set_result(decoded(decoder, data))
+                return
+            reason = msgspec.msgpack.decode(data, type=str)
+            reply.set_exception(RefusedError(reason) if kind is Kind.REFUSAL else RuntimeError(reason))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            reply.set_exception(RuntimeError(f"{self.address} gives an answer that cannot be read: {error}"))
+
+    def _lose(self) -> None:
+        """End, in the messaging thread."""
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = True
+            requests, self._requests = self._requests, {}
+            calls, self._on_lost = self._on_lost, []
+        for reply, _ in requests.values():
+            if reply.set_running_or_notify_cancel():
+                reply.set_exception(self._lost_error())
+        for call in calls:
+            with contained("messaging"):
+                call()
+
+    def _lost_error(self) -> PeerLostError:
+        return PeerLostError(f"the connection to {self.address} has ended")
+
+
+class Endpoint:
+    """Belongs to a process. It listens from the start, and ends with `close`.
+
+    Args:
+        host: address of this host at which others connect. port: 0 takes a free one.
+        credentials: of the deployment: nobody else is heard.
+        silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
+
+    Attributes:
+        turned_away: strangers so far, by what was wrong with them.
+
+    Raises:
+        UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
+    """
+
+    def __init__(self, host: str, credentials: Credentials, *, port: int = 0, silence: float = 10.0):
+        check_libzmq()
+        credentials.check_host(host)
+        self.credentials, self.silence = credentials, silence
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._zap = ZapHandler(self._context)
+        self._zap.verifiers["control"] = verify_roles(credentials.key)
+        self._services: dict[str, tuple[Handler, frozenset[str], msgspec.msgpack.Decoder]] = {}
+        self.serve(PING, Request.reply, roles=(*ROLES, LISTENER))
+        self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._wake, self._woken = sockets.socketpair()
+        self._woken.setblocking(False)
+        self._poller, self._readers = zmq.Poller(), {}
+        self._accepted: dict[bytes, Peer] = {}
+        self._dropped: set[bytes] = set()
+        self._dialled: set[Peer] = set()
+        self._dialling: dict[Peer, Callable[[Exception], object]] = {}
+        self._monitors: dict[zmq.Socket, zmq.Socket] = {}
+        self._at_end: list[Callable[[], object]] = []  # called in the messaging thread
+        self._owned: weakref.WeakSet = weakref.WeakSet()
+        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+        self._ended, self._closed, self._linger = threading.Event(), False, 0.0
+        self.turned_away: Counter[str] = Counter()
+        self._told, self._told_at = Counter(), -_LOG_SECONDS
+        self._router = self.socket(zmq.ROUTER, host)
+        self._router.router_mandatory = True
+        listen_with_curve(self._router, credentials.key, "control")
+        self._router_monitor = self.watch(self._router)
+        try:
+            self._router.bind(zmq_endpoint(host, port))
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(linger=0)
+            self._wake.close()
+            self._woken.close()
+            raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error)) from error
+        self.host, self.port = split_address(self._router.last_endpoint.decode().removeprefix("tcp://"))
+        self._read(self._router, self._receive)
+        self._read(self._router_monitor, self._watch_router)
+        self._read(self._zap.socket, self._zap.answer)
+        self._read(self._woken.fileno(), lambda: self._woken.recv(4096))
+        self._thread = start_thread("messaging", self._run, name="dsjax-messaging", restarts=True)
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` at which others connect."""
+        return join_address(self.host, self.port)
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the messaging thread, which must not wait."""
+        return threading.current_thread() is self._thread
+
+    def serve(self, service: str, handler: Handler, *, roles: Collection[str], kind: Any = Any) -> None:
+        """Have a handler called with each request and message to a service, in the messaging thread. What it raises fails the request.
+
+        roles: of whom it serves; `LISTENER` for what processes say that this one has connected to. kind: type of the body.
+        """
+        self._services[service] = handler, frozenset(roles), msgspec.msgpack.Decoder(kind)
+
+    def withdraw(self, service: str) -> None:
+        """Serve something no more."""
+        self._services.pop(service, None)
+
+    def connect(self, address: str, role: str, seconds: float = CONNECT_SECONDS) -> Peer:
+        """Connect to another process's endpoint, and show that this one has a role in the same deployment.
+
+        Raises:
+            PeerLostError: nobody answers there within so many seconds. NotAMemberError: it does not belong to this deployment.
+            UserError: the address is none, or may not be connected to without a cluster key.
+        """
+        host, port = split_address(address)
+        self.credentials.check_host(host)
+        try:
+            resolved = zmq_endpoint(host, port)
+        except OSError as error:
+            raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}") from error
+        connected: Future[Peer] = Future()
+        self._post(lambda: self._dial(address, resolved, role, seconds, connected))
+        return connected.result()
+
+    def close(self, linger: float = 0.0) -> None:
+        """End all connections, logs and links; the port is free afterwards. linger: seconds in which what was sent may still leave."""
+        if self._closed:
+            return
+        self._linger, self._closed = linger, True
+        self._wake_up()
+        self._ended.wait()
+        self._tell_of_strangers(at_once=True)
+        for opened in list(self._owned):
+            opened.close()
+        ends = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
+        ends.start()
+        ends.join(linger + _END_SECONDS)
+
+    # For links and logs, which have sockets of their own.
+
+    def own(self, opened: Any) -> None:
+        """Have something closed when this ends, by its `close`."""
+        self._owned.add(opened)
+
+    def socket(self, kind: int, host: str) -> zmq.Socket:
+        """Make a socket with the options that all have. host: at which it listens, or to which it connects."""
+        socket = self._context.socket(kind)
+        beat = int(self.silence * 250)
+        options = {
+            zmq.SNDHWM: 0,  # a full queue would stop heartbeats
+            zmq.RCVHWM: 0,
+            zmq.LINGER: 0,
+            zmq.BACKLOG: 512,
+            zmq.RECONNECT_IVL: -1,
+            zmq.CONNECT_TIMEOUT: int(CONNECT_SECONDS * 1000),
+            zmq.HANDSHAKE_IVL: int(CONNECT_SECONDS * 1000),
+            zmq.HEARTBEAT_IVL: beat,
+            zmq.HEARTBEAT_TIMEOUT: 3 * beat,
+            zmq.HEARTBEAT_TTL: 3 * beat,
+            zmq.MAXMSGSIZE: 2 * MOST_FRAME_BYTES,
+            zmq.IPV6: ":" in host,
+        }
+        for option, value in options.items():
+            socket.setsockopt(option, int(value))
+        return socket
+
+    @staticmethod
+    def watch(socket: zmq.Socket) -> zmq.Socket:
+        """Give a socket that tells what becomes of another one's connections."""
+        return socket.get_monitor_socket(_WATCHED)
+
+    @staticmethod
+    def unwatch(socket: zmq.Socket, monitor: zmq.Socket, linger: float = 0.0) -> None:
+        """Close both. linger: seconds in which what was sent may still leave."""
+        with contextlib.suppress(zmq.ContextTerminated):
+            socket.disable_monitor()
+        monitor.close(0)
+        socket.close(int(linger * 1000))
+
+    def admit(self, domain: str, verify: Verify | None) -> None:
+        """Say who is admitted to sockets of a domain; None: nobody any more."""
+        if verify is None:
+            self._zap.verifiers.pop(domain, None)
+        else:
+            self._zap.verifiers[domain] = verify
+
+    # The messaging thread.
+
+    def _post(self, call: Callable[[], object]) -> None:
+        """Have the messaging thread call something, behind what it was given before."""
+        self._todo.put(call)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # closed; or there is so much to read that it wakes anyway
+            self._wake.send(b"\0", sockets.MSG_DONTWAIT)
+
+    def _read(self, socket: Any, read: Callable[[], object]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+        self._readers[socket] = read
+
+    def _unread(self, socket: Any) -> None:
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(socket)
+        self._readers.pop(socket, None)
+
+    def _run(self) -> None:
+        while not self._closed:
+            seconds = max(0.0, self._sweep_at - time.monotonic())
+            for socket, _ in self._poller.poll(seconds * 1000):
+                read = self._readers.get(socket)  # an earlier one may have closed it
+                if read is not None:
+                    read()
+            self._do_all()
+            if time.monotonic() >= self._sweep_at:
+                self._sweep()
+        self._do_all()
+        for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
+            self._forget(peer)
+        for call in self._at_end:
+            call()
+        self.unwatch(self._router, self._router_monitor, self._linger)
+        self._zap.socket.close(0)
+        self._wake.close()
+        self._woken.close()
+        self._ended.set()
+
+    def _do_all(self) -> None:
+        while True:
+            try:
+                call = self._todo.get_nowait()
+            except queue.Empty:
+                return
+            with contained("messaging"):
+                call()
+
+    def _receive(self) -> None:
+        """Read what has come at the port."""
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            name = routing_id.bytes
+            if name in self._dropped or not frames:
+                continue
+            peer = self._accepted.get(name)
+            if peer is None:
+                peer = self._accepted[name] = Peer(
+                    self, self._router, [name], _property(frames[0], "Peer-Address"), _property(frames[0], "User-Id")
+                )
+            self._handle(peer, [frame.bytes for frame in frames])
+
+    def _receive_from(self, peer: Peer) -> None:
+        """Read what has come over a connection that this process has made."""
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                frames = peer._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(peer, frames)
+            if peer.lost:
+                return
+
+    def _handle(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        if frames == [b""]:
+            return  # a sweep looked whether this process is there
+        try:
+            header, data = decode(frames)
+        except msgspec.MsgspecError as error:
+            _log.warning("A message from %s was ignored, because it is none: %s", peer.address, error)
+            return
+        if header.kind is Kind.GOODBYE:
+            self._hang_up(peer)
+        elif header.kind in (Kind.REPLY, Kind.REFUSAL, Kind.FAILURE):
+            peer._answered(header.kind, header.number, data)
+        else:
+            self._call(peer, header.service, header.number, data, header.kind is Kind.REQUEST)
+
+    def _call(self, peer: Peer, service: str, number: int, data: bytes, expects_reply: bool) -> None:
+        handler, roles, decoder = self._services.get(service, (None, (), None))
+        request = Request(peer, service, None, number, expects_reply)
+        if handler is None or peer.role not in roles:
+            request.refuse(f"{service!r} is not served here" + (f" to {peer.role!r}" if handler is not None else ""))
+            return
+        try:
+            request.body = decoded(decoder, data)
+        except msgspec.MsgspecError as error:
+            _log.warning("A message from %s to %r was ignored: %s", peer.address, service, error)
+            request.refuse(f"the message cannot be read: {error}; use the same dsjax in all processes")
+            return
+        try:
+            handler(request)
+        except (UserError, OSError) as error:
+            request.refuse(str(error))
+        except Exception as error:
+            note_failure("messaging", error, f"A message to {service!r} could not be handled.")
+            request.fail(error)
+
+    def _transmit(self, peer: Peer, frames: list[bytes]) -> None:
+        if peer.lost:
+            return
+        try:
+            peer._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._forget(peer)
+
+    # Dialling.
+
+    def _dial(self, address: str, resolved: str, role: str, seconds: float, connected: Future[Peer]) -> None:
+        if self._closed:
+            connected.set_exception(PeerLostError("this process is ending"))
+            return
+        socket = self.socket(zmq.DEALER, resolved.removeprefix("tcp://").rpartition(":")[0])
+        for option in (zmq.CONNECT_TIMEOUT, zmq.HANDSHAKE_IVL):
+            socket.setsockopt(option, max(1, int(seconds * 1000)))
+        connect_with_curve(socket, self.credentials.key, role)
+        peer = Peer(self, socket, [], address, LISTENER)
+        self._dialling[peer] = connected.set_exception
+        monitor = self._monitors[socket] = self.watch(socket)
+        self._read(monitor, lambda: self._watch_dialled(peer, monitor, connected))
+        self._read(socket, lambda: self._receive_from(peer))
+        socket.connect(resolved)
+
+    def _watch_dialled(self, peer: Peer, monitor: zmq.Socket, connected: Future[Peer]) -> None:
+        while not peer.lost and monitor.poll(0):
+            event = recv_monitor_message(monitor)
+            kind, value = event["event"], event["value"]
+            if kind == zmq.EVENT_CONNECTED:
+                peer._descriptor = value
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                del self._dialling[peer]
+                self._dialled.add(peer)
+                connected.set_result(peer)
+            else:
+                self._end_dial(peer, _why_not(peer.address, kind, value))
+                self._hang_up(peer)
+
+    def _end_dial(self, peer: Peer, error: Exception) -> None:
+        fail = self._dialling.pop(peer, None)
+        if fail is not None:
+            fail(error)
+
+    # Who is there.
+
+    def _watch_router(self) -> None:
+        while self._router_monitor.poll(0):
+            event = recv_monitor_message(self._router_monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._sweep()
+                self._sweep_at = time.monotonic() + _SECOND_SWEEP_SECONDS
+            elif event["event"] & _FAILED_HANDSHAKES:
+                self.turned_away[_why_stranger(event["event"], event["value"])] += 1
+                self._tell_of_strangers()
+
+    def _sweep(self) -> None:
+        """Find out which processes that have connected are gone: a message to one of them cannot be sent."""
+        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+        for name in [*self._accepted, *self._dropped]:
+            try:
+                self._router.send_multipart([name, b""], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self._dropped.discard(name)
+                if name in self._accepted:
+                    self._forget(self._accepted[name])
+
+    def _hang_up(self, peer: Peer) -> None:
+        """End a connection, by this side's wish or because the other side wishes or has gone."""
+        if peer.lost:
+            return
+        if peer._prefix:  # only who has connected can end it
+            self._dropped.add(peer._prefix[0])
+            with contextlib.suppress(zmq.ZMQError):
+                goodbye = [*peer._prefix, *encode(Kind.GOODBYE, "", 0, None)]
+                self._router.send_multipart(goodbye, zmq.NOBLOCK)
+        self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        if peer._prefix:
+            self._accepted.pop(peer._prefix[0], None)
+        else:
+            self._dialled.discard(peer)
+            self._end_dial(peer, PeerLostError(f"the connection to {peer.address} has ended"))
+            monitor = self._monitors.pop(peer._socket)
+            self._unread(monitor)
+            self._unread(peer._socket)
+            self.unwatch(peer._socket, monitor, self._linger)
+        peer._lose()
+
+    def _tell_of_strangers(self, at_once: bool = False) -> None:
+        new, now = self.turned_away - self._told, time.monotonic()
+        if new and (at_once or now - self._told_at >= _LOG_SECONDS):
+            self._told, self._told_at = self.turned_away.copy(), now
+            _log.warning("Connections to port %s of %s were turned away: %s.", self.port, self.host, counted(new))
+
+
+def counted(turned_away: Counter[str]) -> str:
+    """Say how many strangers were turned away, by reason."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(turned_away.items()))
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    try:
+        return frame.get(name)
+    except zmq.ZMQError:
+        return ""
+
+
+def _why_stranger(event: int, value: int) -> str:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return "that said nothing" if value == errno.EAGAIN else "that went away in the handshake"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        return "with another cluster key"
+    return "that speak another protocol"
+
+
+def _why_not(address: str, event: int, value: int) -> Exception:
+    """Why a connection that this process makes has not come about, or has ended."""
+    if event & _FAILED_HANDSHAKES and value != errno.EAGAIN:
+        return NotAMemberError(
+            f"what answers at {address} does not belong to this deployment: it has another cluster key (--cluster-key-file, "
+            "DSJAX_CLUSTER_KEY), or is no dsjax process"
+        )
+    if event == zmq.EVENT_CLOSED:
+        return PeerLostError(f"nobody answers at {address}")
+    return PeerLostError(f"what is at {address} does not answer")

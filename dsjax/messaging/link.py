@@ -1,0 +1,379 @@
+"""`LinkListener` and `Link`: bulk data between two threads of two processes, without the messaging thread in between.
+
+Whoever uses one waits at its socket itself. A message is a header and buffers, which are cut into frames; buffers are sent without a copy.
+A link that is not encrypted (`--encrypt-bulk`) is opened by a ticket, which the listener's process tells over control messages: libzmq
+keeps nothing of a stranger's message, where an open socket would hold all of it in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import secrets
+import socket as sockets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dsjax.messaging.addresses import join_address, split_address, zmq_endpoint
+from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
+from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
+from dsjax.messaging.errors import NotAMemberError, PeerLostError
+from dsjax.messaging.wire import MOST_FRAME_BYTES, decoded
+
+_LOOK_SECONDS = 0.05
+_numbers = itertools.count()
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """The first message over a link: who connects, by the name that the listener knows."""
+
+    name: str
+    ticket: bytes
+
+
+_openings = msgspec.msgpack.Decoder(Opening)
+
+
+class Message(NamedTuple):
+    """What has come over a link.
+
+    Attributes:
+        sender: name of the other side. header: its first frame. frames: of the buffers, in order, without a copy.
+    """
+
+    sender: str
+    header: bytes
+    frames: Sequence[memoryview]
+
+    def read_into(self, *buffers: np.ndarray) -> None:
+        """Copy the buffers into arrays, one after the other.
+
+        Raises:
+            PeerLostError: other bytes have come than these arrays take.
+        """
+        frames = iter(self.frames)
+        for buffer in buffers:
+            bytes_, at = buffer.reshape(-1).view(np.uint8), 0
+            while at < bytes_.size:
+                frame = np.frombuffer(next(frames, b""), np.uint8)
+                if not frame.size or at + frame.size > bytes_.size:
+                    raise PeerLostError(f"{self.sender} has sent other data than was expected")
+                bytes_[at : at + frame.size] = frame
+                at += frame.size
+        if next(frames, None) is not None:
+            raise PeerLostError(f"{self.sender} has sent more data than was expected")
+
+
+class _Bulk:
+    """A socket, what tells of its connections, and what wakes the thread that waits at it."""
+
+    def __init__(self, endpoint: Endpoint, kind: int, host: str):
+        self._socket = endpoint.socket(kind, host)
+        self._monitor = endpoint.watch(self._socket)
+        self._wake, self._woken = sockets.socketpair()
+        self._poller = zmq.Poller()
+        for one in (self._socket, self._monitor, self._woken.fileno()):
+            self._poller.register(one, zmq.POLLIN)
+        self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
+        endpoint.own(self)
+
+    def cancel(self) -> None:
+        """Have whoever waits raise `PeerLostError`, now and from now on. Any thread may call it."""
+        self._is_cancelled = True
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def close(self) -> None:
+        """End, also under a thread that waits."""
+        self.cancel()
+        with self._lock:  # whoever waits has woken
+            if not self._is_closed:
+                self._is_closed = True
+                Endpoint.unwatch(self._socket, self._monitor)
+                self._wake.close()
+                self._woken.close()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep others from the socket."""
+        with self._lock:
+            try:
+                self._check()
+                yield
+            except zmq.ContextTerminated as error:
+                raise PeerLostError("this process's endpoint was closed") from error
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise PeerLostError("this link was closed")
+
+    def _poll(self, seconds: float) -> None:
+        """Wait until something has come, or happened to a connection."""
+        self._poller.poll(max(0.0, seconds) * 1000)
+        self._check()
+
+    def _events(self) -> list[int]:
+        events = []
+        while self._monitor.poll(0):
+            events.append(recv_monitor_message(self._monitor)["event"])
+        return events
+
+    def _send_frames(self, prefix: Sequence[bytes], header: bytes, buffers: Sequence[Any]) -> None:
+        frames = [*prefix, header, *(frame for buffer in buffers for frame in _cut(buffer))]
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) <= len(prefix) + 1)
+
+
+class LinkListener(_Bulk):
+    """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
+
+    Args:
+        names: of those that may connect, each once; None: any name.
+
+    Attributes:
+        address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
+    """
+
+    def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None):
+        super().__init__(endpoint, zmq.ROUTER, endpoint.host)
+        self._endpoint, self._domain = endpoint, f"link {next(_numbers)}"
+        self.ticket = secrets.token_hex(16).encode()
+        self._names = None if names is None else set(names)
+        self._ids: dict[bytes, str] = {}
+        self._of: dict[str, bytes] = {}
+        self._sweeps, self._sweep_at = 0, 0.0
+        self._lost: list[str] = []
+        self._socket.router_mandatory = True
+        credentials = endpoint.credentials
+        if credentials.encrypt_bulk:
+            listen_with_curve(self._socket, credentials.key, self._domain)
+            endpoint.admit(self._domain, verify_roles(credentials.key))
+        else:
+            self._socket.plain_server = True
+            enforce(self._socket, self._domain)
+            endpoint.admit(self._domain, verify_ticket(self.ticket))
+        try:
+            self._socket.bind(zmq_endpoint(endpoint.host, 0))
+        except BaseException:
+            self.close()
+            raise
+        port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
+        self.address = join_address(endpoint.host, port)
+
+    @property
+    def senders(self) -> set[str]:
+        """Names of those that are connected."""
+        return set(self._of)
+
+    def receive(self, seconds: float | None = None) -> Message | None:
+        """Wait for a message; None where none comes in time. A process that connects is not told of here: see `senders`.
+
+        Raises:
+            LinkLostError: a process that was connected is gone; once for each. PeerLostError: the listener was closed.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        with self._in_use():
+            while True:
+                message = self._take()
+                if message is not None:
+                    return message
+                if self._lost:
+                    raise LinkLostError(self._lost.pop(0))
+                left = _LOOK_SECONDS if self._sweeps else 1.0
+                if end is not None:
+                    left = min(left, end - time.monotonic())
+                    if left <= 0:
+                        return None
+                self._poll(left)
+
+    def wait_for(self, names: Sequence[str], seconds: float) -> bool:
+        """Wait until processes of these names have connected, as long as nothing else comes; whether they have."""
+        end = time.monotonic() + seconds
+        with self._in_use():
+            while not self.senders.issuperset(names):
+                if self._lost:
+                    raise LinkLostError(self._lost.pop(0))
+                if time.monotonic() >= end:
+                    return False
+                if not self._take_opening():
+                    self._poll(min(_LOOK_SECONDS, end - time.monotonic()))
+        return True
+
+    def send(self, name: str, header: bytes, *buffers: Any) -> None:
+        """Send to a process that has connected. Nobody may change the buffers before the other side has answered.
+
+        Raises:
+            PeerLostError: it is gone.
+        """
+        with self._in_use():
+            if name not in self._of:
+                raise PeerLostError(f"the link to {name} has ended")
+            try:
+                self._send_frames([self._of[name]], header, buffers)
+            except zmq.ZMQError as error:
+                self._forget(self._of[name])
+                raise PeerLostError(f"the link to {name} has ended") from error
+
+    def close(self) -> None:
+        """Let nobody in any more, and end what there is."""
+        self._endpoint.admit(self._domain, None)
+        super().close()
+
+    def _take(self) -> Message | None:
+        """Take what has come, without waiting."""
+        self._look()
+        while True:
+            frames = self._next_frames()
+            if frames is None:
+                return None
+            name = self._ids.get(frames[0].bytes)
+            if name is None:
+                self._open(frames)
+                continue
+            return Message(name, frames[1].bytes, [frame.buffer for frame in frames[2:]])
+
+    def _take_opening(self) -> bool:
+        self._look()
+        frames = self._next_frames()
+        if frames is not None:
+            self._open(frames)
+        return frames is not None
+
+    def _next_frames(self) -> list[zmq.Frame] | None:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return frames if len(frames) > 1 else self._next_frames()
+
+    def _open(self, frames: Sequence[zmq.Frame]) -> None:
+        """Enter who connects; whoever may not is ignored for good."""
+        try:
+            opening = decoded(_openings, frames[1].bytes)
+        except msgspec.MsgspecError:
+            return
+        if not hmac.compare_digest(opening.ticket, self.ticket) or opening.name in self._of:
+            return
+        if self._names is not None and opening.name not in self._names:
+            return
+        self._ids[frames[0].bytes], self._of[opening.name] = opening.name, frames[0].bytes
+
+    def _look(self) -> None:
+        """Find out who is gone, where a connection has ended: a message to it cannot be sent."""
+        if zmq.EVENT_DISCONNECTED in self._events():
+            self._sweeps, self._sweep_at = 3, 0.0
+        if self._sweeps and time.monotonic() >= self._sweep_at:
+            self._sweeps, self._sweep_at = self._sweeps - 1, time.monotonic() + _LOOK_SECONDS
+            for routing_id in list(self._ids):
+                try:
+                    self._socket.send_multipart([routing_id, b""], zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    self._forget(routing_id)
+
+    def _forget(self, routing_id: bytes) -> None:
+        name = self._ids.pop(routing_id)
+        del self._of[name]
+        self._lost.append(name)
+
+
+class Link(_Bulk):
+    """Sends to a `LinkListener`, and receives its answers. One thread at a time uses it.
+
+    Args:
+        address, ticket: of the listener. name: of this side, for the listener. role: that this process has in the deployment.
+
+    Raises:
+        PeerLostError: nobody answers there in time. NotAMemberError: the ticket is not the listener's.
+    """
+
+    def __init__(self, endpoint: Endpoint, address: str, ticket: bytes, name: str, role: str = "member"):
+        host, port = split_address(address)
+        endpoint.credentials.check_host(host)
+        super().__init__(endpoint, zmq.DEALER, host)
+        self.address = address
+        if endpoint.credentials.encrypt_bulk:
+            connect_with_curve(self._socket, endpoint.credentials.key, role)
+        else:
+            self._socket.plain_username, self._socket.plain_password = b"link", ticket
+        try:
+            self._socket.connect(zmq_endpoint(host, port))
+            end = time.monotonic() + 2 * CONNECT_SECONDS
+            while not self._is_connected():
+                if time.monotonic() > end:
+                    raise PeerLostError(f"nobody answers at {address}")
+                self._poll(_LOOK_SECONDS)
+            self._socket.send(msgspec.msgpack.encode(Opening(name, ticket)))
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, header: bytes, *buffers: Any) -> None:
+        """Send a message. Nobody may change the buffers before the other side has answered, or the link is closed.
+
+        Raises:
+            PeerLostError: the other side is gone.
+        """
+        with self._in_use():
+            self._look()
+            self._send_frames([], header, buffers)
+
+    def receive(self, seconds: float | None = None) -> Message | None:
+        """Wait for a message; None where none comes in time.
+
+        Raises:
+            PeerLostError: the other side is gone, or the link was closed.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        with self._in_use():
+            while True:
+                try:
+                    header, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    if not header.bytes and not frames:
+                        continue  # the listener looked whether this side is there
+                    return Message(self.address, header.bytes, [frame.buffer for frame in frames])
+                except zmq.Again:
+                    self._look()
+                left = 1.0 if end is None else end - time.monotonic()
+                if left <= 0:
+                    return None
+                self._poll(min(left, 1.0))
+
+    def _is_connected(self) -> bool:
+        for event in self._events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return True
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise NotAMemberError(f"the link at {self.address} does not take this process's ticket")
+            if event != zmq.EVENT_CONNECTED:
+                raise PeerLostError(f"nobody answers at {self.address}")
+        return False
+
+    def _look(self) -> None:
+        if zmq.EVENT_DISCONNECTED in self._events():
+            self._is_cancelled = True
+            raise PeerLostError(f"the link to {self.address} has ended")
+
+
+class LinkLostError(PeerLostError):
+    """A process that was connected to a listener is gone. name: its."""
+
+    def __init__(self, name: str):
+        super().__init__(f"the link to {name} has ended")
+        self.name = name
+
+
+def _cut(buffer: Any) -> list[memoryview]:
+    """Give a buffer's bytes in frames; none where it is empty."""
+    view = memoryview(buffer).cast("B") if not isinstance(buffer, np.ndarray) else _bytes_of(buffer)
+    return [view[at : at + MOST_FRAME_BYTES] for at in range(0, len(view), MOST_FRAME_BYTES)]
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

@@ -1,0 +1,65 @@
+"""`BroadcastLog` and `LogReader`: every reader has every entry, in order, from when it was let in."""
+
+import queue
+import time
+
+import pytest
+
+from dsjax.messaging import Credentials, Endpoint, PeerLostError
+from dsjax.messaging.broadcast import BroadcastLog, LogReader
+from dsjax.messaging.cluster_key import ClusterKey
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def ends():
+    credentials = Credentials(ClusterKey("k" * 32, "a test"))
+    ends = [Endpoint("127.0.0.1", credentials) for _ in range(3)]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def reader(end, log, leader, name):
+    heard = queue.SimpleQueue()
+    made = LogReader(
+        end, end.connect(leader.address, "member"), log.address, name, lambda *entry: heard.put(entry), heard.put
+    )
+    return made, heard
+
+
+def test_readers_that_come_at_different_times_miss_nothing_from_then_on(ends):
+    log = BroadcastLog(ends[0])
+    _, first = reader(ends[1], log, ends[0], b"a")
+    for number in range(100):
+        log.append(0, b"%d" % number)
+    _, second = reader(ends[2], log, ends[0], b"b")
+    for number in range(100, 200):
+        log.append(1, b"%d" % number * (1 if number % 50 else 1_000_000))
+    heard = [first.get(timeout=SECONDS) for _ in range(200)]
+    later = [second.get(timeout=SECONDS) for _ in range(100)]
+    assert [epoch for epoch, _ in heard] == [0] * 100 + [1] * 100
+    assert heard[100:] == later
+    assert [int(body[:3]) for _, body in later] == list(range(100, 200))
+    log.close()
+
+
+def test_a_reader_hears_that_the_log_has_ended(ends):
+    log = BroadcastLog(ends[0])
+    _, heard = reader(ends[1], log, ends[0], b"a")
+    log.append(0, b"last")
+    log.close(SECONDS)
+    assert heard.get(timeout=SECONDS) == (0, b"last")
+    assert isinstance(heard.get(timeout=SECONDS), PeerLostError)
+
+
+def test_a_missing_entry_is_an_error_and_not_passed_over(ends):
+    log = BroadcastLog(ends[0])
+    _, heard = reader(ends[1], log, ends[0], b"a")
+    log._next += 1
+    log.append(0, b"after a gap")
+    assert "is missing" in str(heard.get(timeout=SECONDS))
+    time.sleep(0.05)
+    assert heard.empty()
+    log.close()

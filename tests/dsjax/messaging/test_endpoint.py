@@ -1,0 +1,214 @@
+"""`Endpoint` and `Peer`: requests, messages, who is admitted, and who has gone."""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dsjax.errors import UserError
+from dsjax.messaging import Credentials, Endpoint, NotAMemberError, PeerLostError, RefusedError
+from dsjax.messaging.cluster_key import ClusterKey
+
+HOST = "127.0.0.1"
+CREDENTIALS = Credentials(ClusterKey("k" * 32, "a test"))
+SECONDS = 20.0
+
+
+@pytest.fixture
+def endpoints():
+    made = []
+
+    def make(credentials=CREDENTIALS, **options):
+        made.append(Endpoint(HOST, credentials, **options))
+        return made[-1]
+
+    yield make
+    for endpoint in made:
+        endpoint.close()
+
+
+@pytest.fixture
+def pair(endpoints):
+    return endpoints(), endpoints()
+
+
+def test_a_request_is_answered_with_a_value_of_the_type_that_was_asked_for(pair):
+    server, client = pair
+    server.serve("double", lambda request: request.reply(2 * request.body), roles=("member",), kind=int)
+    peer = client.connect(server.address, "member")
+    assert peer.request("double", 21, kind=int).result(SECONDS) == 42
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        peer.request("double", 21, kind=str).result(SECONDS)
+
+
+def test_a_reply_may_come_later_and_from_any_thread(pair):
+    server, client = pair
+    held = []
+    server.serve("wait", held.append, roles=("member",), kind=int)
+    peer = client.connect(server.address, "member")
+    replies = [peer.request("wait", number) for number in range(3)]
+    wait_until(lambda: len(held) == 3)
+    for request in reversed(held):
+        threading.Thread(target=request.reply, args=(request.body,)).start()
+    assert [reply.result(SECONDS) for reply in replies] == [0, 1, 2]
+
+
+def test_messages_come_in_the_order_in_which_they_were_sent_however_long_they_are(pair):
+    server, client = pair
+    heard = []
+    server.serve("say", lambda request: heard.append(request.body), roles=("member",), kind=bytes)
+    said = [bytes([number]) * (1 if number % 2 else 3_000_001) for number in range(6)]
+    peer = client.connect(server.address, "member")
+    for one in said:
+        peer.send("say", one)
+    wait_until(lambda: len(heard) == len(said))
+    assert heard == said
+
+
+def test_the_process_that_was_connected_to_can_ask_too(pair):
+    server, client = pair
+    peers = []
+    server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
+    client.serve("add", lambda request: request.reply(sum(request.body)), roles=("listener",), kind=list[int])
+    client.connect(server.address, "member").request("here").result(SECONDS)
+    assert peers[0].request("add", [1, 2]).result(SECONDS) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "service", "said"),
+    [
+        (1, "unknown", "not served here"),
+        (1, "experts", "not served here to 'member'"),
+        ("text", "number", "cannot be read"),
+        (1, "number", "no number today"),
+    ],
+)
+def test_who_asks_for_what_cannot_be_is_told_why(pair, body, service, said):
+    server, client = pair
+    server.serve("number", lambda request: request.refuse("no number today"), roles=("member",), kind=int)
+    server.serve("experts", lambda request: request.reply(), roles=("attention",))
+    with pytest.raises(RefusedError, match=said):
+        client.connect(server.address, "member").request(service, body).result(SECONDS)
+
+
+def test_a_handler_that_fails_fails_its_request_alone(pair):
+    server, client = pair
+    server.serve("divide", lambda request: request.reply(1 // request.body), roles=("member",), kind=int)
+    peer = client.connect(server.address, "member")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        peer.request("divide", 0).result(SECONDS)
+    assert peer.request("divide", 1).result(SECONDS) == 1
+
+
+def test_a_process_with_another_key_gets_nowhere_and_is_counted(endpoints):
+    server = endpoints()
+    stranger = endpoints(Credentials(ClusterKey("x" * 32, "a test")))
+    with pytest.raises(NotAMemberError, match="another cluster key"):
+        stranger.connect(server.address, "member")
+    wait_until(lambda: server.turned_away)
+    assert list(server.turned_away) == ["with another cluster key"]
+
+
+def test_what_is_no_dsjax_process_is_told_from_one_that_does_not_answer(endpoints):
+    client = endpoints()
+    with socket.create_server((HOST, 0)) as silent:
+        address = f"{HOST}:{silent.getsockname()[1]}"
+        with pytest.raises(PeerLostError, match="does not answer"):
+            client.connect(address, "member", 0.3)
+    with pytest.raises(PeerLostError, match="nobody answers"):
+        client.connect(address, "member")
+
+
+def test_a_local_key_serves_the_loopback_interface_alone():
+    with pytest.raises(UserError, match="--cluster-key-file"):
+        Endpoint("0.0.0.0", Credentials(ClusterKey("k" * 32, "a test", is_local=True)))
+
+
+def test_the_port_that_was_asked_for_is_taken_and_free_after_the_end(endpoints):
+    first = endpoints()
+    with pytest.raises(OSError) as caught:
+        endpoints(port=first.port)
+    assert caught.value.errno == errno.EADDRINUSE
+    for _ in range(20):
+        first.close()
+        first = endpoints(port=first.port)
+
+
+def test_both_sides_hear_of_a_connection_that_ends(pair):
+    server, client = pair
+    peers, lost = [], []
+    server.serve("hold", lambda request: peers.append(request.peer), roles=("member",))
+    peer = client.connect(server.address, "member")
+    reply = peer.request("hold")
+    wait_until(lambda: peers)
+    peers[0].on_lost(lambda: lost.append("server"))
+    peer.on_lost(lambda: lost.append("client"))
+    peer.close()
+    with pytest.raises(PeerLostError):
+        reply.result(SECONDS)
+    wait_until(lambda: sorted(lost) == ["client", "server"])
+    with pytest.raises(PeerLostError):
+        peers[0].request("anything").result(SECONDS)
+
+
+def test_the_process_that_was_connected_to_can_end_a_connection(pair):
+    server, client = pair
+    peers = []
+    server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
+    peer = client.connect(server.address, "member")
+    peer.request("here").result(SECONDS)
+    peers[0].close()
+    wait_until(lambda: peer.lost)
+    assert client.connect(server.address, "member").request("ping").result(SECONDS) is None
+
+
+def test_the_messaging_thread_does_not_wait_for_itself(pair):
+    server, client = pair
+    peer = client.connect(server.address, "member")
+    client.serve("ask", lambda request: peer.request("nothing").result(), roles=("listener",))
+    server.serve("go", lambda request: request.peer.send("ask"), roles=("member",))
+    peer.send("go")
+    assert peer.request("ping").result(SECONDS) is None
+
+
+PROCESS = f"""
+import sys, time
+from dsjax.messaging import Credentials, Endpoint
+from dsjax.messaging.cluster_key import ClusterKey
+endpoint = Endpoint("{HOST}", Credentials(ClusterKey("k" * 32, "a test")), silence=1.0)
+peer = endpoint.connect(sys.argv[1], "member")
+peer.on_lost(lambda: print("lost", flush=True))
+peer.request("here").result(20)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "most"), [(signal.SIGKILL, 0.7), (signal.SIGSTOP, 3.0)])
+def test_a_process_that_is_killed_or_stopped_is_lost(endpoints, number, most):
+    server, peers = endpoints(silence=1.0), []
+    server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
+    process = subprocess.Popen([sys.executable, "-c", PROCESS, server.address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "here\n"
+        os.kill(process.pid, number)
+        wait_until(lambda: peers[0].lost)
+        if number == signal.SIGSTOP:
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout.readline() == "lost\n"  # a continued process finds its connection closed
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(holds):
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -1,0 +1,120 @@
+"""`LinkListener` and `Link`: bulk messages, tickets, and what becomes of those who wait."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dsjax.messaging import Credentials, Endpoint, Link, LinkListener, NotAMemberError, PeerLostError
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.link import LinkLostError
+
+SECONDS = 20.0
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def ends(request):
+    credentials = Credentials(ClusterKey("k" * 32, "a test"), encrypt_bulk=request.param)
+    ends = [Endpoint("127.0.0.1", credentials) for _ in range(2)]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def listener(ends):
+    made = LinkListener(ends[0], ["one", "two"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def link(ends, listener):
+    made = Link(ends[1], listener.address, listener.ticket, "one")
+    yield made
+    made.close()
+
+
+def test_buffers_arrive_as_they_were_sent_both_ways(listener, link, rng=np.random.default_rng(0)):
+    sent = [rng.integers(0, 255, size, np.uint8) for size in (0, 7, 3_000_001)]
+    link.send(b"there", *sent)
+    message = listener.receive(SECONDS)
+    got = [np.empty_like(one) for one in sent]
+    message.read_into(*got)
+    assert (message.sender, message.header) == ("one", b"there")
+    assert all((a == b).all() for a, b in zip(sent, got, strict=True))
+    listener.send("one", b"back", got[2])
+    answer, back = link.receive(SECONDS), np.empty_like(got[2])
+    answer.read_into(back)
+    assert answer.header == b"back" and (back == sent[2]).all()
+
+
+@pytest.mark.parametrize("shape", [(5,), (7,)])
+def test_other_data_than_was_expected_is_an_error(listener, link, shape):
+    link.send(b"", np.zeros(6, np.uint8))
+    with pytest.raises(PeerLostError, match="data than was expected"):
+        listener.receive(SECONDS).read_into(np.empty(shape, np.uint8))
+
+
+def test_who_has_no_ticket_or_another_name_or_a_name_that_is_taken_is_not_heard(ends, listener, link):
+    link.send(b"first")
+    assert listener.receive(SECONDS).header == b"first"
+    others = [("one", listener.ticket), ("three", listener.ticket)]
+    if ends[0].credentials.encrypt_bulk:
+        others.append(("two", b"another"))
+    else:
+        with pytest.raises(NotAMemberError, match="ticket"):
+            Link(ends[1], listener.address, b"another", "two")
+    for name, ticket in others:
+        stranger = Link(ends[1], listener.address, ticket, name)
+        stranger.send(b"strange")
+        assert listener.receive(0.2) is None
+        stranger.close()
+    link.send(b"second")
+    assert listener.receive(SECONDS).header == b"second"
+
+
+def test_a_link_that_ends_is_told_of_once_by_its_name(ends, listener, link):
+    two = Link(ends[1], listener.address, listener.ticket, "two")
+    assert listener.wait_for(["one", "two"], SECONDS)
+    link.close()
+    with pytest.raises(LinkLostError) as caught:
+        listener.receive(SECONDS)
+    assert caught.value.name == "one" and listener.senders == {"two"}
+    two.send(b"goes on")
+    assert listener.receive(SECONDS).header == b"goes on"
+    with pytest.raises(PeerLostError):
+        listener.send("one", b"")
+    two.close()
+
+
+def test_who_waits_hears_that_the_other_side_or_its_own_has_closed_the_link(listener, link):
+    for close in (listener.close, link.close):
+        caught = []
+        waiting = threading.Thread(target=lambda: caught.append(raised(link.receive)))  # noqa: B023
+        waiting.start()
+        time.sleep(0.1)
+        close()
+        waiting.join(SECONDS)
+        assert isinstance(caught[0], PeerLostError)
+
+
+def test_what_was_sent_before_a_link_ends_is_received(listener, link):
+    link.send(b"last")
+    assert listener.receive(SECONDS).header == b"last"
+
+
+def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):
+    began = time.monotonic()
+    ends[1].close()
+    assert time.monotonic() - began < 10
+    with pytest.raises(PeerLostError):
+        link.receive(SECONDS)
+
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return error
