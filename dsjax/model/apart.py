@@ -2,15 +2,15 @@
 
 The four parts of a layer (``docs/architecture.md``) are programs of their own then, and the host takes their values from one to the next
 (``docs/attention-ffn-disaggregation.md``). Here stands what each program computes. A step is traced as ever, with the whole pass in it as
-one piece of work that is done outside (``sharding.cut``); ``ExpertsApart.work`` says by whom.
+one piece of work that is done outside (``sharding.cut``): an ``ExpertWork``. Who does it is the engine's business.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from dsjax.model.layer_values import Layer, Tokens
 from dsjax.model.parameters import ParameterInfo
 from dsjax.model.two_batch import MicroBatches
 from sharding import MeshSpec, Rules
-from sharding.cut import Work, outside
+from sharding.cut import outside
 from sharding.dispatch import ExpertsOfMesh
 from sharding.dispatch.between import Between, ExpertHalf
 from sharding.dispatch.wire import WireFormat
@@ -39,8 +39,9 @@ EXPERTS = ".moe.experts."
 """What stands in the path of every parameter that these devices have, and of no other."""
 
 
-class ExpertsApart(Protocol):
-    """The devices that have the routed experts, and nothing else.
+@dataclass(frozen=True)
+class ExpertsApart:
+    """Describes the devices that have the routed experts and nothing else.
 
     spec: of these devices, each of which has whole experts. parts: into how many equal runs they are divided for what is sent there.
     padded: whether all cells of an exchange travel there, and not those alone that are filled. infos: their parameters by path.
@@ -49,13 +50,30 @@ class ExpertsApart(Protocol):
     spec: MeshSpec
     parts: int
     padded: bool
-    infos: Mapping[str, ParameterInfo]
+    infos: Mapping[str, ParameterInfo] = field(hash=False)
 
-    def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
-        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        stack = next(iter(self.infos)).split(EXPERTS)[0]
+        infos = [info for path, info in self.infos.items() if path.startswith(stack + EXPERTS)]
+        return sum(info.nbytes // (info.shape[0] * info.shape[1]) for info in infos)
 
-        passes: one, or one for each micro-batch. tree: the structure of the ``Passing``.
-        """
+    @property
+    def bytes_of_device(self) -> int:
+        """Bytes of the parameters of one device, each of which has whole experts."""
+        return sum(info.nbytes for info in self.infos.values()) // self.spec.ep_size
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """Describes taking tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
+
+    passes: one, or one for each micro-batch. tree: the structure of the ``Passing``.
+    """
+
+    passes: tuple[LayerPass, ...]
+    tree: jax.tree_util.PyTreeDef
 
 
 @jax.tree_util.register_dataclass
@@ -102,9 +120,9 @@ def run_apart(
     xs, of_tokens = jax.tree.map(whole, (xs, of_tokens))
     report = _nothing_counted(step, copies.copies_E.shape[0])
     leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
-    passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
+    passes = tuple(LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs)
     results, shape = jax.tree.flatten((xs, cache, report))
-    xs, cache, report = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
+    xs, cache, report = jax.tree.unflatten(shape, outside(ExpertWork(passes, tree), leaves, results))
     if batches is None:
         return xs[0], cache, report
     return jnp.concatenate(xs, axis=1)[:, np.argsort(batches.places)], cache, report

@@ -8,17 +8,15 @@ shardings; only cache access and expert dispatch are ``shard_map``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
@@ -40,7 +38,6 @@ from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import DecoderLayer, Transformer
 from dsjax.model.two_batch import TwoBatchOverlap, count_micro_batches, run_in_halves
 from sharding import MeshSpec, Rules
-from sharding.cut import CutLowered, lower_cut
 from sharding.dispatch import DispatchConfig
 from sharding.host_memory import rows_from_host
 from sharding.layer_placement import LayerPlacements
@@ -262,12 +259,6 @@ class ModelStep:
         if "embedded_vocab" not in self.rules.in_host:
             return model.embed(tokens, self.dtype)
         return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
-
-    def lower(self, program: Callable, *arguments: Any, donate_argnum: int) -> Lowered | CutLowered:
-        """Trace a program that has layers in it, for described arguments: one, or where experts are apart as many as it takes."""
-        if self.apart is not None:
-            return lower_cut(program, *arguments, donate_argnum=donate_argnum)
-        return jax.jit(program, donate_argnums=donate_argnum).lower(*arguments)
 
     def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         graph, whole, weights = split = self._split(stack, tokens)

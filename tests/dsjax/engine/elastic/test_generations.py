@@ -317,7 +317,7 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
         assert counts["read"] == 0  # what either side holds goes on to the other devices
         there = counts["kept"] + counts["moved"]
         assert there - before == sum(
-            array.nbytes for array in (*device.params.values(), *device.model.apart.params.values())
+            array.nbytes for array in (*device.params.values(), *device.programs.experts.params.values())
         )
         before = there
     assert running.answers() == alone
