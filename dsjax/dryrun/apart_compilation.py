@@ -24,7 +24,8 @@ from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.model.apart import ExpertsApart, ExpertWork, LayerPass
+from dsjax.model.apart import ExpertWork, LayerPass
+from dsjax.model.expert_dispatch import ExpertsApart
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.cut import CutCompiled, Described

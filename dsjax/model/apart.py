@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,49 +20,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dsjax.model.attention import Cache
+from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.layer_values import Layer, Tokens
+from dsjax.model.micro_batches import MicroBatches
+from dsjax.model.paging import Cache
 from dsjax.model.parameters import ParameterInfo
-from dsjax.model.two_batch import MicroBatches
-from sharding import MeshSpec, Rules
+from dsjax.model.step_description import StepDescription
+from sharding import Rules
 from sharding.cut import outside
 from sharding.dispatch import ExpertsOfMesh
 from sharding.dispatch.between import Between, ExpertHalf
 from sharding.dispatch.wire import WireFormat
 from sharding.placement import CopyTables
-
-if TYPE_CHECKING:
-    from dsjax.model.step import ModelStep
-
-EXPERTS = ".moe.experts."
-"""What stands in the path of every parameter that these devices have, and of no other."""
-
-
-@dataclass(frozen=True)
-class ExpertsApart:
-    """Describes the devices that have the routed experts and nothing else.
-
-    spec: of these devices, each of which has whole experts. parts: into how many equal runs they are divided for what is sent there.
-    padded: whether all cells of an exchange travel there, and not those alone that are filled. infos: their parameters by path.
-    """
-
-    spec: MeshSpec
-    parts: int
-    padded: bool
-    infos: Mapping[str, ParameterInfo] = field(hash=False)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        stack = next(iter(self.infos)).split(EXPERTS)[0]
-        infos = [info for path, info in self.infos.items() if path.startswith(stack + EXPERTS)]
-        return sum(info.nbytes // (info.shape[0] * info.shape[1]) for info in infos)
-
-    @property
-    def bytes_of_device(self) -> int:
-        """Bytes of the parameters of one device, each of which has whole experts."""
-        return sum(info.nbytes for info in self.infos.values()) // self.spec.ep_size
 
 
 @dataclass(frozen=True)
@@ -93,7 +63,7 @@ class Passing:
 
 
 def run_apart(
-    step: ModelStep,
+    step: StepDescription,
     stack: str,
     params: Mapping[str, Array],
     x: Float[Array, "B T D"],
@@ -128,7 +98,7 @@ def run_apart(
     return jnp.concatenate(xs, axis=1)[:, np.argsort(batches.places)], cache, report
 
 
-def _nothing_counted(step: ModelStep, layers: int) -> dict[str, Array]:
+def _nothing_counted(step: StepDescription, layers: int) -> dict[str, Array]:
     """The counts of a pass before it begins, each layer's of each token device: ``LayerPass.count`` says what they are."""
     if not step.dispatch.report:
         return {}
@@ -157,7 +127,7 @@ class LayerPass:
     shape: ``(B, T, D)`` of the tokens. Each method but ``between`` is traced; ``index`` is a layer's number in the stack.
     """
 
-    step: ModelStep
+    step: StepDescription
     stack: str
     first: int
     layers: int
@@ -255,7 +225,7 @@ class StackExperts:
     tokens: of a step, in all, which the form of the product follows.
     """
 
-    step: ModelStep
+    step: StepDescription
     stack: str
     half: ExpertHalf
     rules: Rules
@@ -283,12 +253,12 @@ class StackExperts:
             )
 
 
-def wire_of(step: ModelStep) -> WireFormat:
+def wire_of(step: StepDescription) -> WireFormat:
     """What a row is packed as."""
     return WireFormat(step.config.hidden_size, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
 
 
-def sums_by_choice(step: ModelStep) -> bool:
+def sums_by_choice(step: StepDescription) -> bool:
     """Whether a token's sum has one order wherever its experts are."""
     return step.experts.config.by_choice
 

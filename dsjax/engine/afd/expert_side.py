@@ -17,7 +17,8 @@ from jaxtyping import Array
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, ProgramMaker, Way, rounds_of
 from dsjax.engine.device.access import DeviceAccess, DevicePart
-from dsjax.model.apart import ExpertsApart, ExpertWork, LayerPass, Passing, StackExperts, sums_by_choice, wire_of
+from dsjax.model.apart import ExpertWork, LayerPass, Passing, StackExperts, sums_by_choice, wire_of
+from dsjax.model.expert_dispatch import ExpertsApart
 from dsjax.model.step import ModelStep
 from dsjax.model.window import ParameterWindow
 from sharding import MeshError, MeshSpec, Rules
