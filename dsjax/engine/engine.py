@@ -3,13 +3,13 @@
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
@@ -23,9 +23,6 @@ from dsjax.engine.tiers.event_publisher import EventPublisher, PageEventStream
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.elastic.generations import Generations
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
@@ -41,6 +38,7 @@ class EngineParts:
         eos_token_ids: tokens that end a completion unless it ignores them.
         prefills: the links to engines that compute prompts for this one; None: there are none.
         event_sink: receives the events of pages too, in the engine's thread.
+        generations: as of `EngineCore`.
 
     Attributes:
         core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
@@ -57,6 +55,7 @@ class EngineParts:
         eos_token_ids: Sequence[int] = (),
         prefills: PrefillLinks | None = None,
         event_sink: EventSink | None = None,
+        generations: MeshChanger | None = None,
     ):
         args = args or EngineArgs()
         self.tokenizer = tokenizer
@@ -73,7 +72,11 @@ class EngineParts:
             if prefills is not None:
                 attachments.append(prefills)
             self.core = EngineCore(
-                executor, scheduler_config, async_scheduling=args.async_scheduling, attachments=attachments
+                executor,
+                scheduler_config,
+                async_scheduling=args.async_scheduling,
+                attachments=attachments,
+                generations=generations,
             )
             opened.pop_all()
         self.prefills = () if prefills is None else tuple(prefills.links)
@@ -123,7 +126,6 @@ class LLMEngine:
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
-        self.core.on_change = lambda: self.inputs.change(self.core.scheduler.config)
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -157,11 +159,13 @@ class LLMEngine:
 
         Where a process has gone, leaves or has come back, the mesh changes in place of the step.
         """
-        generations = self.core.generations
+        generations, scheduler = self.core.generations, self.core.scheduler
         if generations is not None and generations.take_change() and generations.due:
             updates = self.core.change(generations.regroup)
         else:
             updates = self.core.step()
+        if self.core.scheduler is not scheduler:  # the mesh has changed
+            self.inputs.change(self.core.scheduler.config)
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []
@@ -187,13 +191,14 @@ class LLMEngine:
             updates = self.core.change(lambda: generations.to(wanted))
         finally:
             generations.forget()
+        self.inputs.change(self.core.scheduler.config)
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         self._aborted += outputs
         if generations.failure is not None:
             raise generations.failure
 
-    def _generations(self) -> "Generations":
+    def _generations(self) -> MeshChanger:
         if self.prefills:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:

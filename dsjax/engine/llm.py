@@ -139,6 +139,8 @@ class LLM:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
+        fixed = self.args.separated or (group is not None and MeshSpec.parse(self.args.mesh).pp_size > 1)
+        self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.parts = EngineParts(
             loaded.executor,
             self.tokenizer,
@@ -147,14 +149,12 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             prefills=prefills,
             event_sink=event_sink,
+            generations=self._generations,
         )
         self.engine = LLMEngine(self.parts)
         opened.pop_all()
         opened.callback(self.engine.shutdown)
         self._facts = loaded.facts
-        fixed = self.args.separated or (group is not None and MeshSpec.parse(self.args.mesh).pp_size > 1)
-        self._generations = None if fixed else Generations(self.args, group, loaded, library)
-        self.engine.core.generations = self._generations
 
     @property
     def executor(self) -> Executor:

@@ -74,6 +74,8 @@ def staging_bytes(step: ModelStep) -> int:
 
 def expert_bytes(step: ModelStep) -> int:
     """Bytes of one expert on one device: the whole of it, or its part where its width is split."""
+    if step.apart is not None:
+        return step.apart.expert_bytes
     return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
 
 
@@ -204,11 +206,7 @@ def lower_place(
 
     def place(stack, staging, copies, loads, marked, tables, layer, row):
         changed = lax.with_sharding_constraint(run(stack, staging, marked, layer), shardings)
-        copies = jax.tree.map(
-            lambda whole, layer_table: lax.dynamic_update_index_in_dim(whole, layer_table, row, 0), copies, tables
-        )
-        retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
-        loads = lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0)
+        copies, loads, retired = put_tables(copies, loads, tables, row)
         pinned = lax.with_sharding_constraint((copies, loads), jax.tree.map(lambda a: a.sharding, described))
         return changed, *pinned, retired, lax.with_sharding_constraint(row + 0, everywhere)
 
@@ -217,6 +215,13 @@ def lower_place(
     marked = jax.ShapeDtypeStruct((group.size, step.placement.n_physical // group.size), np.int32, sharding=everywhere)
     tables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=everywhere), copies)
     return jax.jit(place, donate_argnums=(0, 2, 3)).lower(stack, staging, copies, loads, marked, tables, number, number)
+
+
+def put_tables(copies: CopyTables, loads: Array, tables: CopyTables, row: Array) -> tuple[CopyTables, Array, Array]:
+    """Put a layer's tables in force, and give what its row had counted, which begins anew."""
+    copies = jax.tree.map(lambda whole, own: lax.dynamic_update_index_in_dim(whole, own, row, 0), copies, tables)
+    retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
+    return copies, lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0), retired
 
 
 def _word(dtype: np.dtype) -> np.dtype:

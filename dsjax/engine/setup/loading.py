@@ -25,7 +25,7 @@ from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import LinkClosedError
-from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
+from dsjax.engine.afd.expert_side import ExpertSide, Side, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
@@ -42,7 +42,7 @@ from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import remote_experts, weights_format
+from dsjax.engine.setup.assembly import experts_apart, remote_experts, weights_format
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
@@ -159,7 +159,7 @@ class _Loader:
         experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
         check_layout(self.config, spec.stage, args.num_redundant, weights, experts, args.moe_dense_tp_size)
         self.stages: OwnStages | None = None
-        self.expert_mesh: Mesh | None = None
+        expert_mesh: Mesh | None = None
         if spec.pp_size > 1:
             held.clear()  # a stage's parameters are parts of the whole model's, which are read
             self.stages = OwnStages.of(args, self.config, group)
@@ -167,7 +167,7 @@ class _Loader:
         elif experts is None or args.afd_role == "attention":
             meshes = [mesh or spec.build()]
         else:
-            mesh, self.expert_mesh = build_both(spec, experts)
+            mesh, expert_mesh = build_both(spec, experts)
             meshes = [mesh]
         if group is not None and not is_later and self.stages is None:
             check_shares(spec, meshes[0], group)
@@ -177,11 +177,11 @@ class _Loader:
             keep_freed_memory()
         stages = self.stages.stages if self.stages else [None]
         self.layouts = [
-            EngineLayout.of(args, self.checkpoint, mesh, self.expert_mesh, stage)
-            for stage, mesh in zip(stages, meshes, strict=True)
+            EngineLayout.of(args, self.checkpoint, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)
         ]
         self.steps = [layout.step for layout in self.layouts]
         self.weights = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
+        self.experts: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
 
     @property
     def step(self) -> ModelStep:
@@ -191,9 +191,10 @@ class _Loader:
     def load(self, lock: PageFolder | None, opened: contextlib.ExitStack) -> LoadedEngine:
         """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
         args, group, directory = self.args, self.group, self.directory
-        if isinstance(self.step.apart, RemoteExperts):
-            opened.callback(self.step.apart.close)
-            _connect_experts(args, self.step, directory, self.held.name, group, self.is_later)
+        if self.step.apart is not None and self.experts is None:
+            self.experts = experts = remote_experts(args, self.step.mesh.devices.flat[0].platform)
+            opened.callback(experts.close)
+            _connect_experts(args, self.step, experts, directory, self.held.name, group, self.is_later)
         params, sources = self._read_all()
         limits = self._limits(params) if group is None else common_limits(group, lambda: self._limits(params))
         facts = [
@@ -266,15 +267,17 @@ class _Loader:
         if group is not None:
             options["check"] = partial(group.check_generation, group.generation, "its weights were loaded")
         with explained_out_of_memory("its weights were loaded", SMALLER):
-            return [
-                _read(args, self.config, self.weights, step, self.checkpoint, step.stored_placement, **options)
-                for step in self.steps
-            ]
+            return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
+
+    def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
+        """What reads parameters of a step, without what else this object holds."""
+        return partial(_read, self.args, self.config, self.weights, self.experts, step)
 
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
         """Limits with as many pages as fit the devices with the least room."""
         each = [
-            layout.limits(self.args, self.library, one, None) for layout, one in zip(self.layouts, params, strict=True)
+            layout.limits(self.args, self.library, one, None, self.experts)
+            for layout, one in zip(self.layouts, params, strict=True)
         ]
         return self.library.settled(str(self.spec), min(each, key=lambda limits: limits.pages_per_rank))
 
@@ -288,18 +291,18 @@ class _Loader:
     ) -> MeshExecutor:
         """Make the executor of one mesh."""
         args, group, step, directory = self.args, self.group, layout.step, self.directory
-        apart, read = step.apart is not None, partial(_read, args, self.config, self.weights, step, directory)
+        apart, read = step.apart is not None, self._reader(step)
         parts = executor_parts(
             args,
             limits,
             0 if apart else layout.per_exchange,
-            lambda paths, placements: read(step.stored(placements), only=paths),
+            lambda paths, placements: read(directory, step.stored(placements), only=paths),
             disk,
         )
         if apart:
             parts.append(_side_part(args, directory, group, step.mesh))
             if args.eplb:
-                parts.append(_mover(step, self.checkpoint, self.weights, layout.per_exchange))
+                parts.append(_mover(step, self.experts, self.checkpoint, self.weights, layout.per_exchange))
         shared = group is not None and step.stage is None
         executor = (MeshExecutor if step.stage is None else StageExecutor)(
             step,
@@ -311,6 +314,7 @@ class _Loader:
             parts=parts,
             meet=(lambda: group.agreement.ask("compiled")) if shared else None,
             library=None if apart else self.library,  # it keeps steps that are one program each
+            experts=self.experts,
         )
         opened.callback(executor.shutdown)
         return executor
@@ -320,35 +324,40 @@ def _read(
     args: EngineArgs,
     config: ModelConfig,
     weights: str,
+    experts: Side | None,
     step: ModelStep,
     source: Checkpoint | Path,
     placement: LayerPlacements,
     **options: Any,
 ) -> dict[str, Array]:
     """Read parameters of a step, all or those of the paths `only`. config: of the whole model. placement: of the step's experts."""
-    side = step.apart
     if step.stage is not None:
         options = {"only": step.table.infos, "window": step.stage.window(config)} | options
-    if side is not None:
+    if step.apart is not None:
         options["only"] = step.table.infos
     if not step.config.is_moe:
         placement = None
     elif step.stage is not None:
         placement = placement_of_all(config, step, placement)
     options |= {"placement": placement, "weights": weights, "mtp": args.speculation is not None}
-    if isinstance(side, ExpertSide):
-        side.params = load(config, source, side.mesh, side.rules, **options | {"only": side.infos})
+    if isinstance(experts, ExpertSide):
+        experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
     return load(config, source, step.mesh, step.rules, **options)
 
 
 def _connect_experts(
-    args: EngineArgs, step: ModelStep, directory: Path, name: bytes, group: HostGroup | None, is_later: bool
+    args: EngineArgs,
+    step: ModelStep,
+    side: RemoteExperts,
+    directory: Path,
+    name: bytes,
+    group: HostGroup | None,
+    is_later: bool,
 ) -> None:
     """Connect to the processes with experts, and with the other processes of the attention side. directory: of the checkpoint.
 
     name: of this process's engine; all processes of the attention side have that of process 0. is_later: experts were there before.
     """
-    side: RemoteExperts = step.apart
     side.space, side.name = expert_space(args, step, directory), name
     side.placement = step.placement.physical_to_logical
     if group is None:
@@ -373,14 +382,15 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     if args.afd_role != "attention":
         return lambda device, _: SidePart(device)
 
-    def another(expert_mesh: str, afd_address: str, model: ModelStep) -> ModelStep:
+    def another(
+        expert_mesh: str, afd_address: str, model: ModelStep, before: RemoteExperts
+    ) -> tuple[ModelStep, RemoteExperts]:
         changed = replace(args, expert_mesh=expert_mesh, afd_address=afd_address)
-        before: RemoteExperts = model.apart
-        side = remote_experts(changed, expert_spec(changed), before.infos, mesh.devices.flat[0].platform)
+        model = replace(model, apart=experts_apart(changed, model.apart.infos))
+        side = remote_experts(changed, mesh.devices.flat[0].platform)
         side.follows(before)
-        model = replace(model, apart=side)
         side.space = expert_space(changed, model, directory)
-        return model
+        return model, side
 
     def make(device: DeviceAccess, _: PageStaging) -> RemoteExpertsPart:
         part = RemoteExpertsPart(device, another)
@@ -391,9 +401,9 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     return make
 
 
-def _mover(step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+def _mover(step: ModelStep, side: Side, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
     """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
-    side, writer = step.apart, None
+    writer = None
     if isinstance(side, ExpertSide):
         platform = side.mesh.devices.flat[0].platform
         reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)
