@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 from jaxtyping import Array, Int
 
+from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.step import ModelStep
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
@@ -48,7 +49,7 @@ def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
     stacks, first = [], 0
     for stack in STACKS:
-        prefix = f"{stack}.moe.experts."
+        prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
             stacks.append(ExpertLayers(stack, names, first))
