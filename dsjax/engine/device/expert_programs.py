@@ -85,10 +85,10 @@ def exchange_bytes(step: ModelStep, experts: int) -> int:
     return staging_bytes(step) + experts * expert_bytes(step)
 
 
-def received_bytes(step: ModelStep, experts: int) -> int:
-    """Bytes that a device receives in one run of ``stage``, at most: where the platform gathers, what all ranks send."""
-    native = step.mesh.devices.flat[0].platform in NATIVE_PLATFORMS
-    return experts * expert_bytes(step) * (1 if native else step.spec.ep_size - 1)
+def received_bytes(step: ModelStep) -> int:
+    """Bytes that a device receives when each rank is sent one expert, at most: where the platform gathers, what all ranks send."""
+    gathers = step.apart is None and step.mesh.devices.flat[0].platform not in NATIVE_PLATFORMS
+    return expert_bytes(step) * (step.spec.ep_size - 1 if gathers else 1)
 
 
 def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
