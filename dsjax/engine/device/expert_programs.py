@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 from jaxtyping import Array, Int
 
+from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.step import ModelStep
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
@@ -48,7 +49,7 @@ def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
     stacks, first = [], 0
     for stack in STACKS:
-        prefix = f"{stack}.moe.experts."
+        prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
             stacks.append(ExpertLayers(stack, names, first))
@@ -84,10 +85,10 @@ def exchange_bytes(step: ModelStep, experts: int) -> int:
     return staging_bytes(step) + experts * expert_bytes(step)
 
 
-def received_bytes(step: ModelStep, experts: int) -> int:
-    """Bytes that a device receives in one run of ``stage``, at most: where the platform gathers, what all ranks send."""
-    native = step.mesh.devices.flat[0].platform in NATIVE_PLATFORMS
-    return experts * expert_bytes(step) * (1 if native else step.spec.ep_size - 1)
+def received_bytes(step: ModelStep) -> int:
+    """Bytes that a device receives when each rank is sent one expert, at most: where the platform gathers, what all ranks send."""
+    gathers = step.apart is None and step.mesh.devices.flat[0].platform not in NATIVE_PLATFORMS
+    return expert_bytes(step) * (step.spec.ep_size - 1 if gathers else 1)
 
 
 def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
