@@ -74,6 +74,7 @@ HOST_CACHE, DISK, DISK_BYTES = map(_given, ("host_cache_bytes", "disk_cache", "d
 EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None and args.kv_events.publishes)
 RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
 EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
+BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
@@ -124,6 +125,12 @@ EXCLUSIONS = (
     *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
     *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
     Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
+    Exclusion(
+        BALANCED_STAGES,
+        SEVERAL,
+        "the balancer sees the loads of its own process's stages alone",
+        "place experts at the start (--redundant-experts, --init-expert-location), or have all stages in one process",
+    ),
     Exclusion(
         _given("batch_invariant"),
         _given("kernel_config"),

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
-from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses, ExpertsOfStages
+from dsjax.engine.pipeline.experts_of_stages import ExpertsOfStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
@@ -82,9 +82,7 @@ class OwnStages:
             return PipelineExecutor(executors, experts, [] if pages is None else [pages])
         links = ProcessLinks(self.group, list(dict.fromkeys(self.owners)))
         opened.callback(links.close)
-        return StagesOfProcess(
-            executors, links, ExpertsOfProcesses(executors, self.config, links) if self.balanced else None
-        )
+        return StagesOfProcess(executors, links)
 
     def describe(
         self,

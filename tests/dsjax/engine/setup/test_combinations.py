@@ -17,6 +17,7 @@ MADE = {
     "the MLA form CD": {"mla_prefill": "CD"},
     "--no-enable-prefix-caching": {"enable_prefix_caching": False},
     "--expert-mesh without --afd-role attention": APART,
+    "--enable-eplb with stages (--mesh pp=…)": {"enable_eplb": True, "mesh": "pp=2,dp=2"},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
     "--afd-role": {"afd_role": "attention"},
