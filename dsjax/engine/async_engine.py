@@ -87,7 +87,7 @@ class ThreadedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(parts.core, _LoopListener(self))
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
-        self._closing = False
+        self.closing = False
 
     error: BaseException | None
     observers: list[EngineObserver]
@@ -97,11 +97,11 @@ class ThreadedEngine:
         """End every request; each client gets an error."""
 
     @abstractmethod
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         """Take what a step did, in the event loop's thread."""
 
     @abstractmethod
-    def _fail_requests(self, error: BaseException) -> None:
+    def fail_requests(self, error: BaseException) -> None:
         """Tell all who wait that nothing goes on."""
 
     @property
@@ -156,7 +156,7 @@ class ThreadedEngine:
         Raises:
             EngineDeadError: the engine has failed, or ends before it comes to this.
         """
-        if self.error is not None or self._closing or not self._thread.alive:
+        if self.error is not None or self.closing or not self._thread.alive:
             raise EngineDeadError("the engine does not run")
         future = self._loop.create_future()
         self._calls.add(future)
@@ -201,7 +201,7 @@ class ThreadedEngine:
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
-        self._closing = True
+        self.closing = True
         self.abort_all()
         self._thread.end()
         await asyncio.to_thread(self._thread.join, timeout)
@@ -209,7 +209,7 @@ class ThreadedEngine:
 
     def fail(self, error: BaseException) -> None:
         """Tell every request that nothing can go on, and call `on_death`."""
-        self._fail_requests(error)
+        self.fail_requests(error)
         self._fail_calls()
         if self.on_death is not None:
             self.on_death()
@@ -225,62 +225,21 @@ class ThreadedEngine:
             _resolve(future, None, EngineDeadError("the engine has ended"))
 
 
-class AsyncEngine(ThreadedEngine):
+class AsyncEngine(RequestStreams, ThreadedEngine):
     """Runs an engine's core in a dedicated thread; makes text in the event loop, while the devices compute.
 
     When the thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
     """
 
     def __init__(self, parts: EngineParts):
-        super().__init__(parts)
-        self._streams = RequestStreams(parts.inputs, parts.outputs, self._admit, self._thread.abort)
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the engine has failed; None while it has not."""
-        return self._streams.error
-
-    @property
-    def observers(self) -> list[EngineObserver]:
-        """Who is told of every step and output, in the event loop's thread. Add them before `start`."""
-        return self._streams.observers
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that have not ended."""
-        return self._streams.num_unfinished
-
-    async def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> OutputStream:
-        """Check all prompts, then queue them all; raises as `RequestStreams.submit`."""
-        return await self._streams.submit(request_id, prompts, params, options)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
-        self._streams.abort(request_ids)
-
-    def abort_all(self) -> None:
-        """End every request; each stream gets an `EngineClosingError`."""
-        self._streams.abort_all()
-
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
-        self._streams.closing = True
-        await super().shutdown(timeout)
+        RequestStreams.__init__(self, parts.inputs, parts.outputs)
+        ThreadedEngine.__init__(self, parts)
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         self._thread.add([request for each in prepared for request in each.completions])
 
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        self._streams.deliver(updates, stats)
-
-    def _fail_requests(self, error: BaseException) -> None:
-        self._streams.fail(error)
+    def _end(self, completion_ids: Sequence[str]) -> None:
+        self._thread.abort(completion_ids)
 
 
 class _LoopListener:
@@ -293,7 +252,7 @@ class _LoopListener:
         return bool(self._engine.observers)
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine._deliver, updates, stats)
+        self._engine._loop.call_soon_threadsafe(self._engine.deliver, updates, stats)
 
     def on_change(self) -> None:
         engine = self._engine

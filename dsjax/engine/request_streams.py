@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 
 from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -131,31 +132,30 @@ class OutputStream:
             self._abort(sorted(self._open))
 
 
-class RequestStreams:
-    """Follows requests from their check to the last of their text, whoever computes them.
+class RequestStreams(ABC):
+    """Follows requests from their check to the last of their text. A subclass has them computed, in a thread or in another process.
 
     Belongs to the event loop's thread.
 
-    Args:
-        admit: sends checked requests to whoever computes them; it may refuse. end: ends completions there, by their ids.
-
     Attributes:
-        error: why nothing goes on. closing: whether no more requests are taken.
-        observers: told of every step and output.
+        error: why the engine has failed; None while it has not. closing: whether no more requests are taken.
+        observers: told of every step and output, in the event loop's thread. Add them before `start`.
     """
 
-    def __init__(
-        self,
-        inputs: InputProcessor,
-        outputs: OutputProcessor,
-        admit: Callable[[Sequence[PreparedRequest]], Awaitable[None]],
-        end: Callable[[Sequence[str]], None],
-    ):
-        self._inputs, self._outputs, self._admit, self._end = inputs, outputs, admit, end
+    def __init__(self, inputs: InputProcessor, outputs: OutputProcessor):
+        self._inputs, self._outputs = inputs, outputs
         self.error: BaseException | None = None
         self.closing = False
         self.observers: list[EngineObserver] = []
         self._streams: dict[str, OutputStream] = {}
+
+    @abstractmethod
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+        """Have checked requests computed; raise where they are refused."""
+
+    @abstractmethod
+    def _end(self, completion_ids: Sequence[str]) -> None:
+        """Have these completions computed no further."""
 
     @property
     def num_unfinished(self) -> int:
@@ -163,7 +163,11 @@ class RequestStreams:
         return self._outputs.num_unfinished
 
     async def submit(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> OutputStream:
         """Check all prompts, then queue them all.
 
@@ -261,8 +265,8 @@ class RequestStreams:
                 if outputs:
                     observer.on_outputs(outputs)
 
-    def fail(self, error: BaseException) -> None:
-        """Give every stream an error: nothing goes on."""
+    def fail_requests(self, error: BaseException) -> None:
+        """Give every stream an error: the engine has failed."""
         self.error = error
         for stream in set(self._streams.values()):
             stream.put(EngineDeadError("the engine has failed"))

@@ -89,7 +89,7 @@ class RemoteEngine(RequestStreams):
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
         inputs = InputProcessor(tokenizer, welcome.scheduler, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
         outputs = OutputProcessor(tokenizer, welcome.stream_interval)
-        super().__init__(inputs, outputs, self._send_requests, self._send_aborts)
+        super().__init__(inputs, outputs)
         self.tokenizer = tokenizer
         self.on_death: Callable[[], None] | None = None
         self.on_refused: Callable[[str], None] = lambda code: None
@@ -113,7 +113,7 @@ class RemoteEngine(RequestStreams):
         self.abort_all()
         self.channel.close()
 
-    async def _send_requests(self, prepared: Sequence[PreparedRequest]) -> None:
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         sent = []
         for each in prepared:
             handles = [next(self._handles) for _ in each.completions]
@@ -167,11 +167,11 @@ class RemoteEngine(RequestStreams):
         if not self._gone:
             self._gone = True
             self.channel.fail(EngineDeadError("the engine has failed"))
-            self.fail(EngineDeadError("the engine has failed"))
+            self.fail_requests(EngineDeadError("the engine has failed"))
             if self.on_death is not None:
                 self.on_death()
 
-    def _send_aborts(self, completion_ids: Sequence[str]) -> None:
+    def _end(self, completion_ids: Sequence[str]) -> None:
         handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
         if handles:
             self.channel.send(Abort(handles))
@@ -232,11 +232,11 @@ class FrontEndServer(Server):
 
     def __init__(self, serving: Serving, engine: RemoteEngine, end: socket.socket, **options: Any):
         super().__init__(serving, **options)
-        self._remote, self._end = engine, end
+        self._remote, self._socket = engine, end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Speak to the engine's process, then to clients."""
-        reader, writer = await asyncio.open_connection(sock=self._end)
+        reader, writer = await asyncio.open_connection(sock=self._socket)
         self._channel = self._remote.channel = Channel(reader, writer, FromEngine)
         await super().startup(sockets)
 

@@ -125,11 +125,11 @@ class SharedEngine(ThreadedEngine):
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the front ends, then the engine's thread."""
-        self._closing = True  # before the thread ends: front ends take a while
+        self.closing = True  # before the thread ends: front ends take a while
         await self.front_ends.end()
         await super().shutdown(timeout)
 
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         entries_by_link: dict[FrontEnd, list[UpdateEntry]] = {}
         for update in updates:
             owner = self._owners.get(update.request.request_id)
@@ -145,7 +145,7 @@ class SharedEngine(ThreadedEngine):
             for observer in self.observers:
                 observer.on_step(stats)
 
-    def _fail_requests(self, error: BaseException) -> None:
+    def fail_requests(self, error: BaseException) -> None:
         self.error = error
         self._owners.clear()
         self.front_ends.fail()

@@ -110,7 +110,7 @@ async def test_a_wrong_prompt_among_several_queues_none(engine, executor):
 @in_loop()
 async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepared_first(engine, executor):
     """A long prompt is prepared in a thread, which here waits until the short one that came later has been prepared."""
-    prepare, second = engine._streams._inputs.prepare, threading.Event()
+    prepare, second = engine._inputs.prepare, threading.Event()
 
     def in_turn(request_id, *arguments):
         if request_id == "long":
@@ -119,11 +119,11 @@ async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepa
         second.set()
         return prepared
 
-    engine._streams._inputs.prepare = in_turn
+    engine._inputs.prepare = in_turn
     long = asyncio.ensure_future(engine.submit("long", [[1] * 3000], FINAL))
     await asyncio.sleep(0)
     short = await engine.submit("short", [[1]], FINAL)
-    expected = InputProcessor(None, engine._streams._inputs.config, engine._streams._inputs.vocab_size)
+    expected = InputProcessor(None, engine._inputs.config, engine._inputs.vocab_size)
     with pytest.raises(AdmissionError):
         await long
     assert short.completions[0].seed == [expected.draw_seed() for _ in range(2)][1]
@@ -286,7 +286,7 @@ async def test_an_update_behind_the_one_that_a_stop_string_ended_is_no_observer_
     (request,) = stream.completions
     (token,) = tokenizer.encode("a", add_special_tokens=False)
     updates = [Update(request, RowResult((token,)), None), Update(request, None, FinishReason.ABORT)]
-    engine._streams.deliver(updates, None)
+    engine.deliver(updates, None)
     assert seen == updates[:1]
 
 
