@@ -87,7 +87,7 @@ def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -
     except SamplingError as error:
         if field is None or error.param.partition(".")[0] != instead_of:
             raise
-        raise SamplingError(field, str(error).removeprefix(f"{error.param}: ")) from error
+        raise SamplingError(field, error.reason) from error
 
 
 def _from_http(error: HTTPException) -> ApiError:

@@ -14,11 +14,11 @@ _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class SamplingError(UserError):
-    """A sampling parameter that has no meaning. `param` names the field."""
+    """A sampling parameter that has no meaning. `param` names the field, `reason` says why."""
 
-    def __init__(self, param: str, message: str):
-        super().__init__(f"{param}: {message}")
-        self.param = param
+    def __init__(self, param: str, reason: str):
+        super().__init__(f"{param}: {reason}")
+        self.param, self.reason = param, reason
 
 
 @dataclass(frozen=True, kw_only=True)

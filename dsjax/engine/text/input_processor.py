@@ -36,6 +36,9 @@ class PreparedRequest:
 class InputProcessor:
     """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
 
+    Args:
+        seed: of that generator. compiles_grammars: as of `RuleMaker`.
+
     Attributes:
         config, vocab_size, eos_token_ids: as given.
         rules: makes what changes a request's logits.
@@ -48,13 +51,15 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
+        *,
+        compiles_grammars: bool = True,
     ):
         self._tokenizer = tokenizer
         self.config = scheduler_config
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
-        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
+        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids, compiles_grammars)
 
     def draw_seed(self) -> int:
         """A uint32, for a request without a seed or for another process's processor."""
@@ -168,11 +173,19 @@ __all__ = ["AdmissionError", "InputProcessor", "PreparedRequest", "Prompt", "Pro
 class RuleMaker:
     """Makes of a request's parameters the rules for its logits.
 
-    Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop."""
+    Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop.
+    compiles_grammars: False in a front end, since the engine's process compiles them.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        compiles_grammars: bool = True,
+    ):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
 
     def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
         """Rules for each of the `n` completions; None where nothing but seed, temperature and truncation matter.
@@ -194,7 +207,7 @@ class RuleMaker:
                 self._vocab_size,
                 stop_ids,
                 bad_words,
-                None if structured is None else self._grammars.compile(structured),
+                None if structured is None or self._grammars is None else self._grammars.compile(structured),
             )
             for _ in range(params.n)
         ]

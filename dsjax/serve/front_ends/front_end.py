@@ -20,7 +20,7 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsjax.background import contained
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
@@ -44,7 +44,6 @@ from dsjax.serve.front_ends.messages import (
     FromEngine,
     Gather,
     Hello,
-    More,
     NewRequest,
     NotAdmitted,
     PhaseIs,
@@ -87,7 +86,14 @@ class RemoteEngine(RequestStreams):
     """No thread of this process is in a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
-        inputs = InputProcessor(tokenizer, welcome.scheduler, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
+        inputs = InputProcessor(
+            tokenizer,
+            welcome.scheduler,
+            welcome.vocab_size,
+            welcome.eos_token_ids,
+            welcome.seed,
+            compiles_grammars=False,
+        )
         outputs = OutputProcessor(tokenizer, welcome.stream_interval)
         super().__init__(inputs, outputs)
         self.tokenizer = tokenizer
@@ -121,15 +127,18 @@ class RemoteEngine(RequestStreams):
                 self._by_handle[handle] = request
                 self._handle_of[request.request_id] = handle
             sent.append(NewRequest.of(each, handles[0]))
-        if not self._limited:
+        if not self._limited and all(each.params.structured_outputs is None for each in prepared):
             self.channel.send(Add(0, sent))
             return
-        refusal = await self.channel.ask(lambda number: Add(number, sent))
-        if refusal is not None:
-            for each in prepared:
-                self._forget_handles(request.request_id for request in each.completions)
-            self.on_refused("queue_full")
-            raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+        response = await self.channel.ask(lambda number: Add(number, sent))
+        if response.refusal is None:
+            return
+        for each in prepared:
+            self._forget_handles(request.request_id for request in each.completions)
+        if response.param is not None:
+            raise SamplingError(response.param, response.refusal)
+        self.on_refused("queue_full")
+        raise ApiError(429, response.refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
 
     def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""
@@ -139,16 +148,14 @@ class RemoteEngine(RequestStreams):
     def receive(self, entries: Sequence[UpdateEntry]) -> None:
         """Deliver what a step did, as the engine's thread hands it over where both are one process."""
         updates = []
-        for handle, token_ids, reason, more in entries:
+        for handle, result, reason, progress in entries:
             request = self._by_handle.get(handle)
             if request is None:
                 continue
-            result = None
-            if token_ids is not None:
-                result = RowResult(token_ids) if more is None else _result(token_ids, more)
-                request.token_ids.extend(token_ids)
-            if more is not None:
-                _note(request, more)
+            if progress is not None:
+                progress.enter(request)
+            if result is not None:
+                request.token_ids.extend(result.token_ids)
             if reason is not None:
                 request.finish_reason = reason
                 self._forget_handles([request.request_id])
@@ -181,17 +188,6 @@ class RemoteEngine(RequestStreams):
         for completion_id in completion_ids:
             handle = self._handle_of.pop(completion_id, None)
             self._by_handle.pop(handle, None)
-
-
-def _result(token_ids: list[int], more: More) -> RowResult:
-    return RowResult(token_ids, more.finite, more.scores, more.prompt_scores, more.error, kind=more.kind)
-
-
-def _note(request: Request, more: More) -> None:
-    """Enter in a request what metrics and the log read of it."""
-    request.rank, request.num_cached_tokens, request.num_preemptions = more.rank, more.cached, more.preemptions
-    request.first_scheduled_time, request.first_token_time = more.scheduled, more.first_token
-    request.finish_time = more.finished
 
 
 class Forwarding(Guard):
@@ -257,7 +253,7 @@ class FrontEndServer(Server):
             case StepUpdates():
                 self._remote.receive(message.updates)
             case AddResponse():
-                self._channel.resolve(message.number, message.refusal)
+                self._channel.resolve(message.number, message)
             case NotAdmitted():
                 self._remote.fail_completions(message.handles)
             case PhaseIs():

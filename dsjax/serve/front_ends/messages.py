@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dsjax.engine.contract.executor import ErrorKind, TokenScore
+from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
@@ -105,24 +105,29 @@ class NewRequest(msgspec.Struct, array_like=True):
         ]
 
 
-class More(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What few updates have: a result that is no plain token, and what became of the request. Times are of the monotonic clock."""
+class RequestProgress(msgspec.Struct, array_like=True):
+    """What metrics and the log read of a `Request`, under its names. Times are of the monotonic clock."""
 
-    finite: bool = True
-    error: str | None = None
-    scores: list[TokenScore] | None = None
-    prompt_scores: list[TokenScore] | None = None
-    rank: int = -1
-    scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    cached: int | None = None
-    preemptions: int = 0
-    kind: ErrorKind | None = None
+    rank: int | None
+    num_cached_tokens: int | None
+    num_preemptions: int
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finish_time: float | None
+
+    @classmethod
+    def of(cls, request: Request) -> RequestProgress:
+        """Read them."""
+        return cls(*(getattr(request, name) for name in cls.__struct_fields__))
+
+    def enter(self, request: Request) -> None:
+        """Write them to the front end's own request."""
+        for name in self.__struct_fields__:
+            setattr(request, name, getattr(self, name))
 
 
-UpdateEntry = tuple[int, list[int] | None, FinishReason | None, More | None]
-"""(handle, tokens or None for no result, finish reason, what else there is)."""
+UpdateEntry = tuple[int, RowResult | None, FinishReason | None, RequestProgress | None]
+"""An `Update` with the completion's handle; with its progress until its first token, and at its end."""
 
 
 # From a front end.
@@ -133,7 +138,10 @@ class Hello(_Message):
 
 
 class Add(_Message):
-    """Requests that are admitted together or not at all. number: of the answer that is waited for; 0: none is."""
+    """Requests that are admitted together or not at all. number: of the answer that is waited for; 0: none is.
+
+    The sender waits where the queue is limited, and for the grammar of a request, which only the engine's process compiles.
+    """
 
     number: int
     requests: list[NewRequest]
@@ -205,10 +213,14 @@ class StepUpdates(_Message):
 
 
 class AddResponse(_Message):
-    """Answers an `Add`. refusal: why it was turned away; None: it was not."""
+    """Answers an `Add`. refusal: why it was turned away; None: it was not.
+
+    param: the sampling parameter that cannot be; None: the queue is full.
+    """
 
     number: int
-    refusal: str | None
+    refusal: str | None = None
+    param: str | None = None
 
 
 class NotAdmitted(_Message):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsjax.background import contained, note_failure
+from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
 from dsjax.serve.errors import ApiError
@@ -29,7 +30,6 @@ from dsjax.serve.front_ends.messages import (
     FromFrontEnd,
     Gather,
     Hello,
-    NewRequest,
     NotAdmitted,
     PhaseIs,
     Snapshot,
@@ -244,7 +244,7 @@ class FrontEnds:
                 except Exception as error:
                     note_failure("front end requests", error, "The requests of one message get an error.")
                     if isinstance(message, Add):
-                        self._give_back(link, message.requests)
+                        self._give_back(link, message)
         finally:
             link.channel.close()
             ended = self.engine.drop(link, list(link.requests))
@@ -278,17 +278,27 @@ class FrontEnds:
 
     def _add(self, link: FrontEnd, message: Add) -> None:
         refusal = self._refusal(message)
-        if message.number:
-            link.send(AddResponse(message.number, refusal))
         if refusal is not None:
-            return
+            link.send(AddResponse(message.number, refusal))
+        elif any("structured_outputs" in one.params for one in message.requests):
+            link.preparing.update(dict.fromkeys(_handles(message), False))
+            self._spawn(self._add_slowly(link, message))
+        else:
+            self._admit(link, message, self._requests(message))
+
+    def _requests(self, message: Add) -> list[list[Request]]:
+        """Make what the core is given; a grammar takes long to compile."""
+        made = []
         for one in message.requests:
             params = one.sampling_params()
-            if params.structured_outputs is None:
-                self._admit(link, one, params)
-            else:  # a grammar takes long to compile
-                link.preparing.update(dict.fromkeys((handle for handle, _, _ in one.completions), False))
-                self._spawn(self._admit_slowly(link, one, params))
+            made.append(one.requests(params, self.engine.rules.make(params, frozenset(one.stop_ids))))
+        return made
+
+    def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
+        if message.number:
+            link.send(AddResponse(message.number))
+        for one, requests in zip(message.requests, made, strict=True):
+            self.engine.admit(link, one, requests)
 
     def _refusal(self, message: Add) -> str | None:
         if self._gate is None:
@@ -301,32 +311,29 @@ class FrontEnds:
             return error.message
         return None
 
-    def _admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
-        rules = self.engine.rules.make(params, frozenset(one.stop_ids))
-        self.engine.admit(link, one, one.requests(params, rules))
-
-    def _give_back(self, link: FrontEnd, requests: Sequence[NewRequest]) -> None:
+    def _give_back(self, link: FrontEnd, message: Add) -> None:
         """Have a front end tell the clients of requests that the engine could not be given."""
-        handles = [handle for one in requests for handle, _, _ in one.completions]
+        handles = _handles(message)
         for handle in handles:
             link.preparing.pop(handle, None)
         self.engine.drop(link, handles)
+        link.send(AddResponse(message.number))
         link.send(NotAdmitted(handles))
 
-    async def _admit_slowly(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
+    async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
         try:
-            await self._prepare_and_admit(link, one, params)
+            made = await asyncio.to_thread(self._requests, message)
+            aborted = [handle for handle in _handles(message) if link.preparing.pop(handle)]
+            if self._links.get(link.index) is link and link.process.poll() is None:
+                self._admit(link, message, made)
+                self.engine.drop(link, aborted)
+        except SamplingError as error:
+            for handle in _handles(message):
+                link.preparing.pop(handle, None)
+            link.send(AddResponse(message.number, error.reason, error.param))
         except Exception as error:
             note_failure("front end requests", error, "The request gets an error.")
-            self._give_back(link, [one])
-
-    async def _prepare_and_admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
-        rules = await asyncio.to_thread(self.engine.rules.make, params, frozenset(one.stop_ids))
-        aborted = [link.preparing.pop(handle) for handle, _, _ in one.completions]
-        if self._links.get(link.index) is not link or link.process.poll() is not None:
-            return
-        self.engine.admit(link, one, one.requests(params, rules))
-        self.engine.drop(link, [h for (h, _, _), gone in zip(one.completions, aborted, strict=True) if gone])
+            self._give_back(link, message)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all; give the answers that come in time."""
@@ -341,6 +348,10 @@ class FrontEnds:
             await asyncio.sleep(_GATHER_SECONDS)
             with contained("front end counters"):
                 await self.gather()
+
+
+def _handles(message: Add) -> list[int]:
+    return [handle for one in message.requests for handle, _, _ in one.completions]
 
 
 def _how(process: subprocess.Popen) -> str:

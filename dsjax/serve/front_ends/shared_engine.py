@@ -21,7 +21,15 @@ from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.errors import UserError
-from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Resized, StepUpdates, UpdateEntry, Welcome
+from dsjax.serve.front_ends.messages import (
+    EndStreams,
+    NewRequest,
+    RequestProgress,
+    Resized,
+    StepUpdates,
+    UpdateEntry,
+    Welcome,
+)
 from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
 from dsjax.serve.server import Server
 from dsjax.serve.serving import Serving
@@ -130,6 +138,7 @@ class SharedEngine(ThreadedEngine):
         await super().shutdown(timeout)
 
     def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        """Send each front end what a step did to its requests."""
         entries_by_link: dict[FrontEnd, list[UpdateEntry]] = {}
         for update in updates:
             owner = self._owners.get(update.request.request_id)
@@ -146,6 +155,7 @@ class SharedEngine(ThreadedEngine):
                 observer.on_step(stats)
 
     def fail_requests(self, error: BaseException) -> None:
+        """Have every front end end its requests and itself."""
         self.error = error
         self._owners.clear()
         self.front_ends.fail()
@@ -160,30 +170,11 @@ class _Owner:
         self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
-        """Write an update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
+        """Write an update as the front end gets it."""
         request, result, reason = update
-        if result is None:
-            return self.handle, None, reason, _more(request)
-        plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
-        first = not self.first_sent and bool(result.token_ids)
-        self.first_sent |= first
-        if plain and not first and reason is None:
-            return self.handle, result.token_ids, None, None
-        more = _more(request)
-        more.finite, more.error, more.kind = result.finite, result.error, result.kind
-        more.scores, more.prompt_scores = result.scores, result.prompt_scores
-        return self.handle, result.token_ids, reason, more
-
-
-def _more(request: Request) -> More:
-    return More(
-        rank=request.rank,
-        scheduled=request.first_scheduled_time,
-        first_token=request.first_token_time,
-        finished=request.finish_time,
-        cached=request.num_cached_tokens,
-        preemptions=request.num_preemptions,
-    )
+        progress = None if self.first_sent and reason is None else RequestProgress.of(request)
+        self.first_sent |= result is not None and bool(result.token_ids)
+        return self.handle, result, reason, progress
 
 
 class EngineServer(Server):

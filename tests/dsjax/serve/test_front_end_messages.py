@@ -1,18 +1,26 @@
 """What a front end tells the engine's process of a request, and hears of it, is what one process knows."""
 
+import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import msgspec
+import pytest
+from fake_executor import FakeExecutor
+from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.executor import ErrorKind, RowResult
-from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.output_processor import error_kind
-from dsjax.serve.front_ends.front_end import _result
-from dsjax.serve.front_ends.messages import FromEngine, NewRequest, StepUpdates
+from dsjax.serve.front_ends.front_end import RemoteEngine
+from dsjax.serve.front_ends.messages import AddResponse, FromEngine, NewRequest, StepUpdates, Welcome
 from dsjax.serve.front_ends.shared_engine import _Owner
+from dsjax.serve.options import ServeOptions
 
 
 def request(params: SamplingParams, max_tokens: int) -> Request:
@@ -32,5 +40,68 @@ def test_a_request_that_the_new_mesh_cannot_hold_ends_with_the_same_code_behind_
     refused = RowResult(error="the cache holds 4 tokens", kind=ErrorKind.NO_ROOM)
     entry = _Owner(SimpleNamespace(), 7).entry(Update(request(params, 9), refused, FinishReason.ERROR))
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates([entry])), type=FromEngine)
-    _, token_ids, _, more = told.updates[0]
-    assert error_kind(params, _result(token_ids, more)) is ErrorKind.NO_ROOM
+    _, result, _, _ = told.updates[0]
+    assert error_kind(params, result) is ErrorKind.NO_ROOM
+
+
+def test_an_update_arrives_as_it_was_with_its_progress_until_the_first_token_and_at_the_end():
+    entries, owner, one = [], _Owner(SimpleNamespace(), 7), request(SamplingParams(), 9)
+    scored = RowResult([8], scores=[(8, -0.5, 1, [(8, -0.5)])], num_drafts=1, drafts=[3])
+    for result, reason in ((RowResult(), None), (scored, None), (RowResult([9]), None), (None, FinishReason.ABORT)):
+        one.rank, one.num_preemptions, one.num_cached_tokens = 2, len(entries), 1
+        entries.append(owner.entry(Update(one, result, reason)))
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(StepUpdates(entries)), type=FromEngine).updates
+    assert msgspec.msgpack.encode(told) == msgspec.msgpack.encode(entries)
+    assert told[1][1].scores == scored.scores
+    assert [progress and progress.num_preemptions for *_, progress in told] == [0, 1, None, 3]
+    theirs = request(SamplingParams(), 9)
+    told[-1][3].enter(theirs)
+    assert (theirs.rank, theirs.num_preemptions, theirs.num_cached_tokens) == (2, 3, 1)
+
+
+WELCOME = Welcome(
+    options=ServeOptions(),
+    scheduler=SchedulerConfig.from_limits(FakeExecutor().limits, max_num_batched_tokens=16),
+    tokenizer=None,
+    vocab_size=FakeExecutor().limits.vocab_size,
+    eos_token_ids=[0],
+    seed=0,
+    stream_interval=1,
+    model_names=["tiny"],
+    model_root="tiny",
+    max_model_len=64,
+    num_ranks=1,
+    orders_by_priority=False,
+    created=0,
+    limited=False,
+    log_level="error",
+    log_json=False,
+    engine_address="",
+)
+
+
+class Answering:
+    """A channel whose other end answers every question with a refusal, or with None."""
+
+    def __init__(self, **refusal):
+        self.sent, self._refusal = [], refusal
+
+    def send(self, message):
+        self.sent.append(message)
+
+    async def ask(self, question):
+        self.send(question(1))
+        return AddResponse(1, **self._refusal)
+
+
+@pytest.mark.parametrize("refusal", [{}, {"refusal": "no such thing", "param": "structured_outputs.regex"}])
+def test_a_front_end_leaves_a_grammar_to_the_engine_s_process_and_waits_until_that_has_compiled_it(refusal):
+    engine = RemoteEngine(WELCOME, tiny_tokenizer())
+    engine.channel = Answering(**refusal)
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))  # which does not compile
+    with nullcontext() if not refusal else pytest.raises(SamplingError, match=r"structured_outputs\.regex: no such"):
+        asyncio.run(engine.submit("a", [[1, 2], [3]], params))
+    assert engine.num_unfinished == (0 if refusal else 2)
+    [add] = engine.channel.sent  # nothing is aborted that was refused
+    assert [one.token_ids for one in add.requests] == [[1, 2], [3]]
+    assert add.number == 1
