@@ -61,6 +61,11 @@ class EngineClient(Protocol):
     ) -> OutputStream:
         """Check all prompts, then queue them all."""
 
+    async def submit_rendered(
+        self, request_id: str, render: Callable[[], tuple[Prompt, SamplingParams]], options: RequestOptions
+    ) -> OutputStream:
+        """Make a prompt and its parameters in a worker thread, check them there, then queue the prompt."""
+
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
         """Run a function of the core between two steps."""
 

@@ -176,21 +176,45 @@ class RequestStreams(ABC):
             EngineDeadError: the engine has failed.
             EngineClosingError: the engine takes no more requests.
         """
-        arrival_time = time.monotonic()
         ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
-
         # Draw seeds in the order of arrival; threads may prepare prompts in any order.
         seeds = [self._inputs.draw_seed() if params.seed is None else None for _ in prompts]
+        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
+        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
+        return await self._submit(ids, lambda: (prompts, params), seeds, options, in_thread=not short)
+
+    async def submit_rendered(
+        self, request_id: str, render: Callable[[], tuple[Prompt, SamplingParams]], options: RequestOptions
+    ) -> OutputStream:
+        """Queue the prompt that `render` makes, with the parameters that follow from it; raises as `submit`, and what `render` raises.
+
+        `render` runs in the worker thread that then prepares the prompt.
+        """
+
+        def make() -> tuple[list[Prompt], SamplingParams]:
+            prompt, params = render()
+            return [prompt], params
+
+        return await self._submit([request_id], make, [self._inputs.draw_seed()], options, in_thread=True)
+
+    async def _submit(
+        self,
+        ids: Sequence[str],
+        make: Callable[[], tuple[Sequence[Prompt], SamplingParams]],
+        seeds: Sequence[int | None],
+        options: RequestOptions,
+        in_thread: bool,
+    ) -> OutputStream:
+        arrival_time = time.monotonic()
 
         def prepare() -> list[PreparedRequest]:
+            prompts, params = make()
             return [
                 self._inputs.prepare(id_, prompt, params, options, arrival_time, seed)
                 for id_, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
 
-        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
-        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
-        prepared = prepare() if short else await asyncio.to_thread(prepare)
+        prepared = await asyncio.to_thread(prepare) if in_thread else prepare()
         if self.error is not None:
             raise EngineDeadError("the engine has failed") from self.error
         if self.closing:

@@ -17,6 +17,7 @@ from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogp
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.connections import event_of, to_json
 from dsjax.serve.errors import ApiError, naming_the_form
+from dsjax.serve.guards import new_id
 from dsjax.serve.sampling_fields import CompletionRequest, SamplingFields
 from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from dsjax.serve.serving import Serving
@@ -199,6 +200,7 @@ class Answer:
 
     def __init__(self, serving: Serving, body: SamplingFields, answer_id: str, kind: str):
         self.id = answer_id
+        self._request_id = f"{answer_id}~{new_id()[:8]}"  # clients may give an id twice
         self._serving, self._body = serving, body
         model = serving.check_model(body.model)
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
@@ -248,8 +250,8 @@ class CompletionAnswer(Answer):
         body.check()
         with naming_the_form(body.form_field()):
             params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
-            with self._serving.admitted(body, prompts) as submit:
-                return await submit(self.id, prompts, params, place)
+            with self._serving.admitted(body, prompts, place) as options:
+                return await self._serving.engine.submit(self._request_id, prompts, params, options)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
         """Wait for all completions, and give the whole answer."""

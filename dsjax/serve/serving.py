@@ -3,20 +3,17 @@
 import asyncio
 import enum
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsjax.engine.async_engine import EngineClient
 from dsjax.engine.contract.executor import ExpertCounts
-from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
-from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import new_id
 from dsjax.serve.message_parser import ReasoningParser
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -29,10 +26,6 @@ if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not
     from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
-
-
-Submit = Callable[[str, Sequence[Prompt], SamplingParams, RequestOptions], Awaitable[OutputStream]]
-"""Called with the answer's id, prompts, parameters, and what the headers say of where it is to run."""
 
 _CHARACTERS_PER_TOKEN = 4
 _RETRY_SECONDS = 2
@@ -184,31 +177,28 @@ class Serving:
             raise self.reject(code, error)
 
     @contextmanager
-    def admitted(self, body: SamplingFields, texts: Sequence[str | Sequence[int]]) -> Iterator[Submit]:
-        """Let a request through to the engine, whose prompts are made from `texts`; gives the function that submits them.
+    def admitted(
+        self, body: SamplingFields, texts: Sequence[str | Sequence[int]], place: RequestOptions
+    ) -> Iterator[RequestOptions]:
+        """Let a request through to the engine, and give the options to submit it with in the block.
+
+        Args:
+            texts: what its prompts are made from. place: what the headers say of where it is to run.
 
         Raises:
-            ApiError: not ready, too much waits, or a priority that nothing heeds.
+            ApiError: not ready, too much waits, or a priority or rank that is not there.
         """
         self.check_admitting()
         if body.priority and not self.orders_by_priority:
             reason = "this server does not order by priority; it was started without --scheduling-policy priority"
             raise ApiError(400, reason, param="priority")
-
-        async def submit(
-            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: RequestOptions
-        ) -> OutputStream:
-            if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
-                most = self.engine.num_ranks - 1
-                reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
-                raise ApiError(400, reason, param="X-Data-Parallel-Rank")
-            session = body.prompt_cache_key if place.session is None else place.session
-            options = replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
-            # Clients may give an id twice.
-            return await self.engine.submit(f"{answer_id}~{new_id()[:8]}", prompts, params, options)
-
+        if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
+            most = self.engine.num_ranks - 1
+            reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
+            raise ApiError(400, reason, param="X-Data-Parallel-Rank")
+        session = body.prompt_cache_key if place.session is None else place.session
         with self.gate.through(texts, body.n):
-            yield submit
+            yield replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
         """Call `function` in the engine's thread, between two steps, and give its result.

@@ -453,10 +453,10 @@ def make_engine():
 
 
 def request_with(handle, grammar):
-    params = SimpleNamespace(structured_outputs=grammar)
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
-        sampling_params=lambda: params,
+        params={"structured_outputs": {"grammar": grammar}} if grammar else {},
+        sampling_params=lambda: None,
         requests=lambda params, rules: [],
         stop_ids=[],
         token_ids=[1],
@@ -464,7 +464,7 @@ def request_with(handle, grammar):
 
 
 def fail_front_end_requests(monkeypatch):
-    """A request that cannot be admitted, with a grammar or without, gets an error, and the next one is admitted."""
+    """A request that cannot be admitted, with a grammar or without, is answered and gets an error, and the next one is admitted."""
 
     async def serve(grammar):
         engine, sent = make_engine(), []
@@ -475,13 +475,13 @@ def fail_front_end_requests(monkeypatch):
 
         async def read():
             for handle in (1, 2):
-                yield processes.Add(0, [request_with(handle, grammar)])
+                yield processes.Add(handle, [request_with(handle, grammar)])
                 while front_ends._tasks:
                     await asyncio.sleep(0.001)
 
         link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
         await front_ends._serve(link)
-        assert [message.handles for message in sent] == [[1]]
+        assert sent == [processes.AddResponse(1), processes.NotAdmitted([1]), processes.AddResponse(2)]
         assert [one.completions[0][0] for one in engine.admitted] == [2]
 
     for grammar in (None, "root"):

@@ -14,7 +14,15 @@ from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt that the model's own tokenizer has encoded: its token ids are neither checked nor copied."""
+
+    token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
 """Text, token ids, or vLLM's `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
 
 
@@ -58,6 +66,7 @@ class InputProcessor:
         self.config = scheduler_config
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self._own_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
         self._seeds = random.Random(seed)
         self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids, compiles_grammars)
 
@@ -120,6 +129,7 @@ class InputProcessor:
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
+        is_ours = False
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"} & prompt.keys()
             if len(known) != 1 or len(prompt) != 1:
@@ -133,20 +143,26 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
-            text, token_ids = prompt, self._tokenizer.encode(prompt)
+            text, token_ids, is_ours = prompt, self._tokenizer.encode(prompt), True
+        elif isinstance(prompt, EncodedPrompt):
+            token_ids, is_ours = prompt.token_ids, True
         elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping | Set):
             token_ids = list(prompt)
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
+        if not (is_ours and self._own_ids_fit):
+            self._check_token_ids(token_ids)
+        if not token_ids:
+            raise PromptError("the prompt is empty, expected at least one token")
+        return text, token_ids
+
+    def _check_token_ids(self, token_ids: Sequence[object]) -> None:
         for position, token_id in enumerate(token_ids):
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(
                     f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self.vocab_size - 1}"
                 )
-        if not token_ids:
-            raise PromptError("the prompt is empty, expected at least one token")
-        return text, token_ids
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.stop and self._tokenizer is None:
@@ -167,7 +183,7 @@ def _uint32(seed: int) -> int:
     return (seed ^ (seed >> 32)) & 0xFFFFFFFF
 
 
-__all__ = ["AdmissionError", "InputProcessor", "PreparedRequest", "Prompt", "PromptError"]
+__all__ = ["AdmissionError", "EncodedPrompt", "InputProcessor", "PreparedRequest", "Prompt", "PromptError"]
 
 
 class RuleMaker:

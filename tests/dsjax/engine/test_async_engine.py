@@ -7,6 +7,7 @@ import asyncio
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
@@ -18,7 +19,7 @@ from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.request_streams import OutputStream
-from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, PromptError
@@ -127,6 +128,28 @@ async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepa
     with pytest.raises(AdmissionError):
         await long
     assert short.completions[0].seed == [expected.draw_seed() for _ in range(2)][1]
+
+
+@in_loop()
+async def test_a_prompt_is_rendered_and_prepared_in_one_worker_thread(engine, executor):
+    threads, prepare = [], engine._inputs.prepare
+
+    def watched(*arguments):
+        threads.append(threading.current_thread())
+        return prepare(*arguments)
+
+    def render():
+        threads.append(threading.current_thread())
+        return [1, 2], FINAL
+
+    engine._inputs.prepare = watched
+    stream = await engine.submit_rendered("r", render, DEFAULT_OPTIONS)
+    assert [output.prompt_token_ids async for _, output in stream] == [[1, 2]]
+    assert threads[0] is threads[1]
+    assert threads[0] is not threading.main_thread()
+    with pytest.raises(UserError, match="no prompt"):
+        await engine.submit_rendered("wrong", Mock(side_effect=UserError("no prompt")), DEFAULT_OPTIONS)
+    assert engine.num_unfinished == 0
 
 
 @in_loop(start=False)
