@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stats import StepStats
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
@@ -104,6 +107,21 @@ class EngineParts:
         """Engines of this process that compute prompts for this one."""
         return [link.engine for link in self.prefills]
 
+    @property
+    def mesh_changer(self) -> "Generations":
+        """What changes the mesh while the engine runs.
+
+        Raises:
+            UserError: nothing can.
+        """
+        if self.core.generations is not None:
+            return self.core.generations
+        if self.prefills:
+            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
+        raise UserError(
+            "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
+        )
+
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request.
 
@@ -122,7 +140,7 @@ class EngineParts:
             self.core.generations.has_warmed_up()
 
 
-class LLMEngine:
+class LLMEngine(Listener):
     """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
 
     ::
@@ -136,9 +154,10 @@ class LLMEngine:
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
-        self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
-        self.core.on_change = lambda: self.inputs.change(self.core.scheduler.config)
-        self._aborted: list[RequestOutput] = []
+        self.tokenizer = parts.tokenizer
+        self._parts = parts
+        self._thread = EngineThread(parts.core, self)  # never started
+        self._ready: list[RequestOutput] = []
 
     def add_request(
         self,
@@ -163,31 +182,34 @@ class LLMEngine:
         """End a request; the next `step` gives its last output. No-op if it has ended."""
         ids = self.outputs.completion_ids(request_id)
         updates = [self.core.abort(completion_id) for completion_id in ids]
-        outputs, _ = self.outputs.process(update for update in updates if update)
-        self._aborted += outputs
+        self.on_done([update for update in updates if update])
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says.
 
-        Where a process has gone, leaves or has come back, the mesh changes in place of the step.
+        Where a process has gone, leaves or has come back, the mesh changes before the step.
         """
         generations = self.core.generations
-        if generations is not None and generations.take_change() and generations.due:
-            updates = self.core.change(generations.regroup)
-        else:
-            updates = self.core.step()
+        if generations is not None and generations.take_change():
+            self._thread.look_at_processes()
+        self._thread.turn(wait=False)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def on_done(self, updates: list[Update], stats: StepStats | None = None) -> None:
+        """Make outputs of what a step did, for `step` to give; end requests whose text has a stop string."""
         outputs, to_abort = self.outputs.process(updates)
-        self._end(to_abort)
-        aborted, self._aborted = self._aborted, []
-        return aborted + outputs
+        self._ready += outputs
+        for completion_id in to_abort:
+            self.core.abort(completion_id)
+
+    def on_change(self) -> None:
+        """Check requests by another mesh's limits from now on."""
+        self.inputs.change(self.core.scheduler.config)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs, or has an output to give."""
-        return self.core.has_unfinished or bool(self._aborted)
-
-    def _end(self, completion_ids: Sequence[str]) -> None:
-        for completion_id in completion_ids:
-            self.core.abort(completion_id)
+        return self.core.has_unfinished or bool(self._ready)
 
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
         """Continue on another mesh, or with other expert processes; see ``LLM.scale``.
@@ -195,26 +217,14 @@ class LLMEngine:
         Raises:
             UserError, MeshError: the change is not possible; nothing has changed.
         """
-        generations = self._generations()
+        generations = self._parts.mesh_changer
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
-            updates = self.core.change(lambda: generations.to(wanted))
+            self.on_done(self.core.change(lambda: generations.to(wanted)))
         finally:
             generations.forget()
-        outputs, to_abort = self.outputs.process(updates)
-        self._end(to_abort)
-        self._aborted += outputs
         if generations.failure is not None:
             raise generations.failure
-
-    def _generations(self) -> "Generations":
-        if self.prefills:
-            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
-        if self.core.generations is None:
-            raise UserError(
-                "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
-            )
-        return self.core.generations
 
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""

@@ -21,11 +21,12 @@ if TYPE_CHECKING:  # it brings JAX in
 logger = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Who is told of what a core does, in its thread. A `RuntimeError` says that nobody listens any more."""
+class Listener:
+    """Who is told of what a core does, in its thread: here, nobody. A `RuntimeError` says that nobody listens any more."""
 
     def wants_stats(self) -> bool:
         """Whether somebody watches steps."""
+        return False
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
         """A step did this, or a change of the mesh."""
@@ -153,7 +154,7 @@ class EngineThread:
     def turn(self, wait: bool = True) -> bool:
         """Take commands, and compute a step; False where the thread is to end.
 
-        wait: for a command, where nothing is to be computed.
+        wait: for a command, where nothing is to be computed. False, without a thread: hand over what the step did before this returns.
         """
         at_rest = not self.core.has_unfinished
         if wait and (at_rest or self._is_stuck):
@@ -173,6 +174,8 @@ class EngineThread:
             return False
         if self.core.has_unfinished:
             self._step(ahead=not at_rest or not wait)
+            if not wait:
+                self._hand_over()
         elif self.core.attachments or self.core.parked:
             updates = self.core.look()
             if updates:

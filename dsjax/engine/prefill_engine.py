@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.stats import StepStats
 from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
 from dsjax.engine.transfer.prefill_service import Keepers, PrefillCounts, PrefillService, Receive
 from dsjax.engine.transfer.send_buffers import ChunkTickets, SendBuffers
@@ -60,7 +58,7 @@ class PrefillEngine:
         self._inbox: queue.SimpleQueue[tuple[ToPrefill, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
-        self._thread = EngineThread(self.core, _StepListener(self), "dsjax-prefill")
+        self._thread = EngineThread(self.core, _DeathListener(self), "dsjax-prefill")
 
     def start(self) -> None:
         """Begin to take what is posted."""
@@ -149,21 +147,11 @@ class PrefillEngine:
                 receive(TransferFailed(message.transfer, self.service.reason))
 
 
-class _StepListener:
-    """What the engine's thread tells of."""
+class _DeathListener(Listener):
+    """Hears of the thread's end alone: the service itself enters steps, and fails transfers when the mesh changes."""
 
     def __init__(self, engine: PrefillEngine):
         self._engine = engine
-
-    def wants_stats(self) -> bool:
-        """Ask for no statistics."""
-        return False
-
-    def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Do nothing: the service has entered what a step did."""
-
-    def on_change(self) -> None:
-        """Do nothing: the service has failed the transfers of the mesh before."""
 
     def on_death(self, error: BaseException) -> None:
         """Take no further message, and say why transfers fail."""
