@@ -8,10 +8,10 @@ from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
-from dsjax.serve.answers import Answer, TextEvent, finite, gather, prompt_logprobs_body, refuse_failed
+from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
-from dsjax.serve.errors import ApiError, naming_the_form
+from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
