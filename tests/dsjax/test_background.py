@@ -455,9 +455,8 @@ def make_engine():
 def request_with(handle, grammar):
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
-        params={"structured_outputs": {"grammar": grammar}} if grammar else {},
-        sampling_params=lambda: None,
-        requests=lambda params, rules: [],
+        params=SimpleNamespace(structured_outputs=grammar),
+        requests=lambda rules: [],
         stop_ids=[],
         token_ids=[1],
     )

@@ -1,6 +1,7 @@
 """`StructuredOutputs`: the form that a completion's text must have. Checked here; compiled in `structured.py`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class StructuredOutputs:
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | list[str] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     structured_after: int | None = None
     disable_any_whitespace: bool = False

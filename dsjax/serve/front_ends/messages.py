@@ -13,7 +13,6 @@ import msgspec
 
 from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
@@ -26,16 +25,6 @@ MOST_UNSENT_BYTES = 64 << 20
 """Most bytes of messages that a front end has not read. One that is so far behind hangs, and is ended."""
 _MOST_FIRST_BYTES = 1 << 30
 """Most bytes of the first message, which has the tokenizer's file."""
-_TEXT_ALONE = (
-    "n",
-    "seed",
-    "stop",
-    "detokenize",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "output_kind",
-)
-"""Sampling parameters that a front end acts upon itself, or that travel as fields of their own."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -45,14 +34,14 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 class NewRequest(msgspec.Struct, array_like=True):
     """One prompt and its completions, as the engine's core needs them. completions: handle, id and seed of each.
 
-    A handle is the front end's number for a completion; all later messages name it by that. cache_salt and session are
-    bytes, because text that JSON allows may not be UTF-8.
+    A handle is the front end's number for a completion; all later messages name it by that. params has no stop strings, which are the
+    front end's to look for. cache_salt and session are bytes, because text that JSON allows may not be UTF-8.
     """
 
     completions: list[tuple[int, str, int]]
     token_ids: list[int]
     max_tokens: int
-    params: dict[str, Any]
+    params: SamplingParams
     stop_ids: list[int]
     arrival_time: float
     priority: int
@@ -69,7 +58,7 @@ class NewRequest(msgspec.Struct, array_like=True):
             [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
             prepared.prompt_token_ids,
             first.max_tokens,
-            _params_to_wire(prepared.params),
+            dataclasses.replace(prepared.params, stop=()),
             sorted(first.stop_ids),
             first.arrival_time,
             first.options.priority,
@@ -79,11 +68,7 @@ class NewRequest(msgspec.Struct, array_like=True):
             first.page_hashes,
         )
 
-    def sampling_params(self) -> SamplingParams:
-        """Read the parameters of all its completions together."""
-        return _params_from_wire(self.params, len(self.completions))
-
-    def requests(self, params: SamplingParams, rules: list) -> list[Request]:
+    def requests(self, rules: list) -> list[Request]:
         """Make what the core is given; rules: one of each completion."""
         stop_ids = frozenset(self.stop_ids)
         options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
@@ -92,7 +77,7 @@ class NewRequest(msgspec.Struct, array_like=True):
                 request_id,
                 list(self.token_ids),
                 len(self.token_ids),
-                params,
+                self.params,
                 self.max_tokens,
                 seed,
                 stop_ids,
@@ -340,27 +325,6 @@ def read_first(end: socket.socket) -> Any:
         EOFError: the engine's process has gone.
     """
     return msgspec.msgpack.decode(receive_frame(end, _MOST_FIRST_BYTES), type=FromEngine)
-
-
-def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    fields = {}
-    for field in dataclasses.fields(SamplingParams):
-        value = getattr(params, field.name)
-        if field.name not in _TEXT_ALONE and value != field.default:
-            fields[field.name] = value
-    if params.structured_outputs is not None:
-        fields["structured_outputs"] = {
-            field.name: value
-            for field in dataclasses.fields(StructuredOutputs)
-            if (value := getattr(params.structured_outputs, field.name)) is not None
-        }
-    return fields
-
-
-def _params_from_wire(fields: dict[str, Any], completions: int) -> SamplingParams:
-    form = fields.pop("structured_outputs", None)
-    structured = None if form is None else StructuredOutputs(**form)
-    return SamplingParams(n=completions, structured_outputs=structured, **fields)
 
 
 def _to_bytes(text: str | None) -> bytes | None:

@@ -280,7 +280,7 @@ class FrontEnds:
         refusal = self._refusal(message)
         if refusal is not None:
             link.send(AddResponse(message.number, refusal))
-        elif any("structured_outputs" in one.params for one in message.requests):
+        elif any(one.params.structured_outputs is not None for one in message.requests):
             link.preparing.update(dict.fromkeys(_handles(message), False))
             self._spawn(self._add_slowly(link, message))
         else:
@@ -288,11 +288,8 @@ class FrontEnds:
 
     def _requests(self, message: Add) -> list[list[Request]]:
         """Make what the core is given; a grammar takes long to compile."""
-        made = []
-        for one in message.requests:
-            params = one.sampling_params()
-            made.append(one.requests(params, self.engine.rules.make(params, frozenset(one.stop_ids))))
-        return made
+        make_rules = self.engine.rules.make
+        return [one.requests(make_rules(one.params, frozenset(one.stop_ids))) for one in message.requests]
 
     def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
         if message.number:

@@ -1,6 +1,7 @@
 """What a front end tells the engine's process of a request, and hears of it, is what one process knows."""
 
 import asyncio
+import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.executor import ErrorKind, RowResult
-from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingError, SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Update
@@ -31,8 +32,17 @@ def test_that_nobody_gave_max_tokens_is_told_so_that_a_smaller_mesh_need_not_ref
     for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=9), SamplingParams()):
         sent = NewRequest.of(PreparedRequest("a", None, [5, 6], params, [request(params, 30)]), 1)
         got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
-        assert got.sampling_params() == params
-        assert got.requests(params, [None])[0].max_tokens == 30
+        assert got.params == params
+        assert got.requests([None])[0].max_tokens == 30
+
+
+def test_the_parameters_of_a_request_arrive_but_for_stop_strings_which_may_be_no_utf_8():
+    form = StructuredOutputs(choice=["a", "b"], structured_after=3)
+    others = {"allowed_token_ids": [1, 2], "bad_words": ["c"], "logit_bias": {7: -1}, "output_kind": OutputKind.DELTA}
+    params = SamplingParams(n=2, seed=4, stop=["\ud800"], temperature=0, structured_outputs=form, **others)
+    sent = NewRequest.of(PreparedRequest("a", None, [5, 6], params, [request(params, 9)] * 2), 1)
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=NewRequest)
+    assert got.params == dataclasses.replace(params, stop=())
 
 
 def test_a_request_that_the_new_mesh_cannot_hold_ends_with_the_same_code_behind_a_front_end():
