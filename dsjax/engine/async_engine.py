@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts
-from dsjax.engine.engine_thread import EngineThread, Listener, Stepper
+from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.request_streams import OutputStream, RequestStreams
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
@@ -123,12 +123,12 @@ class ThreadedEngine:
         return self._thread.waiting_tokens
 
     @property
-    def steppers(self) -> dict[str, Stepper]:
+    def steppers(self) -> dict[str, EngineThread]:
         """What takes steps in this process, by its name in messages: the engine, or the decode and the prefill engine."""
         if not self._parts.prefills:
             return {"the engine": self._thread}
         [prefill] = self._parts.prefill_engines
-        return {"the decode engine": self._thread, "the prefill engine": prefill}
+        return {"the decode engine": self._thread, "the prefill engine": prefill.thread}
 
     @property
     def running(self) -> bool:

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.schedule.request import Request
@@ -36,19 +36,6 @@ class Listener:
 
     def on_death(self, error: BaseException) -> None:
         """The thread ends by an error."""
-
-
-class Stepper(Protocol):
-    """What takes steps in a thread of its own. Both may be asked from any thread, also while a step hangs.
-
-    Attributes:
-        step_started: when the step under way began, on the monotonic clock; None between steps.
-    """
-
-    step_started: float | None
-
-    def running_requests(self) -> list[list[Request]]:
-        """Give, rank by rank, the requests that hold a slot."""
 
 
 MOST_IDLE = 3
@@ -81,7 +68,7 @@ class EngineThread:
 
     @property
     def step_started(self) -> float | None:
-        """When the step under way began, on the monotonic clock; None between steps."""
+        """When the step under way began, on the monotonic clock; None between steps. Any thread may ask, also while the step hangs."""
         return self.core.step_started
 
     @property
@@ -100,7 +87,7 @@ class EngineThread:
         return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
 
     def running_requests(self) -> list[list[Request]]:
-        """The requests that hold a slot, of every rank."""
+        """The requests that hold a slot, of every rank; as `step_started`."""
         return [list(rank.running) for rank in self.core.scheduler.ranks]
 
     def start(self) -> None:

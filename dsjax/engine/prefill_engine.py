@@ -10,10 +10,9 @@ from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
-from dsjax.engine.transfer.prefill_service import Keepers, PrefillCounts, PrefillService, Receive
+from dsjax.engine.transfer.prefill_service import Keepers, PrefillService, Receive
 from dsjax.engine.transfer.send_buffers import ChunkTickets, SendBuffers
 
 if TYPE_CHECKING:  # it brings JAX in
@@ -33,7 +32,7 @@ class PrefillEngine:
         keepers, tickets: as of `PrefillService`.
 
     Attributes:
-        core: scheduler and executor. service: the transfers. error: why the thread has ended.
+        core: scheduler and executor. service: the transfers. thread: takes the steps. error: why it has ended.
         on_death: called when the thread has ended by an error.
     """
 
@@ -58,11 +57,11 @@ class PrefillEngine:
         self._inbox: queue.SimpleQueue[tuple[ToPrefill, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
-        self._thread = EngineThread(self.core, _DeathListener(self), "dsjax-prefill")
+        self.thread = EngineThread(self.core, _DeathListener(self), "dsjax-prefill")
 
     def start(self) -> None:
         """Begin to take what is posted."""
-        self._thread.start()
+        self.thread.start()
 
     def follow(self, generations: "Generations") -> None:
         """Go on on another mesh where a process of this one goes, or comes back. Transfers that are under way then fail."""
@@ -76,18 +75,18 @@ class PrefillEngine:
         with self._lock:
             if not self._ended:
                 self._inbox.put((message, receive))
-                self._thread.call(self._take)
+                self.thread.call(self._take)
                 return
         if isinstance(message, PrefillRequest) and receive is not None:
             receive(TransferFailed("", self.service.reason))
 
     def leave(self, receive: Receive) -> None:
         """Cancel everything that was asked for with this `receive`: who asked is there no more."""
-        self._thread.call(lambda: self.service.leave(receive))
+        self.thread.call(lambda: self.service.leave(receive))
 
     def turn(self, wait: bool = True) -> bool:
         """Take what was posted, and compute a step, where the thread was not started; False where the engine has ended."""
-        goes_on = self._thread.turn(wait)
+        goes_on = self.thread.turn(wait)
         if not goes_on:
             self._end()
         return goes_on
@@ -100,9 +99,9 @@ class PrefillEngine:
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End the thread, and give back what the executor holds. Transfers that are under way fail."""
-        self._thread.call(self._end)
-        self._thread.end()
-        self._thread.join(timeout)
+        self.thread.call(self._end)
+        self.thread.end()
+        self.thread.join(timeout)
 
     @property
     def buffers(self) -> SendBuffers:
@@ -110,28 +109,9 @@ class PrefillEngine:
         return self.service.buffers
 
     @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.core.scheduler.config.page_size
-
-    @property
     def num_jobs(self) -> int:
         """Transfers that have not ended."""
         return self.service.num_jobs
-
-    @property
-    def counts(self) -> PrefillCounts:
-        """What was computed since the start."""
-        return self.service.counts
-
-    @property
-    def step_started(self) -> float | None:
-        """When the step under way began, on the monotonic clock; None between steps."""
-        return self._thread.step_started
-
-    def running_requests(self) -> list[list[Request]]:
-        """The requests that hold a slot, of every rank."""
-        return self._thread.running_requests()
 
     def _take(self) -> None:
         while not self._inbox.empty():
