@@ -180,8 +180,7 @@ class LLMEngine(Listener):
 
     def abort(self, request_id: str) -> None:
         """End a request; the next `step` gives its last output. No-op if it has ended."""
-        ids = self.outputs.completion_ids(request_id)
-        updates = [self.core.abort(completion_id) for completion_id in ids]
+        updates = [self.core.abort(request.request_id) for request in self.outputs.unfinished(request_id)]
         self.on_done([update for update in updates if update])
 
     def step(self) -> list[RequestOutput]:
@@ -226,9 +225,9 @@ class LLMEngine(Listener):
         if generations.failure is not None:
             raise generations.failure
 
-    def flush_prefix_cache(self) -> bool:
-        """Forget every page that is cached; True, as nothing can prevent it."""
-        return self.core.flush_prefix_cache()
+    def flush_prefix_cache(self) -> None:
+        """Forget every page that is cached."""
+        self.core.flush_prefix_cache()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

@@ -328,10 +328,6 @@ class LLM:
         return sequence
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
-    return dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY)
-
-
 def _listed(name: str, given: object, wanted: str) -> list:
     """Make a list of what several things were given as. Bytes would be integers, and a set would have no order.
 
@@ -353,7 +349,7 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
     for params in given:
         if not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params has {params!r}, expected SamplingParams")
-    return [_final_only(params) for params in given]
+    return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in given]
 
 
 def _conversations(messages: object) -> list[list[Mapping]]:
