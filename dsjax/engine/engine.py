@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -12,6 +11,7 @@ from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
@@ -27,9 +27,6 @@ from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS, PrefillLink
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.elastic.generations import Generations
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
@@ -48,7 +45,7 @@ class EngineParts:
         kv_events: where events of pages are published; None: nowhere.
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
-        stream_interval, page_source: as in `EngineArgs`.
+        stream_interval, page_source: as in `EngineArgs`. generations: as of `EngineCore`.
 
     Attributes:
         core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
@@ -73,6 +70,7 @@ class EngineParts:
         event_sink: EventSink | None = None,
         stream_interval: int = 1,
         page_source: str | None = None,
+        generations: MeshChanger | None = None,
     ):
         self.tokenizer = tokenizer
         with (
@@ -90,7 +88,11 @@ class EngineParts:
                     PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
                 )
             self.core = EngineCore(
-                executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments
+                executor,
+                scheduler_config,
+                async_scheduling=async_scheduling,
+                attachments=attachments,
+                generations=generations,
             )
             opened.pop_all()
         self.prefills = tuple(prefills or ())
@@ -108,7 +110,7 @@ class EngineParts:
         return [link.engine for link in self.prefills]
 
     @property
-    def mesh_changer(self) -> "Generations":
+    def mesh_changer(self) -> MeshChanger:
         """What changes the mesh while the engine runs.
 
         Raises:
@@ -219,9 +221,11 @@ class LLMEngine(Listener):
         generations = self._parts.mesh_changer
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
-            self.on_done(self.core.change(lambda: generations.to(wanted)))
+            updates = self.core.change(lambda: generations.to(wanted))
         finally:
             generations.forget()
+        self.on_change()
+        self.on_done(updates)
         if generations.failure is not None:
             raise generations.failure
 
