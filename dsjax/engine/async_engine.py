@@ -1,21 +1,18 @@
-"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio; and `EngineClient`, what a server needs of an engine."""
+"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
 
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread, Listener
-from dsjax.engine.request_streams import OutputStream, RequestStreams
-from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
+from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
-from dsjax.engine.text.input_processor import PreparedRequest, Prompt
-from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
-from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.text.input_processor import PreparedRequest
+from dsjax.engine.text.outputs import EngineDeadError
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
@@ -23,62 +20,12 @@ if TYPE_CHECKING:  # they bring JAX in
 Result = TypeVar("Result")
 
 
-class EngineClient(Protocol):
-    """What a server needs of an engine, in its event loop: `AsyncEngine`, or in a front end `RemoteEngine`.
-
-    Attributes:
-        error: why the engine has failed; None while it has not. on_death: called when it does.
-        observers: told of every step and output. Add them before `start`.
-        num_unfinished: requests that have not ended.
-        num_ranks: DP ranks of the mesh.
-        num_waiting, waiting_tokens: completions that wait for a slot or for pages, and their known tokens.
-        running: whether a thread of this process may be in a step.
-        change_under_way: what is being done to go on on another mesh; None while nothing is.
-    """
-
-    tokenizer: Tokenizer | None
-    error: BaseException | None
-    on_death: Callable[[], None] | None
-    observers: list[EngineObserver]
-    num_unfinished: int
-    num_ranks: int
-    num_waiting: int
-    waiting_tokens: int
-    running: bool
-    change_under_way: str | None
-
-    def start(self) -> None:
-        """Begin. Call it in the event loop that will use the engine."""
-
-    async def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> OutputStream:
-        """Check all prompts, then queue them all."""
-
-    async def submit_rendered(
-        self, request_id: str, render: Callable[[], tuple[Prompt, SamplingParams]], options: RequestOptions
-    ) -> OutputStream:
-        """Make a prompt and its parameters in a worker thread, check them there, then queue the prompt."""
-
-    async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run a function of the core between two steps."""
-
-    def abort_all(self) -> None:
-        """End every request; each client gets an error."""
-
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the engine."""
-
-
 class ThreadedEngine:
     """An engine's core in a dedicated thread, seen from asyncio. What a step did, and the thread's death, are handed to who inherits.
 
     Attributes:
         observers: told of every step. Add them before `start`.
+        on_death: called when the engine has failed.
         on_change: called in the event loop's thread when the mesh has changed.
     """
 
@@ -268,6 +215,3 @@ def _resolve(future: asyncio.Future, result: object, error: Exception | None) ->
         future.set_result(result)
     else:
         future.set_exception(error)
-
-
-__all__ = ["AsyncEngine", "EngineClient", "EngineClosingError", "EngineDeadError", "OutputStream", "ThreadedEngine"]

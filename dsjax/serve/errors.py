@@ -6,10 +6,10 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from dsjax.engine.async_engine import EngineClosingError, EngineDeadError
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.text.input_processor import PromptError
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import ChatTemplateError
 from dsjax.errors import UserError
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from dsjax.engine.async_engine import EngineClient
+from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.contract.executor import ExpertCounts
 from dsjax.engine.core import EngineCore
-from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.request_streams import OutputStream, RequestStreams
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import ReasoningParser
@@ -44,7 +44,12 @@ class QueueGate:
     What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
     """
 
-    def __init__(self, engine: EngineClient, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
+    def __init__(
+        self,
+        engine: RequestStreams | ThreadedEngine,
+        options: ServeOptions,
+        reject: Callable[[str, ApiError], ApiError],
+    ):
         self._engine = engine
         self._reject = reject
         self._most_requests = options.max_queued_requests
@@ -108,6 +113,7 @@ class Serving:
     """What every endpoint needs. The first of `model_names` is used where a request gives none.
 
     Attributes:
+        engine: an `AsyncEngine`; in a front end its `RemoteEngine`, and in the process behind front ends the `SharedEngine`.
         facts: of the loaded model; None where a test serves without one.
         metrics: told of every step and output, and of requests that were turned away.
         orders_by_priority: whether the scheduler heeds `priority`.
@@ -115,7 +121,7 @@ class Serving:
         on_phase: told of each phase that the server enters.
     """
 
-    engine: EngineClient
+    engine: RequestStreams | ThreadedEngine
     model_names: Sequence[str]
     model_root: str
     max_model_len: int

@@ -69,7 +69,7 @@ _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"c
 
 
 class RemoteEngine(RequestStreams):
-    """The engine of another process, as an `EngineClient`: requests and tokens go over a channel, streams and text are this process's.
+    """The engine of another process: requests and tokens go over a channel, streams and text are this process's.
 
     Attributes:
         channel: set before clients come.

@@ -13,7 +13,7 @@ import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
+from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
@@ -24,7 +24,7 @@ from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, PromptError
-from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
+from dsjax.engine.text.outputs import CompletionOutput, EngineClosingError, EngineDeadError, RequestOutput
 from dsjax.errors import UserError
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
