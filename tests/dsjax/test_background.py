@@ -468,7 +468,7 @@ def fail_front_end_requests(monkeypatch):
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, preparing={}, send=sent.append, requests={}, samples=[])
+        link = SimpleNamespace(index=0, preparing=set(), send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
@@ -480,7 +480,7 @@ def fail_front_end_requests(monkeypatch):
 
         link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
         await front_ends._serve(link)
-        assert sent == [processes.AddResponse(1), processes.NotAdmitted([1]), processes.AddResponse(2)]
+        assert [(message.number, message.failed) for message in sent] == [(1, True), (2, False)]
         assert [one.completions[0][0] for one in engine.admitted] == [2]
 
     for grammar in (None, "root"):

@@ -175,7 +175,6 @@ def _welcome(
             num_ranks=parts.num_ranks,
             orders_by_priority=serving.orders_by_priority,
             created=serving.created,
-            limited=options.limits_queue,
             log_level=log_level,
             log_json=log_json,
             engine_address=address,

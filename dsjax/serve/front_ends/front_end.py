@@ -27,7 +27,7 @@ from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.text.output_processor import OutputProcessor
-from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.connections import error_response
 from dsjax.serve.errors import ApiError
@@ -45,7 +45,6 @@ from dsjax.serve.front_ends.messages import (
     Gather,
     Hello,
     NewRequest,
-    NotAdmitted,
     PhaseIs,
     Resized,
     Snapshot,
@@ -100,7 +99,6 @@ class RemoteEngine(RequestStreams):
         self.on_death: Callable[[], None] | None = None
         self.on_refused: Callable[[str], None] = lambda code: None
         self.num_ranks = welcome.num_ranks
-        self._limited = welcome.limited
         self._handles = itertools.count(1)
         self._by_handle: dict[int, Request] = {}
         self._handle_of: dict[str, int] = {}
@@ -117,6 +115,7 @@ class RemoteEngine(RequestStreams):
         """End what is left."""
         self.closing = self._gone = True
         self.abort_all()
+        self.channel.fail(EngineClosingError("the server is shutting down"))
         self.channel.close()
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
@@ -127,9 +126,6 @@ class RemoteEngine(RequestStreams):
                 self._by_handle[handle] = request
                 self._handle_of[request.request_id] = handle
             sent.append(NewRequest.of(each, handles[0]))
-        if not self._limited and all(each.params.structured_outputs is None for each in prepared):
-            self.channel.send(Add(0, sent))
-            return
         response = await self.channel.ask(lambda number: Add(number, sent))
         if response.refusal is None:
             return
@@ -137,6 +133,8 @@ class RemoteEngine(RequestStreams):
             self._forget_handles(request.request_id for request in each.completions)
         if response.param is not None:
             raise SamplingError(response.param, response.refusal)
+        if response.failed:
+            raise RuntimeError(response.refusal)
         self.on_refused("queue_full")
         raise ApiError(429, response.refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
 
@@ -161,13 +159,6 @@ class RemoteEngine(RequestStreams):
                 self._forget_handles([request.request_id])
             updates.append(Update(request, result, reason))
         self.deliver(updates, None)
-
-    def fail_completions(self, handles: Sequence[int]) -> None:
-        """Give the clients of these completions an error: the engine's process could not take them over."""
-        failed = [request for handle in handles if (request := self._by_handle.get(handle)) is not None]
-        for stream in set(self._streams.values()):
-            if any(request in failed for request in stream.completions):
-                stream.fail(RuntimeError("the engine's process could not take the request over; its log says why"))
 
     def mark_dead(self) -> None:
         """End every stream and the server: the engine has failed, or its process is gone."""
@@ -254,8 +245,6 @@ class FrontEndServer(Server):
                 self._remote.receive(message.updates)
             case AddResponse():
                 self._channel.resolve(message.number, message)
-            case NotAdmitted():
-                self._remote.fail_completions(message.handles)
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
             case Resized():

@@ -123,10 +123,7 @@ class Hello(_Message):
 
 
 class Add(_Message):
-    """Requests that are admitted together or not at all. number: of the answer that is waited for; 0: none is.
-
-    The sender waits where the queue is limited, and for the grammar of a request, which only the engine's process compiles.
-    """
+    """Requests that are admitted together or not at all: the engine's process limits its queue, and compiles grammars."""
 
     number: int
     requests: list[NewRequest]
@@ -171,7 +168,6 @@ class Welcome(_Message):
     num_ranks: int
     orders_by_priority: bool
     created: int
-    limited: bool
     log_level: str
     log_json: bool
     engine_address: str
@@ -200,18 +196,13 @@ class StepUpdates(_Message):
 class AddResponse(_Message):
     """Answers an `Add`. refusal: why it was turned away; None: it was not.
 
-    param: the sampling parameter that cannot be; None: the queue is full.
+    param: the sampling parameter that cannot be. failed: whether admitting failed. Neither: the queue is full.
     """
 
     number: int
     refusal: str | None = None
     param: str | None = None
-
-
-class NotAdmitted(_Message):
-    """The engine's process could not take these completions over; their clients get an error."""
-
-    handles: list[int]
+    failed: bool = False
 
 
 class Gather(_Message):
@@ -241,17 +232,7 @@ class Failed(_Message):
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
 FromEngine = (
-    Welcome
-    | PhaseIs
-    | Resized
-    | StepUpdates
-    | AddResponse
-    | NotAdmitted
-    | Gather
-    | AbortById
-    | EndStreams
-    | EndProcess
-    | Failed
+    Welcome | PhaseIs | Resized | StepUpdates | AddResponse | Gather | AbortById | EndStreams | EndProcess | Failed
 )
 
 

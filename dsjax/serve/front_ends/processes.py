@@ -30,7 +30,6 @@ from dsjax.serve.front_ends.messages import (
     FromFrontEnd,
     Gather,
     Hello,
-    NotAdmitted,
     PhaseIs,
     Snapshot,
     Welcome,
@@ -216,9 +215,10 @@ class FrontEnds:
                 try:
                     self._receive(link, message)
                 except Exception as error:
-                    note_failure("front end requests", error, "The requests of one message get an error.")
                     if isinstance(message, Add):
-                        self._give_back(link, message)
+                        self._refuse(link, message, error)
+                    else:
+                        note_failure("front end requests", error)
         finally:
             link.channel.close()
             ended = self.engine.drop(link, list(link.requests))
@@ -238,9 +238,7 @@ class FrontEnds:
             case Add():
                 self._add(link, message)
             case Abort():
-                for handle in message.handles:
-                    if handle in link.preparing:
-                        link.preparing[handle] = True
+                link.preparing.difference_update(message.handles)
                 self.engine.drop(link, message.handles)
             case Snapshot():
                 link.samples = message.samples
@@ -255,10 +253,22 @@ class FrontEnds:
         if refusal is not None:
             link.send(AddResponse(message.number, refusal))
         elif any(one.params.structured_outputs is not None for one in message.requests):
-            link.preparing.update(dict.fromkeys(_handles(message), False))
             self._spawn(self._add_slowly(link, message))
         else:
             self._admit(link, message, self._requests(message))
+
+    async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
+        handles = {handle for one in message.requests for handle, _, _ in one.completions}
+        link.preparing |= handles
+        try:
+            made = await asyncio.to_thread(self._requests, message)
+            if self._links.get(link.index) is link and link.process.poll() is None:
+                self._admit(link, message, made)
+                self.engine.drop(link, handles - link.preparing)
+        except Exception as error:
+            self._refuse(link, message, error)
+        finally:
+            link.preparing -= handles
 
     def _requests(self, message: Add) -> list[list[Request]]:
         """Make what the core is given; a grammar takes long to compile."""
@@ -266,10 +276,18 @@ class FrontEnds:
         return [one.requests(make_rules(one.params, frozenset(one.stop_ids))) for one in message.requests]
 
     def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
-        if message.number:
-            link.send(AddResponse(message.number))
         for one, requests in zip(message.requests, made, strict=True):
             self.engine.admit(link, one, requests)
+        link.send(AddResponse(message.number))
+
+    def _refuse(self, link: FrontEnd, message: Add, error: Exception) -> None:
+        """Tell a front end that its requests cannot be admitted, and why."""
+        if isinstance(error, SamplingError):
+            link.send(AddResponse(message.number, error.reason, error.param))
+            return
+        note_failure("front end requests", error, "The requests of one message get an error.")
+        self.engine.drop(link, [handle for one in message.requests for handle, _, _ in one.completions])
+        link.send(AddResponse(message.number, "the engine's process could not take the request over", failed=True))
 
     def _refusal(self, message: Add) -> str | None:
         if self._gate is None:
@@ -281,30 +299,6 @@ class FrontEnds:
         except ApiError as error:
             return error.message
         return None
-
-    def _give_back(self, link: FrontEnd, message: Add) -> None:
-        """Have a front end tell the clients of requests that the engine could not be given."""
-        handles = _handles(message)
-        for handle in handles:
-            link.preparing.pop(handle, None)
-        self.engine.drop(link, handles)
-        link.send(AddResponse(message.number))
-        link.send(NotAdmitted(handles))
-
-    async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
-        try:
-            made = await asyncio.to_thread(self._requests, message)
-            aborted = [handle for handle in _handles(message) if link.preparing.pop(handle)]
-            if self._links.get(link.index) is link and link.process.poll() is None:
-                self._admit(link, message, made)
-                self.engine.drop(link, aborted)
-        except SamplingError as error:
-            for handle in _handles(message):
-                link.preparing.pop(handle, None)
-            link.send(AddResponse(message.number, error.reason, error.param))
-        except Exception as error:
-            note_failure("front end requests", error, "The request gets an error.")
-            self._give_back(link, message)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all; give the answers that come in time."""
@@ -319,10 +313,6 @@ class FrontEnds:
             await asyncio.sleep(_GATHER_SECONDS)
             with contained("front end counters"):
                 await self.gather()
-
-
-def _handles(message: Add) -> list[int]:
-    return [handle for one in message.requests for handle, _, _ in one.completions]
 
 
 def _how(process: subprocess.Popen) -> str:

@@ -18,6 +18,7 @@ from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.output_processor import error_kind
+from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.front_end import RemoteEngine
 from dsjax.serve.front_ends.messages import AddResponse, FromEngine, NewRequest, StepUpdates, Welcome
 from dsjax.serve.front_ends.shared_engine import _Owner
@@ -83,7 +84,6 @@ WELCOME = Welcome(
     num_ranks=1,
     orders_by_priority=False,
     created=0,
-    limited=False,
     log_level="error",
     log_json=False,
     engine_address="",
@@ -104,14 +104,22 @@ class Answering:
         return AddResponse(1, **self._refusal)
 
 
-@pytest.mark.parametrize("refusal", [{}, {"refusal": "no such thing", "param": "structured_outputs.regex"}])
-def test_a_front_end_leaves_a_grammar_to_the_engine_s_process_and_waits_until_that_has_compiled_it(refusal):
+@pytest.mark.parametrize(
+    ("refusal", "error"),
+    [
+        ({}, None),
+        ({"refusal": "no such form", "param": "structured_outputs.regex"}, SamplingError),
+        ({"refusal": "it failed", "failed": True}, RuntimeError),
+        ({"refusal": "one waits"}, ApiError),
+    ],
+)
+def test_a_front_end_leaves_a_grammar_to_the_engine_s_process_and_waits_for_what_that_says(refusal, error):
     engine = RemoteEngine(WELCOME, tiny_tokenizer())
     engine.channel = Answering(**refusal)
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))  # which does not compile
-    with nullcontext() if not refusal else pytest.raises(SamplingError, match=r"structured_outputs\.regex: no such"):
+    with nullcontext() if error is None else pytest.raises(error, match=refusal["refusal"]):
         asyncio.run(engine.submit("a", [[1, 2], [3]], params))
-    assert engine.num_unfinished == (0 if refusal else 2)
+    assert engine.num_unfinished == (2 if error is None else 0)
     [add] = engine.channel.sent  # nothing is aborted that was refused
     assert [one.token_ids for one in add.requests] == [[1, 2], [3]]
     assert add.number == 1
