@@ -15,7 +15,7 @@ from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, P
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
 
-_INLINE_LENGTH = 2048
+INLINE_LENGTH = 2048
 """Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
 
 
@@ -180,22 +180,27 @@ class RequestStreams(ABC):
         # Draw seeds in the order of arrival; threads may prepare prompts in any order.
         seeds = [self._inputs.draw_seed() if params.seed is None else None for _ in prompts]
         # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
-        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
-        return await self._submit(ids, lambda: (prompts, params), seeds, options, in_thread=not short)
+        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= INLINE_LENGTH
+        return await self._submit(ids, lambda: (prompts, params), seeds, options, not short)
 
     async def submit_rendered(
-        self, request_id: str, render: Callable[[], tuple[Prompt, SamplingParams]], options: RequestOptions
+        self,
+        request_id: str,
+        render: Callable[[], tuple[Prompt, SamplingParams]],
+        options: RequestOptions,
+        *,
+        in_thread: bool,
     ) -> OutputStream:
         """Queue the prompt that `render` makes, with the parameters that follow from it; raises as `submit`, and what `render` raises.
 
-        `render` runs in the worker thread that then prepares the prompt.
+        in_thread: render and prepare in a worker thread, since that takes long.
         """
 
         def make() -> tuple[list[Prompt], SamplingParams]:
             prompt, params = render()
             return [prompt], params
 
-        return await self._submit([request_id], make, [self._inputs.draw_seed()], options, in_thread=True)
+        return await self._submit([request_id], make, [self._inputs.draw_seed()], options, in_thread)
 
     async def _submit(
         self,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.request_streams import INLINE_LENGTH, OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
@@ -56,7 +56,8 @@ class ChatAnswer(Answer):
             return EncodedPrompt(prompt.token_ids), self._params(prompt, max_tokens, logprobs, form)
 
         with naming_the_form(field), self._serving.admitted(body, texts, place) as options:
-            stream = await self._serving.engine.submit_rendered(self._request_id, render, options)
+            takes_long = form is not None or bool(body.offered_tools) or sum(map(len, texts)) > INLINE_LENGTH
+            stream = await self._serving.engine.submit_rendered(self._request_id, render, options, in_thread=takes_long)
         self._counter.expect(0, stream.completions[0].num_prompt_tokens)
         return stream
 

@@ -149,12 +149,12 @@ async def test_a_prompt_is_rendered_and_prepared_in_one_worker_thread(engine, ex
         return [1, 2], FINAL
 
     engine._inputs.prepare = watched
-    stream = await engine.submit_rendered("r", render, DEFAULT_OPTIONS)
+    stream = await engine.submit_rendered("r", render, DEFAULT_OPTIONS, in_thread=True)
     assert [output.prompt_token_ids async for _, output in stream] == [[1, 2]]
     assert threads[0] is threads[1]
     assert threads[0] is not threading.main_thread()
     with pytest.raises(UserError, match="no prompt"):
-        await engine.submit_rendered("wrong", Mock(side_effect=UserError("no prompt")), DEFAULT_OPTIONS)
+        await engine.submit_rendered("no", Mock(side_effect=UserError("no prompt")), DEFAULT_OPTIONS, in_thread=False)
     assert engine.num_unfinished == 0
 
 
