@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import EngineParts
+from dsjax.engine.engine import EngineParts, mesh_changer_of
 from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.scheduler import Update
@@ -131,7 +131,7 @@ class ThreadedEngine:
             UserError, MeshError: the change is not possible, or another one is under way; nothing has changed.
             EngineDeadError: the engine has failed, before or in this.
         """
-        generations = self._parts.mesh_changer
+        generations = mesh_changer_of(self.core)
         # A change that has begun ends, whether or not somebody still waits for it; while the mesh is checked too it keeps others out.
         await asyncio.shield(asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh, afd_address)))
         return generations

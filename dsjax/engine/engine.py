@@ -109,21 +109,6 @@ class EngineParts:
         """Engines of this process that compute prompts for this one."""
         return [link.engine for link in self.prefills]
 
-    @property
-    def mesh_changer(self) -> MeshChanger:
-        """What changes the mesh while the engine runs.
-
-        Raises:
-            UserError: nothing can.
-        """
-        if self.core.generations is not None:
-            return self.core.generations
-        if self.prefills:
-            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
-        raise UserError(
-            "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
-        )
-
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape before the first request.
 
@@ -157,7 +142,6 @@ class LLMEngine(Listener):
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer = parts.tokenizer
-        self._parts = parts
         self._thread = EngineThread(parts.core, self)  # never started
         self._ready: list[RequestOutput] = []
 
@@ -218,7 +202,7 @@ class LLMEngine(Listener):
         Raises:
             UserError, MeshError: the change is not possible; nothing has changed.
         """
-        generations = self._parts.mesh_changer
+        generations = mesh_changer_of(self.core)
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
             updates = self.core.change(lambda: generations.to(wanted))
@@ -236,6 +220,21 @@ class LLMEngine(Listener):
     def shutdown(self) -> None:
         """Give back what the executor holds."""
         self.core.shutdown()
+
+
+def mesh_changer_of(core: EngineCore) -> MeshChanger:
+    """Give what changes the mesh of a core.
+
+    Raises:
+        UserError: nothing can change it.
+    """
+    if core.generations is not None:
+        return core.generations
+    if core.part(PrefillLinks) is not None:
+        raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
+    raise UserError(
+        "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
+    )
 
 
 def attachments_of(
