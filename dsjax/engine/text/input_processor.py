@@ -8,7 +8,7 @@ from typing import Any
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
-from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules, TokenRun
 from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -181,9 +181,6 @@ def _uint32(seed: int) -> int:
     """Fold a 64-bit seed into 32 bits; seeds below 2**32 stay as they are."""
     seed %= 2**64
     return (seed ^ (seed >> 32)) & 0xFFFFFFFF
-
-
-__all__ = ["AdmissionError", "EncodedPrompt", "InputProcessor", "PreparedRequest", "Prompt", "PromptError"]
 
 
 class RuleMaker:

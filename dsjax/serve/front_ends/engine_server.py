@@ -87,7 +87,7 @@ class EngineServer(Server):
         self._front_ends = front_ends
         serving.front_ends = front_ends
         serving.on_phase = front_ends.send_phase
-        front_ends.limit_by(serving)
+        front_ends.gate = serving.gate
         super().__init__(serving, **options)
 
     @classmethod

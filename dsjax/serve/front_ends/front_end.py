@@ -57,13 +57,12 @@ from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.server import Server, tune_interpreter
-from dsjax.serve.serving import Phase, Serving
+from dsjax.serve.serving import QUEUE_FULL, Phase, Serving, queue_full
 
 logger = logging.getLogger(__name__)
 
 FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load", "/ready"}
 """Paths that the engine's own server answers: it has the steps, the mesh, the cache and the sums of all front ends."""
-_RETRY_SECONDS = 2
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
 
@@ -135,8 +134,8 @@ class RemoteEngine(RequestStreams):
             raise SamplingError(response.param, response.refusal)
         if response.failed:
             raise RuntimeError(response.refusal)
-        self.on_refused("queue_full")
-        raise ApiError(429, response.refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+        self.on_refused(QUEUE_FULL)
+        raise queue_full(response.refusal)
 
     def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""

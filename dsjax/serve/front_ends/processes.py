@@ -16,7 +16,6 @@ from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
-from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.link import FrontEnd
 from dsjax.serve.front_ends.messages import (
     Abort,
@@ -36,7 +35,7 @@ from dsjax.serve.front_ends.messages import (
 )
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, summed
-from dsjax.serve.serving import Phase, QueueGate, Serving
+from dsjax.serve.serving import Phase, QueueGate
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,11 @@ _RESTART_SECONDS = 0.5
 
 
 class FrontEnds:
-    """All front ends: one listening socket for each, which stays open in this process, so that a successor finds what waits there."""
+    """All front ends: one listening socket for each, which stays open in this process, so that a successor finds what waits there.
+
+    Attributes:
+        gate: turns requests away, whichever front end they come from; None: none.
+    """
 
     def __init__(
         self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], Welcome]
@@ -59,7 +62,7 @@ class FrontEnds:
         self._phase = Phase.WARMING_UP
         self._ending = False
         self._tasks: set[asyncio.Task] = set()
-        self._gate: QueueGate | None = None
+        self.gate: QueueGate | None = None
         self.address = ""
         self.failure: str | None = None
         engine.front_ends = self
@@ -68,12 +71,6 @@ class FrontEnds:
     def links(self) -> list[FrontEnd]:
         """Those that live."""
         return list(self._links.values())
-
-    def limit_by(self, serving: Serving) -> None:
-        """Turn requests away as `serving`'s options say, whichever front end they come from."""
-        options = serving.options
-        if options.limits_queue:
-            self._gate = QueueGate(self.engine, options, lambda code, error: error)
 
     async def start(self, address: str) -> None:
         """Start all, and wait until each listens. address: of the engine's own server, for what only that can answer.
@@ -290,15 +287,9 @@ class FrontEnds:
         link.send(AddResponse(message.number, "the engine's process could not take the request over", failed=True))
 
     def _refusal(self, message: Add) -> str | None:
-        if self._gate is None:
-            return None
-        try:
-            requests = sum(len(one.completions) for one in message.requests)
-            tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
-            self._gate.check(requests, tokens)
-        except ApiError as error:
-            return error.message
-        return None
+        requests = sum(len(one.completions) for one in message.requests)
+        tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
+        return self.gate and self.gate.full(requests, tokens)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all; give the answers that come in time."""
