@@ -18,7 +18,6 @@ from dsjax.engine.elastic.transfer_processes import (
     keepers_of,
     remote_chunks,
     space_of,
-    tickets_of,
     transport_of,
 )
 from dsjax.engine.engine import attachments_of
@@ -119,13 +118,12 @@ def load_prefill(
     """
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
     credentials = credentials_of(args, group)
-    tickets = tickets_of(group)
     model = load_model(args, group, library=library, show_progress=show_progress)
     with ExitStack() as opened:
         opened.callback(model.executor.shutdown)
         host, space = host_of(args, group), space_of(args, model)
         chunks = ChunkServer(
-            lambda number, ticket: engine.buffers.open(number, ticket),
+            lambda number: engine.buffers.take(number),
             transport_of(args, host),
             space,
             host,
@@ -141,7 +139,6 @@ def load_prefill(
             async_scheduling=args.async_scheduling,
             attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
             keepers=keepers_of(chunks.address, group),
-            tickets=tickets,
         )
         if group is not None:
             engine.follow(Generations(args, group, model, library))

@@ -16,7 +16,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import StepStats
 from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
 from dsjax.engine.transfer.prefill_service import Keepers, PrefillCounts, PrefillService, Receive
-from dsjax.engine.transfer.send_buffers import ChunkTickets, SendBuffers
+from dsjax.engine.transfer.send_buffers import SendBuffers
 
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.generations import Generations
@@ -32,7 +32,7 @@ class PrefillEngine:
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
         attachments: further parts of the core: offload tiers, balancing, page events.
-        keepers, tickets: as of `PrefillService`.
+        keepers, first_number: as of `PrefillService`.
 
     Attributes:
         core: scheduler and executor. service: the transfers. error: why the thread has ended.
@@ -48,9 +48,9 @@ class PrefillEngine:
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
         keepers: Keepers | None = None,
-        tickets: ChunkTickets | None = None,
+        first_number: int | None = None,
     ):
-        self.service = PrefillService(timeout=timeout, keepers=keepers, tickets=tickets)
+        self.service = PrefillService(timeout=timeout, keepers=keepers, first_number=first_number)
         self.core = EngineCore(
             executor, config, async_scheduling=async_scheduling, attachments=[*attachments, self.service]
         )

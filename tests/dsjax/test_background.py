@@ -214,7 +214,7 @@ def fail_chunk_server(monkeypatch):
     )
     peer = chunk_network._PullingPeer(server, SimpleNamespace(send=sent.append))
     for number in (5, 6, 7):
-        peer.receive(messages.PullRequest(number, ""))  # the third withdraws the second, which raises
+        peer.receive(messages.PullRequest(number))  # the third withdraws the second, which raises
     assert [(response.number, bool(response.pull)) for response in sent] == [(5, False), (6, True), (7, True)]
     peer.leave()
 

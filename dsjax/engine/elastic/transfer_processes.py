@@ -17,7 +17,7 @@ from dsjax.engine.stream.leader import pulled_stream
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
-from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
+from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.group import GroupError, HostGroup
@@ -25,7 +25,6 @@ from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.hosts.stream import StreamWriter
 
 _LOOK_SECONDS = 1.0
-_SECRET_KEY = "dsjax/chunk-tickets"
 
 
 class FollowerTransfers:
@@ -38,7 +37,6 @@ class FollowerTransfers:
     def __init__(self, args: EngineArgs, group: HostGroup):
         self._args, self._group = args, group
         self._kept: FollowerSendBuffers | None = None
-        self._tickets: ChunkTickets | None = None
         self._server: ChunkServer | None = None
         self._chunks: RemoteChunks | None = None
 
@@ -47,13 +45,12 @@ class FollowerTransfers:
         args, group = self._args, self._group
         process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
-            self._tickets = self._tickets or tickets_of(group)
             if self._kept is not None:
                 self._kept.end()
-            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2, self._tickets)
+            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
             if self._server is None:
                 host = host_of(args, group)
-                open_chunk = lambda number, ticket: self._kept.open(number, ticket)  # noqa: E731
+                open_chunk = lambda number: self._kept.open(number)  # noqa: E731
                 transport, space = transport_of(args, host), space_of(args, loaded)
                 self._server = ChunkServer(open_chunk, transport, space, host, args.transfer_timeout, group.credentials)
                 group.store.set(_address_key(group.me), self._server.address.encode())
@@ -83,23 +80,6 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
         return [Keeper(addresses[first], first != this) for first in firsts]
 
     return keepers
-
-
-def tickets_of(group: HostGroup | None) -> ChunkTickets:
-    """Make the tickets of a prefill side's chunks, the same in all its processes: process 0 makes the secret, and the others wait for it.
-
-    Raises:
-        GroupError: process 0 has not said it in time.
-    """
-    if group is None:
-        return ChunkTickets()
-    if group.is_leader:
-        tickets = ChunkTickets()
-        group.store.set(_SECRET_KEY, tickets.secret)
-        return tickets
-    return ChunkTickets(
-        _wait_for(group, _SECRET_KEY, f"{group.members[0].name} does not say how its chunks are opened")
-    )
 
 
 def _wait_for(group: HostGroup, key: str, complaint: str) -> bytes:

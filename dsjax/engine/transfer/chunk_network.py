@@ -14,7 +14,6 @@ from typing import Any
 from dsjax.background import contained, note_failure
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
 from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, TransferListener, connect_to
-from dsjax.engine.transfer.send_buffers import ChunkTickets
 from dsjax.engine.transfer.transport import Shapes, Transport
 from dsjax.messaging.credentials import Credentials, local_credentials
 from dsjax.hosts.secure_channel import closed_on_failure
@@ -26,11 +25,11 @@ class FollowerSendBuffers:
     """Holds the chunks of a prefill side's process that is not its first, in one generation. The first process counts them, and says
     when they go.
 
-    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it. tickets: the side's.
+    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it.
     """
 
-    def __init__(self, timeout: float, tickets: ChunkTickets):
-        self._timeout, self._tickets = timeout, tickets
+    def __init__(self, timeout: float):
+        self._timeout = timeout
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._changed = threading.Condition()
@@ -64,13 +63,12 @@ class FollowerSendBuffers:
             self._chunks.clear()
             self._changed.notify_all()
 
-    def open(self, number: int, ticket: str) -> Chunk:
+    def open(self, number: int) -> Chunk:
         """Return a chunk that was offered.
 
         Raises:
-            ChunkGoneError: it is not held any more, or the ticket is not its own.
+            ChunkGoneError: it is not held any more.
         """
-        self._tickets.check(number, ticket)
         with self._changed:
             self._changed.wait_for(
                 lambda: number in self._chunks or number in self._dropped or self._has_ended, self._timeout
@@ -84,7 +82,7 @@ class ChunkServer:
     """Lets other processes pull this one's chunks.
 
     Args:
-        open_chunk: returns the chunk of a number and its ticket, or raises `ChunkGoneError`.
+        open_chunk: returns the chunk of a number, or raises `ChunkGoneError`.
         space: what both sides must have alike (`Greeting.space`).
         timeout: seconds after which a chunk that was published and not pulled is withdrawn.
         credentials: of this deployment; None: of this user on the loopback interface.
@@ -92,7 +90,7 @@ class ChunkServer:
 
     def __init__(
         self,
-        open_chunk: Callable[[int, str], Chunk],
+        open_chunk: Callable[[int], Chunk],
         transport: Transport,
         space: dict[str, Any],
         host: str,
@@ -131,15 +129,15 @@ class _PullingPeer:
         """Publish a chunk, or withdraw one that was pulled, or could not be."""
         self._withdraw(time.monotonic() - self._server.timeout)
         if isinstance(message, PullRequest):
-            self._channel.send(self._publish(message.number, message.ticket))
+            self._channel.send(self._publish(message.number))
         elif isinstance(message, PullDone) and message.pull in self._published:
             _, chunk = self._published.pop(message.pull)
             self._end_pull(message.pull, chunk, pulled=message.ok)
 
-    def _publish(self, number: int, ticket: str) -> PullResponse:
+    def _publish(self, number: int) -> PullResponse:
         server = self._server
         try:
-            chunk = server.open_chunk(number, ticket)
+            chunk = server.open_chunk(number)
             pull = next(server.pull_numbers)
             ticket = server.transport.publish(pull, chunk)
         except ChunkGoneError:
@@ -190,14 +188,13 @@ class RemoteChunks:
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk on this device, complete. address: `HOST:PORT#TICKET`, as its offer had it.
+        """Return a chunk on this device, complete. address: `HOST:PORT`, as its offer had it.
 
         Raises:
             ChunkGoneError: it is not held any more, or its process cannot be reached.
         """
-        address, _, chunk_ticket = address.partition("#")
         connection = self._connection(address)
-        response = connection.request(number, chunk_ticket, self._timeout)
+        response = connection.request(number, self._timeout)
         pulled: Future[Chunk] = Future()
         arguments = connection.transport, response, device, pulled
         ok = False
@@ -276,14 +273,14 @@ class _ServerConnection:
             self.channel = TransferChannel(connection)
         self.channel.start(self._receive, self._lost)
 
-    def request(self, number: int, ticket: str, timeout: float) -> PullResponse:
+    def request(self, number: int, timeout: float) -> PullResponse:
         """Have a chunk published.
 
         Raises:
             ChunkGoneError: it is not held any more, or nothing is answered in time.
         """
         answer = self._requested[number] = Future()
-        self.channel.send(PullRequest(number, ticket))
+        self.channel.send(PullRequest(number))
         try:
             response = PullResponse(number, 0) if self.is_lost else answer.result(timeout)
         except FutureTimeoutError:

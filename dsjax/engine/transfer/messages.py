@@ -68,8 +68,7 @@ class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
-        address: `HOST:PORT#TICKET`, of the process that keeps the chunk and of what opens the chunk there (`ChunkTickets`); empty in one
-            process.
+        address: `HOST:PORT` of the process that keeps the chunk; empty in one process.
         names: of its pages, 32 bytes each. Decode takes no page that has another name than the one it asked for.
     """
 
@@ -96,10 +95,9 @@ class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer
 
 
 class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
-    """A process of the decode side is about to pull a chunk, from the process that keeps it. ticket: of the chunk's offer."""
+    """A process of the decode side is about to pull a chunk, from the process that keeps it."""
 
     number: int
-    ticket: str
 
 
 class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):

@@ -20,7 +20,7 @@ from dsjax.hosts.wire import decoded, split_address
 
 PAGES, CHUNKS = "pages", "chunks"
 """Services (`SecureChannel`): messages about transfers, and messages about pulling their chunks."""
-VERSION = 6
+VERSION = 7
 """Version of the messages. It changes whenever an older side could misunderstand a newer one."""
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConf
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.transfer.messages import PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
-from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
+from dsjax.engine.transfer.send_buffers import Keeper
 
 VOCABULARY = 300
 
@@ -127,8 +127,7 @@ def make_prefill(
     parts = attachments_of(config, sink=EventStream(run, name) if events else None)
     if balancer is not None:
         parts.append(balancer)
-    tickets = ChunkTickets(b"the same in every run")
-    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers, tickets=tickets)
+    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers, first_number=1)
     return Prefill(run, engine)
 
 
