@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TRANSFER_SECONDS = 30
 """Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
+VERSION = 7
+"""Version of these messages. It changes whenever an older side could misunderstand a newer one."""
 MOST_KEPT = 256
 """Pages that a prefill rank has room for in chunks that decode has not taken. Further ones stay in its cache until there is room."""
 CHUNK_PAGES = 16
@@ -94,26 +96,29 @@ class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer
     reason: str
 
 
-class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
-    """A process of the decode side is about to pull a chunk, from the process that keeps it."""
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
+    """A decode engine's first message to a prefill engine, which accepts it or says what differs.
 
-    number: int
+    space: what both must have alike: everything that a page's values depend on beside its tokens, and the transport.
+    """
+
+    space: dict[str, Any]
 
 
-class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):
-    """The chunk can be pulled now, once, by the number of this pull.
+class PublishedChunk(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a process that asks for a chunk by its number: the chunk can be pulled now, once.
 
     Attributes:
-        pull: 0 where the chunk is not kept any more.
+        pull: number of this pull. transport: address of the transport.
         ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
     """
 
-    number: int
     pull: int
-    ticket: bytes = b""
+    transport: str
+    ticket: bytes
 
 
-class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
+class PullDone(msgspec.Struct, frozen=True, array_like=True):
     """The pull of this number is over. ok: the chunk has come."""
 
     pull: int
@@ -122,8 +127,6 @@ class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
 
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
 ToDecode = ChunkReady | TransfersUnderWay | TransferFailed
-PullMessage = PullRequest | PullResponse | PullDone
-"""What processes say to each other that pull chunks, and that keep them."""
 Chunk = dict[str, Any]
 """By array of the cache `[1, CHUNK_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
 
@@ -191,6 +194,11 @@ class PrefillLink:
 
     def __init__(self):
         self.receive: Callable[[ToDecode], None] = lambda message: None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no connection to it, and none is being made."""
+        return False
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive` from now on."""

@@ -147,6 +147,12 @@ class SendBuffers:
                 raise ChunkGoneError(f"chunk {number} is not kept any more")
             return buffer.chunk
 
+    def open(self, number: int, take: Callable[[Chunk | None], object]) -> None:
+        """Call `take` with a chunk that another process pulls; with None where it is not kept any more."""
+        with self._lock:
+            buffer = self._buffers.get(number)
+        take(None if buffer is None else buffer.chunk)
+
     def transfer_of(self, number: int) -> PageSend | None:
         """Give the transfer that a chunk is of; None where it is not kept any more."""
         with self._lock:

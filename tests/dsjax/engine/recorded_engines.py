@@ -83,7 +83,8 @@ def make_core(
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
     parts = attachments_of(config, sink=EventStream(run, name) if events else None)
     if links is not None:
-        parts.append(PolledLinks(links, connect, local_tokens=local_tokens, timeout=timeout))
+        connector = connect and SimpleNamespace(connect=connect, close=lambda: None)
+        parts.append(PolledLinks(links, connector, local_tokens=local_tokens, timeout=timeout))
     if balancer is not None:
         parts.append(balancer)
     return Engine(run, name, EngineCore(executor, config, attachments=parts, **options))
@@ -350,6 +351,8 @@ class ScriptedLink:
     Attributes:
         lost: kinds of messages that do not reach the prefill engine.
     """
+
+    is_idle = False
 
     def __init__(self, prefill: Prefill):
         self._link, self._receive = LocalLink(prefill.engine), lambda message: None
