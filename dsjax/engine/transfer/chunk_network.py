@@ -22,6 +22,8 @@ ROLE = "decode"
 """What processes of a decode side are to those of a prefill side."""
 _PULL, _DONE = "pull", "done"
 _MOST_DROPPED = 4096
+_PUBLISHERS = 2
+"""Threads that publish: while one copies a chunk, the other takes the next."""
 
 Take = Callable[[Chunk | None], object]
 """Takes a chunk that another process pulls; None: it is not kept any more. It only queues."""
@@ -107,7 +109,8 @@ class ChunkServer:
         self._published: dict[int, _Published] = {}
         self._peers: set[Peer] = set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        start_thread("chunk server", self._run, name="dsjax-chunk-server", restarts=True)
+        for _ in range(_PUBLISHERS):
+            start_thread("chunk server", self._run, name="dsjax-chunk-server", restarts=True)
         endpoint.serve(_PULL, self._pull, roles=(ROLE,), kind=int)
         endpoint.serve(_DONE, self._done, roles=(ROLE,), kind=PullDone)
 
@@ -116,7 +119,8 @@ class ChunkServer:
         for service in (_PULL, _DONE):
             self._endpoint.withdraw(service)
         self._tasks.put(lambda: self._withdraw(lambda _: True))
-        self._tasks.put(None)
+        for _ in range(_PUBLISHERS):
+            self._tasks.put(None)
 
     # In the messaging thread.
 
@@ -133,7 +137,7 @@ class ChunkServer:
         self._peers.discard(peer)
         self._tasks.put(partial(self._withdraw, lambda published: published.peer is peer))
 
-    # In the thread that uses the transport.
+    # In the threads that use the transport.
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -142,7 +146,7 @@ class ChunkServer:
             task()
 
     def _publish(self, request: Request, chunk: Chunk | None) -> None:
-        if chunk is None or request.peer.lost:
+        if chunk is None:
             request.refuse(f"chunk {request.body} is not kept any more")
             return
         number = next(self._numbers)
@@ -154,6 +158,8 @@ class ChunkServer:
             return
         self._published[number] = _Published(request.peer, time.monotonic(), chunk)
         request.reply(PublishedChunk(number, self._transport.address, ticket))
+        if request.peer.lost:  # what was published for it may have been withdrawn before this was
+            self._end_pull(number, request.peer, pulled=False)
 
     def _withdraw(self, is_over: Callable[[_Published], bool]) -> None:
         """Withdraw what is published and will not be pulled."""
@@ -163,8 +169,7 @@ class ChunkServer:
 
     def _end_pull(self, number: int, peer: Peer, *, pulled: bool) -> None:
         published = self._published.get(number)
-        if published is not None and published.peer is peer:
-            del self._published[number]
+        if published is not None and published.peer is peer and self._published.pop(number, None):
             with contained("chunk server", "The transport may hold a chunk that nobody pulls."):
                 self._transport.withdraw(number, published.chunk, pulled=pulled)
 

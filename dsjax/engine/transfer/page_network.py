@@ -141,7 +141,7 @@ class RemoteLinks:
         self.of: dict[Peer, RemoteLink] = {}
         chunks.endpoint.serve(_SERVICE, self._take, roles=(LISTENER,), kind=ToDecode)
 
-    def connect(self, address: str) -> RemoteLink:
+    def link_to(self, address: str) -> RemoteLink:
         """Make the link to a prefill engine, which connects when it is asked for something.
 
         Raises:
@@ -179,16 +179,17 @@ class RemoteLink(PrefillLink):
         return self._peer is None and not self._is_connecting
 
     def send(self, message: ToPrefill) -> None:
-        """Queue a message. Where there is no connection a thread makes one, and ends; a flush waits for the next one."""
+        """Queue a message. Without a connection, a thread makes one; a flush alone waits until something else needs one."""
         with self._lock:
             if self._peer is not None:
                 self._peer.send(_SERVICE, message)
-            elif not isinstance(message, ReleaseChunk) and not self._is_closed:
-                # Of a chunk the prefill side has forgotten everything: it has dropped those of the connection that is lost.
+            elif self._is_closed or isinstance(message, ReleaseChunk):
+                return  # with the connection, prefill has dropped its chunks
+            elif isinstance(message, FlushPages) and not self._is_connecting:
+                self._outbox = [message]
+            else:
                 self._outbox.append(message)
-                if isinstance(message, FlushPages) and not self._is_connecting:
-                    self._outbox = [message]
-                elif not self._is_connecting:
+                if not self._is_connecting:
                     self._is_connecting = True
                     start_thread("transfer connection", self._connect, name="dsjax-transfer", on_failure=self._fail)
 

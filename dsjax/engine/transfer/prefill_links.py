@@ -32,10 +32,10 @@ TRANSFER_WAIT = 0.01
 """Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
 
 
-class Connector(Protocol):
-    """What connects an engine with prefill engines at addresses (`RemoteLinks`)."""
+class Dialer(Protocol):
+    """Makes links to prefill engines at addresses (`RemoteLinks`)."""
 
-    def connect(self, address: str) -> PrefillLink:
+    def link_to(self, address: str) -> PrefillLink:
         """Make the link to a prefill engine.
 
         Raises:
@@ -43,7 +43,7 @@ class Connector(Protocol):
         """
 
     def close(self) -> None:
-        """End what all links have in common."""
+        """End all connections."""
 
 
 class PrefillLinks(Attachment):
@@ -51,7 +51,7 @@ class PrefillLinks(Attachment):
 
     Args:
         links: those that are there from the start.
-        connector: makes further ones, by the address that a request names. A link without a connection that no request names is dropped.
+        dialer: makes further ones, by the address that a request names. A link without a connection that no request names is dropped.
             All are closed at the end.
         local_tokens, timeout: as of `RemotePrefills`.
 
@@ -66,13 +66,13 @@ class PrefillLinks(Attachment):
     def __init__(
         self,
         links: Sequence[PrefillLink],
-        connector: Connector | None = None,
+        dialer: Dialer | None = None,
         *,
         local_tokens: int = 1,
         timeout: float = TRANSFER_SECONDS,
     ):
-        self.source, self._connector = RemotePrefills(len(links), local_tokens, timeout), connector
-        if connector is not None:
+        self.source, self._dialer = RemotePrefills(len(links), local_tokens, timeout), dialer
+        if dialer is not None:
             self.source.connect = self.number_of
         self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
@@ -86,7 +86,7 @@ class PrefillLinks(Attachment):
     def number_of(self, address: str) -> int:
         """Give the number of the prefill engine at an address, which is connected where it is new."""
         if address not in self._addresses:
-            link = self._connector.connect(address)
+            link = self._dialer.link_to(address)
             if self._has_flushed:  # what it has computed may be older
                 link.send(FlushPages())
             self._addresses[address] = number = self.source.add_link()
@@ -159,8 +159,8 @@ class PrefillLinks(Attachment):
         """Ask and pull nothing more."""
         for link in self.links.values():
             link.close()
-        if self._connector is not None:
-            self._connector.close()
+        if self._dialer is not None:
+            self._dialer.close()
 
     def _add(self, number: int, link: PrefillLink) -> None:
         self.links[number] = link

@@ -83,8 +83,8 @@ def make_core(
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
     parts = attachments_of(config, sink=EventStream(run, name) if events else None)
     if links is not None:
-        connector = connect and SimpleNamespace(connect=connect, close=lambda: None)
-        parts.append(PolledLinks(links, connector, local_tokens=local_tokens, timeout=timeout))
+        dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
+        parts.append(PolledLinks(links, dialer, local_tokens=local_tokens, timeout=timeout))
     if balancer is not None:
         parts.append(balancer)
     return Engine(run, name, EngineCore(executor, config, attachments=parts, **options))

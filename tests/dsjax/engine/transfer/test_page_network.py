@@ -171,9 +171,9 @@ def opened(credentials=None):
     return Endpoint("127.0.0.1", credentials or local_credentials())
 
 
-def connector(transport=None, space=None, credentials=None, timeout=60):
-    """What connects a decode engine."""
-    chunks = RemoteChunks(opened(credentials), transport or FakeTransport(), {}, timeout)
+def dialer(transport=None, space=None, credentials=None):
+    """What makes a decode engine's links."""
+    chunks = RemoteChunks(opened(credentials), transport or FakeTransport(), {}, 60)
     return RemoteLinks(chunks, space or {}, owns_endpoint=True)
 
 
@@ -202,8 +202,8 @@ class Linked:
         self.server, self.transport = served(lease, **fields)
         self.engine, self.messages = self.server.engine, []
         space = {"page_size": 4, "dtype": "float32"} if fields else {"page_size": 4}
-        self.links = connector(self.transport, space, credentials)
-        self.link = self.links.connect(self.server.address)
+        self.links = dialer(self.transport, space, credentials)
+        self.link = self.links.link_to(self.server.address)
         self.link.connect(
             lambda message: None if isinstance(message, TransfersUnderWay) else self.messages.append(message)
         )
@@ -332,8 +332,8 @@ def transfer_threads():
 def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
-    links = connector()
-    link = links.connect(f"127.0.0.1:{nobody.getsockname()[1]}")
+    links = dialer()
+    link = links.link_to(f"127.0.0.1:{nobody.getsockname()[1]}")
     messages = []
     link.connect(messages.append)
     for name in "abc":

@@ -87,8 +87,8 @@ class IdleLink(PrefillLink):
 
 
 def test_links_to_prefill_engines_that_are_gone_are_dropped_when_no_request_names_them():
-    connected = SimpleNamespace(connect=lambda address: made.append(IdleLink()) or made[-1], close=lambda: None)
-    made, links = [], PrefillLinks([], connected)
+    dialer = SimpleNamespace(link_to=lambda address: made.append(IdleLink()) or made[-1])
+    made, links = [], PrefillLinks([], dialer)
     source = links.source
     for port in range(100):
         options = RequestOptions(prefill={"address": f"host:{port + 1}", "transfer": "a"})
@@ -111,8 +111,8 @@ def test_links_to_prefill_engines_that_are_gone_are_dropped_when_no_request_name
 
 def test_a_prefill_engine_that_was_dropped_is_flushed_when_it_is_named_again_if_pages_were_flushed_meanwhile():
     made = []
-    connected = SimpleNamespace(connect=lambda address: made.append(IdleLink()) or made[-1], close=lambda: None)
-    links = PrefillLinks([], connected)
+    dialer = SimpleNamespace(link_to=lambda address: made.append(IdleLink()) or made[-1])
+    links = PrefillLinks([], dialer)
     links.number_of("host:1")
     links.begin_step(0.0)
     links.flush()
