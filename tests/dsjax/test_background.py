@@ -42,10 +42,10 @@ from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
 from dsjax.hosts import HostOptions, announcement, coordination, group, secure_channel, secure_listener
-from dsjax.messaging import Endpoint
-from dsjax.messaging.credentials import local_credentials
 from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint
+from dsjax.messaging.credentials import local_credentials
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
 from dsjax.serve.metrics import Metrics
