@@ -5,8 +5,12 @@ These are the tests of `transfer/messages.py` and `transfer/send_buffers.py` too
 
 import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -390,6 +394,28 @@ def test_nothing_is_kept_of_a_side_that_has_gone(linked):
     assert sides.link.is_idle
     with pytest.raises(ChunkGoneError, match="nobody answers"):
         sides.pull(offer)
+
+
+def test_a_prefill_process_that_hangs_fails_its_transfers_before_their_time_is_over():
+    script = "import sys, test_page_network as t; print(t.served()[0].address, flush=True); sys.stdin.read()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script]
+    messages, endpoint = [], Endpoint("127.0.0.1", local_credentials(), silence=1.0)
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        link = RemoteLinks(RemoteChunks(endpoint, FakeTransport(), {}, 60), {"page_size": 4}).link_to(
+            process.stdout.readline().strip()
+        )
+        link.connect(messages.append)
+        link.send(prefill_request("a", range(33)))
+        until(lambda: any(isinstance(message, ChunkReady) for message in messages))
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        until(lambda: isinstance(messages[-1], TransferFailed))
+        assert time.monotonic() - began < 10, "of 60 s that a transfer has"
+        process.kill()
+    endpoint.close()
 
 
 def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another():
