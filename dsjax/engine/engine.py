@@ -82,7 +82,7 @@ class EngineParts:
                 generations=generations,
             )
             opened.pop_all()
-        self.prefills = () if prefills is None else tuple(prefills.links)
+        self.prefills = () if prefills is None else tuple(prefills.links.values())
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, args.seed)
         self.outputs = OutputProcessor(tokenizer, args.stream_interval)
 

@@ -111,7 +111,7 @@ class LLM:
         from dsjax.engine.transfer.prefill_links import PrefillLinks
 
         library = ProgramLibrary()
-        links, connect = None, None
+        links, dialer = None, None
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -128,11 +128,12 @@ class LLM:
         if self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
-            links, connect = [], remote_links(self.args, loaded, group)
+            links, dialer = [], remote_links(self.args, loaded, group)
+            opened.callback(dialer.close)
         prefills = None
         if links is not None:
             prefills = PrefillLinks(
-                links, connect, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
+                links, dialer, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
             )
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
