@@ -13,7 +13,7 @@ from dsjax.engine.contract.executor import Executor
 from dsjax.engine.elastic.joining import LOOPBACK
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedEngine
-from dsjax.engine.stream.leader import pulled_stream
+from dsjax.engine.stream.leader import PULLED, Pulled
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
@@ -22,7 +22,6 @@ from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.rendezvous import JoinRequest
-from dsjax.hosts.stream import StreamWriter
 
 _LOOK_SECONDS = 1.0
 _SECRET_KEY = "dsjax/chunk-tickets"
@@ -61,10 +60,10 @@ class FollowerTransfers:
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, group)
-        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(process_id))
+        pull, generation = self._chunks.pull, group.generation
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
-            lambda chunk: writer.put(msgspec.msgpack.encode(chunk)) and None,
+            lambda chunk: group.leader.send(PULLED, Pulled(generation, chunk)),
         )
 
 
