@@ -52,15 +52,16 @@ def join(options: HostOptions, service_address: str, collectives: Collectives, s
     service: that process 0 has started. collectives: learns where gloo listens, once JAX sees its devices.
     """
     _configure()
-    host = options.coordinator[0]
+    host, port = options.coordinator[0], split_address(service_address)[1]
     with using_coordination_service(service):
         jax.distributed.initialize(
-            join_address(host, split_address(service_address)[1]),
+            join_address(host, port),
             options.num_processes,
             options.process_id,
             initialization_timeout=options.start_timeout,
             heartbeat_timeout_seconds=options.heartbeat_timeout,
             shutdown_timeout_seconds=options.heartbeat_timeout,
+            coordinator_bind_address=join_address(options.address, port),
         )
     # By itself gloo listens at what the host's name resolves to, on many machines the loopback interface.
     make_cpu_clients_with(lambda: collectives.made_by(lambda: make_gloo_collectives(options.address or None)))

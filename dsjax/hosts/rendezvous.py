@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _JOIN, _PREPARED, _READY = "join", "prepared", "ready"
+SERVICES = (_JOIN, _PREPARED, _READY, "gather", "leave", "log")
+"""Of process 0: whoever asks for one while the group is still being made there waits."""
 _RETRY_SECONDS = 0.1
 _CONNECT_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
@@ -51,7 +53,9 @@ def open_endpoint(options: HostOptions) -> Endpoint:
     credentials = options.read_credentials()
     port = options.coordinator[1] if options.is_leader else 0
     try:
-        return Endpoint(options.address, credentials, port=port, silence=options.heartbeat_timeout)
+        return Endpoint(
+            options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=SERVICES
+        )
     except OSError as error:
         advice = "choose another port" if options.is_leader else "give another --host-address"
         flag = "--coordinator-address" if options.is_leader else "--host-address"
@@ -222,7 +226,7 @@ class Door:
     def _why_taken(self, who: JoinRequest) -> str | None:
         known = self._callers.get(who.process_id)
         if known is not None:
-            self._endpoint._sweep()  # it may have died a moment ago
+            self._endpoint.sweep()  # it may have died a moment ago
             known = self._callers.get(who.process_id)
         if known is None:
             return None
