@@ -73,14 +73,14 @@ class Follower:
         self._leaves.set()
         _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
         try:
-            self.left = self.group.ask_process_0_to_leave()
+            if self.group.ask_process_0_to_leave():
+                self.left = True
+                self.group.end_here()
         except RefusedError as error:
             self._leaves.clear()
             _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", error)
         except PeerLostError:
             return  # the group knows, and ends the process
-        if self.left:
-            self.group.end_here()
 
     def handle_signals(self) -> None:
         """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that.
