@@ -25,6 +25,7 @@ from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import Door, attend, located, open_endpoint, say_ready
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
 from dsjax.messaging import Credentials, Endpoint, Peer, Request
+from dsjax.messaging.addresses import join_address
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
@@ -279,14 +280,21 @@ class HostGroup(Membership):
         if self.on_change is not None:
             self.on_change(error)
             return error
-        self._put_in_all(error)
         # Nothing goes on without that member, and a thread of this process may wait for it in a collective for ever.
-        last_words = threading.Timer(_GRACE_SECONDS, self._end_process, [error])  # whoever waits in Python raises it
-        last_words.daemon = True
-        last_words.start()
+        threading.Thread(target=self._end_process, args=[error], name="dsjax-last-words", daemon=True).start()
         return error
 
     def _end_process(self, error: GroupError) -> None:
+        """Have whoever waits in Python raise why nothing goes on, and end this process where that ends nothing."""
+        if not self.is_leader:
+            with contextlib.suppress(OSError, ValueError):
+                self.endpoint.connect(join_address(*self.options.coordinator), "member", 1.0)
+                error = self.lost[0] = GroupError(
+                    "process 0 lives, and goes on without this process, which it did not hear from for too long; "
+                    "start this process again"
+                )
+        self._put_in_all(error)
+        time.sleep(_GRACE_SECONDS)
         if not self.leaving:
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -204,7 +204,7 @@ class Follower:
                 if executor is not None:  # others may wait for this process, which lives, in a collective or at a layer
                     self.group.collectives.cut(self.group.generation)
                 unformed = announcement is None and isinstance(error, GroupError)
-                if unformed or not regroups or 0 in self.group.lost:
+                if unformed or not regroups:
                     raise
                 failure = error
             self.executor = None
