@@ -1,6 +1,6 @@
 """Experts that follow the load on devices of their own: in this process and in others, each slot holds what its table says.
 
-These are the tests of `afd/expert_slots.py`, and of experts' load as it is counted there.
+These are the tests of `afd/expert_slots.py` and `experts/expert_part.py`, and of experts' load as it is counted there.
 """
 
 import numpy as np
@@ -65,7 +65,7 @@ def test_loads_are_those_of_one_mesh_and_experts_move_without_changing_a_token(l
     np.testing.assert_array_equal(counts.logical_load, recorded.logical_load)
     assert counts.rounds > 0
     assert 0 < counts.padding_share < 1
-    side = llm.executor.device.model.apart
+    side = llm.executor.device.programs.experts
     assert_same(experts([side.params], llm), held)
     for seed in (1, 2):
         before = slots_of(llm).physical_to_logical
