@@ -39,8 +39,6 @@ from dsjax.hosts.group import HostGroup
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
-_LOOK_SECONDS = 1.0
-
 
 @dataclass(frozen=True)
 class Separated:

@@ -22,7 +22,7 @@ from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.text.input_processor import Prompt
+from dsjax.engine.text.input_processor import EncodedPrompt, Prompt
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
@@ -259,8 +259,8 @@ class LLM:
             raise UserError(f"chat_template_kwargs is {chat_template_kwargs!r}, expected a dict")
         variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.chat_template.render(one, **variables) for one in _conversations(messages)]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate([{"prompt_token_ids": one} for one in ids], sampling_params)
+        prompts = [EncodedPrompt(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return self.generate(prompts, sampling_params)
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
@@ -328,10 +328,6 @@ class LLM:
         return sequence
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
-    return dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY)
-
-
 def _listed(name: str, given: object, wanted: str) -> list:
     """Make a list of what several things were given as. Bytes would be integers, and a set would have no order.
 
@@ -353,7 +349,7 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
     for params in given:
         if not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params has {params!r}, expected SamplingParams")
-    return [_final_only(params) for params in given]
+    return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in given]
 
 
 def _conversations(messages: object) -> list[list[Mapping]]:

@@ -439,35 +439,34 @@ def make_engine():
 
 
 def request_with(handle, grammar):
-    params = SimpleNamespace(structured_outputs=grammar)
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
-        sampling_params=lambda: params,
-        requests=lambda params, rules: [],
+        params=SimpleNamespace(structured_outputs=grammar),
+        requests=lambda rules: [],
         stop_ids=[],
         token_ids=[1],
     )
 
 
 def fail_front_end_requests(monkeypatch):
-    """A request that cannot be admitted, with a grammar or without, gets an error, and the next one is admitted."""
+    """A request that cannot be admitted, with a grammar or without, is answered and gets an error, and the next one is admitted."""
 
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, preparing={}, send=sent.append, requests={}, samples=[])
+        link = SimpleNamespace(index=0, preparing=set(), send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
         async def read():
             for handle in (1, 2):
-                yield processes.Add(0, [request_with(handle, grammar)])
+                yield processes.Add(handle, [request_with(handle, grammar)])
                 while front_ends._tasks:
                     await asyncio.sleep(0.001)
 
         link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
         await front_ends._serve(link)
-        assert [message.handles for message in sent] == [[1]]
+        assert [(message.number, message.failed) for message in sent] == [(1, True), (2, False)]
         assert [one.completions[0][0] for one in engine.admitted] == [2]
 
     for grammar in (None, "root"):

@@ -80,7 +80,7 @@ class PrefillServer:
             engine has put it. dp_rank: as of `RequestOptions`.
         """
         params = handoff(self.address, room)
-        page_size = self.engine.page_size
+        page_size = self.engine.core.scheduler.config.page_size
         end = (len(token_ids) - 1) // page_size
         if end:
             tokens = int32s(token_ids[: end * page_size + 1])
