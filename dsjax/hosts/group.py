@@ -79,7 +79,7 @@ class HostGroup(Membership):
         self.on_end: Callable[[], object] = lambda: None
         self.agreement = Agreement(self, endpoint, leader, door.member_of if door is not None else lambda peer: None)
         self.collectives = Collectives()
-        self.links = Links(self)
+        self.links = Links(self, endpoint, self.collectives.cut, self.peer_of)
         self.monitor: LinkMonitor | None = None
         self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
         if response.generation == 0:
@@ -134,7 +134,7 @@ class HostGroup(Membership):
         service = self._door.service if self._door is not None else None
         coordination.join(options, response.service, self.collectives, service)
         if options.link_monitor_interval:
-            self.monitor = LinkMonitor(self, options.link_monitor_interval)
+            self.monitor = LinkMonitor(self, self.endpoint, options.link_monitor_interval)
             self.monitor.start()
         atexit.register(self.leave)
         if response.generation == 0:

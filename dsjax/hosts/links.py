@@ -12,22 +12,18 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from dsjax.errors import UserError
 from dsjax.background import contained
-from dsjax.hosts.membership import GroupError
+from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.wire import Announcement, JoinRequest
-from dsjax.messaging import Endpoint, PeerLostError, RefusedError, Request
+from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
 from dsjax.messaging.addresses import join_address
 from dsjax.messaging.endpoint import PING
-
-if TYPE_CHECKING:
-    from dsjax.hosts.group import HostGroup
 
 _SERVICE = "look"
 SECONDS = 3.0
@@ -46,15 +42,24 @@ class Look(msgspec.Struct, frozen=True, array_like=True):
 class Links:
     """Which peers a process can reach. Process 0 also decides which peers to exclude.
 
+    Args:
+        cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
+
     Attributes:
         left_out: process 0's, as of `Announcement`.
     """
 
-    def __init__(self, group: HostGroup):
-        self._group = group
+    def __init__(
+        self,
+        membership: Membership,
+        endpoint: Endpoint,
+        cut: Callable[[int], object],
+        peer_of: Callable[[int], Peer | None] = lambda process_id: None,
+    ):
+        self._membership, self._endpoint, self._cut, self._peer_of = membership, endpoint, cut, peer_of
         self.left_out: dict[int, tuple[int, str]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-links")
-        group.endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
+        endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
 
     def look(self, broken: int) -> tuple[GroupError | None, bool]:
         """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
@@ -62,10 +67,9 @@ class Links:
 
         broken: the generation, whose collectives nobody waits in any more.
         """
-        group = self._group
-        asked = group.live
+        asked = self._membership.live
         question = Look(broken, list(asked))
-        peers = {member.process_id: group.peer_of(member.process_id) for member in asked[1:]}
+        peers = {member.process_id: self._peer_of(member.process_id) for member in asked[1:]}
         replies = {one: peer.request(_SERVICE, question, kind=list[int]) for one, peer in peers.items() if peer}
         deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(asked)}
         for process_id, reply in replies.items():
@@ -80,7 +84,7 @@ class Links:
 
     def why_left_out(self, news: Announcement) -> str | None:
         """Why this process is gone on without; None: it is not."""
-        pid, reason = news.left_out.get(self._group.options.process_id, (0, ""))
+        pid, reason = news.left_out.get(self._membership.me.process_id, (0, ""))
         return reason if pid == os.getpid() else None
 
     def check(self, process_ids: Sequence[int]) -> None:
@@ -89,19 +93,19 @@ class Links:
         Raises:
             GroupError: it does not.
         """
-        asked = [member for member in self._group.members if member.process_id in process_ids]
+        asked = [member for member in self._membership.members if member.process_id in process_ids]
         missing = set(self.unreached(asked))
         if missing:
             names = _named([member for member in asked if member.process_id in missing])
             raise GroupError(
-                f"process {self._group.options.process_id} cannot reach {names} within {SECONDS:g} s; check the network between these "
+                f"process {self._membership.me.process_id} cannot reach {names} within {SECONDS:g} s; check the network between these "
                 "hosts and their firewalls (any TCP port), then start it again"
             )
 
     def unreached(self, members: Sequence[JoinRequest]) -> list[int]:
         """The ids of those, but for itself, that do not answer this process."""
-        others = (member for member in members if member.process_id != self._group.options.process_id)
-        return unreached(self._group.endpoint, others)
+        others = (member for member in members if member.process_id != self._membership.me.process_id)
+        return unreached(self._endpoint, others)
 
     def close(self) -> None:
         """Answer no more."""
@@ -111,11 +115,11 @@ class Links:
         """Answer process 0."""
         look: Look = request.body
         with contained("messaging", "A collective that has broken is waited for until its own limit."):
-            self._group.collectives.cut(look.broken)
+            self._cut(look.broken)
         self._pool.submit(lambda: request.reply(self.unreached(look.members)))
 
     def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
-        names = {member.process_id: member for member in self._group.members}
+        names = {member.process_id: member for member in self._membership.members}
         member = names[process_id]
         others = sorted({*cut.get(process_id, ()), *(one for one, lost in cut.items() if process_id in lost)})
         error = GroupError(
@@ -123,7 +127,7 @@ class Links:
             "out, and can come back when the link works"
         )
         self.left_out[process_id] = member.pid, str(error)
-        self._group.lose(member, error)
+        self._membership.lose(member, error)
         return error
 
 

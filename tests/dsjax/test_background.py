@@ -406,9 +406,9 @@ def fail_messaging(monkeypatch):
 
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
-    made = LinkMonitor(SimpleNamespace(present=[], endpoint=None), 0.01)
+    made = LinkMonitor(SimpleNamespace(present=[], me=None), None, 0.01)
     looked = threading.Event()
-    monkeypatch.setattr(made, "look", once(BROKEN, lambda endpoint, members: looked.set()))
+    monkeypatch.setattr(made, "look", once(BROKEN, lambda members: looked.set()))
     made.start()
     assert looked.wait(60)
     made.close()
