@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS, PrefillLink
-from dsjax.engine.transfer.prefill_links import PrefillLinks
+from dsjax.engine.transfer.prefill_links import Dialer, PrefillLinks
 from dsjax.errors import UserError
 
 ENGINE_END = ": "
@@ -43,7 +43,7 @@ class EngineParts:
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
-        prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
+        prefills, prefill_dialer: as of `PrefillLinks`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
         stream_interval, page_source: as in `EngineArgs`. generations: as of `EngineCore`.
 
@@ -64,7 +64,7 @@ class EngineParts:
         eplb: EplbConfig | None = None,
         kv_events: KvEventsConfig | None = None,
         prefills: Sequence[PrefillLink] | None = None,
-        connect_prefill: Callable[[str], PrefillLink] | None = None,
+        prefill_dialer: Dialer | None = None,
         local_prefill_tokens: int = 1,
         transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
@@ -85,7 +85,7 @@ class EngineParts:
             attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
             if prefills is not None:
                 attachments.append(
-                    PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
+                    PrefillLinks(prefills, prefill_dialer, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
                 )
             self.core = EngineCore(
                 executor,

@@ -110,7 +110,7 @@ class LLM:
         from dsjax.engine.setup.loading import load_model
 
         library = ProgramLibrary()
-        links, connect = None, None
+        links, dialer = None, None
         stages = MeshSpec.parse(self.args.mesh).pp_size
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
@@ -135,7 +135,8 @@ class LLM:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
         if self.args.disaggregation_mode == "decode":
-            connect = remote_links(self.args, loaded, group)
+            dialer = remote_links(self.args, loaded, group)
+            opened.callback(dialer.close)
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
@@ -153,7 +154,7 @@ class LLM:
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
             prefills=links,
-            connect_prefill=connect,
+            prefill_dialer=dialer,
             local_prefill_tokens=self.args.local_prefill_tokens,
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,

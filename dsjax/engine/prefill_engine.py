@@ -13,7 +13,7 @@ from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
 from dsjax.engine.transfer.prefill_service import Keepers, PrefillService, Receive
-from dsjax.engine.transfer.send_buffers import ChunkTickets, SendBuffers
+from dsjax.engine.transfer.send_buffers import SendBuffers
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class PrefillEngine:
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
         attachments: further parts of the core: offload tiers, balancing, page events.
-        keepers, tickets: as of `PrefillService`. generations: as of `EngineCore`; transfers under way fail when the mesh changes.
+        keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`; transfers under way fail when the mesh changes.
 
     Attributes:
         core: scheduler and executor. service: the transfers. thread: takes the steps. error: why it has ended.
@@ -42,10 +42,10 @@ class PrefillEngine:
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
         keepers: Keepers | None = None,
-        tickets: ChunkTickets | None = None,
+        first_number: int | None = None,
         generations: MeshChanger | None = None,
     ):
-        self.service = PrefillService(timeout=timeout, keepers=keepers, tickets=tickets)
+        self.service = PrefillService(timeout=timeout, keepers=keepers, first_number=first_number)
         self.core = EngineCore(
             executor,
             config,

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from dsjax.errors import UserError
 from dsjax.background import contained
+from dsjax.errors import UserError
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.wire import Announcement, JoinRequest
 from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request

@@ -24,7 +24,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
 from fake_executor import FakeExecutor
-from group_in_threads import Group, MemoryStore, Told
+from group_in_threads import Group, Told
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import background
@@ -40,11 +40,12 @@ from dsjax.engine.stats import EngineObserver
 from dsjax.engine.stream import leader
 from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
-from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_channel, page_chunks, page_network
-from dsjax.hosts import HostOptions, announcement, coordination, group, secure_listener
-from dsjax.messaging.credentials import local_credentials
+from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
+from dsjax.hosts import HostOptions, coordination, group, secure_channel, secure_listener
 from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint
+from dsjax.messaging.credentials import local_credentials
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
 from dsjax.serve.metrics import Metrics
@@ -207,16 +208,19 @@ def fail_chunk_drain(monkeypatch):
 
 
 def fail_chunk_server(monkeypatch):
-    """A carrier that raises is answered: who pulls need not wait out its limit."""
-    sent, transport = [], SimpleNamespace(publish=lambda *a: b"t", withdraw=once(BROKEN))
-    server = SimpleNamespace(
-        open_chunk=once(BROKEN, lambda *a: {}), transport=transport, timeout=0.0, pull_numbers=iter(range(1, 9))
-    )
-    peer = chunk_network._PullingPeer(server, SimpleNamespace(send=sent.append))
-    for number in (5, 6, 7):
-        peer.receive(messages.PullRequest(number, ""))  # the third withdraws the second, which raises
-    assert [(response.number, bool(response.pull)) for response in sent] == [(5, False), (6, True), (7, True)]
-    peer.leave()
+    """A transport that raises is answered: who pulls need not wait out its limit."""
+    transport = SimpleNamespace(address="here", publish=once(BROKEN, lambda *a: b"t"), withdraw=once(BROKEN))
+    with (
+        contextlib.closing(Endpoint("127.0.0.1", KEY)) as keeper,
+        contextlib.closing(Endpoint("127.0.0.1", KEY)) as puller,
+    ):
+        server = chunk_network.ChunkServer(keeper, lambda number, take: take({}), transport, 0.0)
+        peer = puller.connect(keeper.address, "decode")
+        with pytest.raises(RuntimeError, match="injected"):
+            peer.request("pull", 5).result(60)
+        for number in (6, 7):  # the second withdraws the first, which raises
+            assert peer.request("pull", number, messages.PublishedChunk).result(60).ticket == b"t"
+        server.close()
 
 
 def fail_chunk_reports(monkeypatch):
@@ -313,11 +317,8 @@ def fail_cache_events(monkeypatch):
 
 
 def listening(serve):
-    listener = page_channel.TransferListener(serve, {}, "127.0.0.1", service=page_channel.PAGES, credentials=KEY)
-    return listener, lambda: page_channel.connect_to(listener.address, {}, page_channel.PAGES, KEY)[0]
-
-
-IDLE_PEER = SimpleNamespace(receive=lambda message: None, leave=lambda: None)
+    listener = secure_listener.SecureListener(socket.create_server(("127.0.0.1", 0)), KEY, {"experts": serve}, "test")
+    return listener, lambda: secure_channel.connect(("127.0.0.1", listener.port), "experts", KEY, 5)
 
 
 def has_ended(channel):
@@ -327,30 +328,10 @@ def has_ended(channel):
     return True
 
 
-def fail_transfer_messages(monkeypatch):
-    """A message that nobody can take, and one that cannot be written, end the connection: who waits hears of it, and connects again."""
-    ended, channels = [], []
-
-    def serve(channel):
-        channels.append(channel)
-        return SimpleNamespace(receive=once(BROKEN), leave=lambda: ended.append(channel))
-
-    listener, connect = listening(serve)
-    first, second = connect(), connect()
-    until(lambda: len(channels) == 2)
-    page_channel.write(first, messages.CancelTransfer("a"))
-    assert has_ended(first)
-    for channel in channels:
-        channel.send(object())
-    assert has_ended(second)
-    until(lambda: len(ended) == 2)
-    listener.close()
-
-
 def fail_connection(monkeypatch):
     """Who has connected sees the end, instead of waiting for an answer; the next one is served."""
     served = []
-    listener, connect = listening(once(BROKEN, lambda channel: served.append(channel) or IDLE_PEER))
+    listener, connect = listening(once(BROKEN, served.append))
     assert has_ended(connect())
     connect()
     until(lambda: served)
@@ -361,7 +342,7 @@ def fail_listener(monkeypatch):
     """The next one that connects is let in."""
     monkeypatch.setattr(secure_listener.SecureListener, "_make_room", once(BROKEN))
     served = []
-    listener, connect = listening(lambda channel: served.append(channel) or IDLE_PEER)
+    listener, connect = listening(served.append)
     with contextlib.suppress(EOFError, OSError, ValueError):
         connect()
     connect()
@@ -371,10 +352,9 @@ def fail_listener(monkeypatch):
 
 def fail_transfer_connection(monkeypatch):
     """Who has asked hears that nothing comes."""
-    monkeypatch.setattr(page_network, "connect_to", lambda *a: (None, ""))
-    channel = SimpleNamespace(start=once(RuntimeError("can't start new thread")), send=lambda m: None)
-    monkeypatch.setattr(page_network, "TransferChannel", lambda connection: channel)
-    link, told = page_network.RemoteLink("127.0.0.1:1", None, {}), []
+    links = SimpleNamespace(chunks=SimpleNamespace(peer=lambda address: SimpleNamespace()))  # has no `request`
+    link, told = page_network.RemoteLink("127.0.0.1:1", links), []
+    monkeypatch.setattr(link, "_fail", once(BROKEN, link._fail))
     link.connect(told.append)
     link.send(messages.CancelTransfer("a"))
     until(lambda: told)

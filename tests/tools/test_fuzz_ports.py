@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "pipelin
 sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "elastic"))
 
 from deployments import KEY
+from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
 from fuzz_ports import FUZZES, OPEN_BRIEFLY, Fuzzer, join_request, stage_messages
 from held_processes import groups
 from links_in_threads import CREDENTIALS, links_of
@@ -30,7 +31,6 @@ from processes import free_port
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.transfer.messages import PullRequest
-from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
 from dsjax.hosts import HostOptions
 from dsjax.hosts.links import Answerer
 from dsjax.hosts.rendezvous import Rendezvous, meet

@@ -15,6 +15,7 @@ from dsjax.hosts.rendezvous import Door, attend, open_endpoint
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging.broadcast import BroadcastLog
 
+
 def options_of(count: int, heartbeat: int = 10, start: int = 60) -> list[HostOptions]:
     """The options of the processes of a group at a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -1,6 +1,7 @@
 """Groups whose processes are threads of a test, over real connections."""
 
 import group_in_threads
+
 from dsjax.hosts.group import HostGroup
 
 

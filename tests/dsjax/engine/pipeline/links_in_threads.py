@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from dsjax.engine.pipeline.process_links import ProcessLinks
+from dsjax.hosts.rendezvous import JoinRequest
 from dsjax.messaging.cluster_key import ClusterKey
 from dsjax.messaging.credentials import Credentials
-from dsjax.hosts.rendezvous import JoinRequest
 
 CREDENTIALS = Credentials(ClusterKey("k" * 64, "a test", is_local=True))
 
