@@ -30,8 +30,8 @@ from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
 
-Heard = bytes | Announcement | GroupError
-"""What a process hears in a generation: commands; the announcement that ends it; or that process 0 is gone."""
+Heard = bytes | Announcement
+"""What a process hears in a generation: commands, and the announcement that ends it."""
 
 _LEAVE = "leave"
 _ANNOUNCEMENT, _COMMAND = b"a", b"c"
@@ -84,7 +84,7 @@ class HostGroup(Membership):
         self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
         if response.generation == 0:
             self._inboxes[0] = queue.SimpleQueue()
-        self._announced: queue.SimpleQueue[Announcement | GroupError] = queue.SimpleQueue()
+        self._announced: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self._latest, self._why_ended = response.generation - 1, None
         self.has_ended = False
         self._leave_requests: dict[JoinRequest, Request] = {}
@@ -176,19 +176,13 @@ class HostGroup(Membership):
             return self._inboxes.setdefault(number, queue.SimpleQueue())
 
     def next_announcement(self, seconds: float | None = None) -> Announcement | None:
-        """Wait for the latest announcement that was not given yet; None where none comes in time.
-
-        Raises:
-            GroupError: process 0 is gone.
-        """
+        """Wait for the latest announcement that was not given yet; None where none comes in time."""
         try:
             heard = self._announced.get(timeout=seconds)
         except queue.Empty:
             return None
         while not self._announced.empty():  # generations that broke before this process came to them
             heard = self._announced.get()
-        if isinstance(heard, GroupError):
-            raise heard
         return heard
 
     @property
@@ -233,18 +227,15 @@ class HostGroup(Membership):
         if news.broken is not None:
             with contained("messaging", "A collective that has broken is waited for until its own limit."):
                 self.collectives.cut(news.broken)
-        self._put_in_all(news)
+        with self.changed:
+            inboxes = list(self._inboxes.values())
+        for inbox in (*inboxes, self._announced):
+            inbox.put(news)
         if self._own in news.process_ids:
             with self.changed:
                 self._inboxes[news.number] = queue.SimpleQueue()
         if news.ended:
             self.on_end()
-
-    def _put_in_all(self, heard: Announcement | GroupError) -> None:
-        with self.changed:
-            inboxes = list(self._inboxes.values())
-        for inbox in (*inboxes, self._announced):
-            inbox.put(heard)
 
     # Who is lost, who leaves.
 
@@ -285,7 +276,7 @@ class HostGroup(Membership):
         return error
 
     def _end_process(self, error: GroupError) -> None:
-        """Have whoever waits in Python raise why nothing goes on, and end this process where that ends nothing."""
+        """Say why nothing goes on, and end this process, unless whoever waits in Python has raised it meanwhile."""
         if not self.is_leader:
             with contextlib.suppress(OSError, ValueError):
                 self.endpoint.connect(join_address(*self.options.coordinator), "member", 1.0)
@@ -293,7 +284,6 @@ class HostGroup(Membership):
                     "process 0 lives, and goes on without this process, which it did not hear from for too long; "
                     "start this process again"
                 )
-        self._put_in_all(error)
         time.sleep(_GRACE_SECONDS)
         if not self.leaving:
             print(f"error: {error}", file=sys.stderr, flush=True)

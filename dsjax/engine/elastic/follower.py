@@ -275,8 +275,6 @@ class _Work:
         executor, follower = self._executor, self._follower
         while True:
             heard = self._inbox.get()
-            if isinstance(heard, GroupError):
-                raise heard
             if isinstance(heard, Announcement) and heard.ended:
                 follower.reason = heard.reason or None
                 return True
