@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import socket as sockets
+import sys
 import threading
 import time
 import weakref
@@ -51,6 +52,8 @@ _LOG_SECONDS = 60.0
 """At most one line in so many seconds tells of strangers."""
 _MOST_SOCKETS = 16384
 _MESSAGES_A_TURN = 64
+_NEVER = 1 << 30
+"""Milliseconds until libzmq would connect again. With -1 it drops what has come over a connection that ends and was not read."""
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -239,6 +242,7 @@ class Endpoint:
         self._poller, self._readers = zmq.Poller(), {}
         self._accepted: dict[bytes, Peer] = {}
         self._dropped: set[bytes] = set()
+        self._gone: set[bytes] = set()  # what they said before may not have been read
         self._dialled: set[Peer] = set()
         self._dialling: dict[Peer, Callable[[Exception], object]] = {}
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
@@ -333,7 +337,7 @@ class Endpoint:
             zmq.RCVHWM: 0,
             zmq.LINGER: 0,
             zmq.BACKLOG: 512,
-            zmq.RECONNECT_IVL: -1,
+            zmq.RECONNECT_IVL: _NEVER,
             zmq.CONNECT_TIMEOUT: int(CONNECT_SECONDS * 1000),
             zmq.HANDSHAKE_IVL: int(CONNECT_SECONDS * 1000),
             zmq.HEARTBEAT_IVL: beat,
@@ -422,6 +426,7 @@ class Endpoint:
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._forget_gone()
                 return
             name = routing_id.bytes
             if name in self._dropped or not frames:
@@ -433,9 +438,9 @@ class Endpoint:
                 )
             self._handle(peer, [frame.bytes for frame in frames])
 
-    def _receive_from(self, peer: Peer) -> None:
+    def _receive_from(self, peer: Peer, most: int = _MESSAGES_A_TURN) -> None:
         """Read what has come over a connection that this process has made."""
-        for _ in range(_MESSAGES_A_TURN):
+        for _ in range(most):
             try:
                 frames = peer._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -487,7 +492,11 @@ class Endpoint:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._forget(peer)
+            if peer._prefix:
+                self._gone.add(peer._prefix[0])
+                self._sweep_at = 0.0
+            else:
+                self._forget(peer)
 
     # Dialling.
 
@@ -518,6 +527,7 @@ class Endpoint:
                 connected.set_result(peer)
             else:
                 self._end_dial(peer, _why_not(peer.address, kind, value))
+                self._receive_from(peer, sys.maxsize)
                 self._hang_up(peer)
 
     def _end_dial(self, peer: Peer, error: Exception) -> None:
@@ -544,9 +554,16 @@ class Endpoint:
             try:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._dropped.discard(name)
-                if name in self._accepted:
-                    self._forget(self._accepted[name])
+                self._gone.add(name)
+        if self._gone:
+            self._receive()
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            name = self._gone.pop()
+            self._dropped.discard(name)
+            if name in self._accepted:
+                self._forget(self._accepted[name])
 
     def _hang_up(self, peer: Peer) -> None:
         """End a connection, by this side's wish or because the other side wishes or has gone."""

@@ -114,6 +114,18 @@ def test_what_was_sent_before_a_link_ends_is_received_though_nobody_listened_the
         listener.receive(SECONDS)
 
 
+def test_what_a_listener_has_sent_before_it_ends_is_received(listener, link):
+    assert listener.wait_for(["one"], SECONDS)
+    for number in range(8):
+        listener.send("one", bytes([number]))
+    listener.close(linger=SECONDS)
+    time.sleep(0.5)
+    for number in range(8):
+        assert link.receive(SECONDS).header == bytes([number])
+    with pytest.raises(PeerLostError):
+        link.receive(SECONDS)
+
+
 def test_a_listener_can_have_its_links_encrypted_whatever_the_deployment_says(ends):
     listener = LinkListener(ends[0], encrypted=True)
     link = Link(ends[1], listener.address, listener.ticket, "one", encrypted=True)
