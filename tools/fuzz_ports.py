@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import functools
 import json
 import os
@@ -75,6 +74,7 @@ SERVICES = (
     *("experts.open", "experts.compile", "experts.stage", "experts.place", "prefill", "pull", "done"),
 )
 """What members ask for; a name that a process does not serve is a case too."""
+SIZES = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
 _GREETING = 64
 _MOST_HEARD = _GREETING + 16  # behind its greeting a PLAIN listener says ERROR
 _MOST_HELD, _FLOOD = 24, 200
@@ -169,7 +169,7 @@ class Fuzzer:
     def _send_and_end(self, kind: str) -> None:
         heard = 0
         with socket.create_connection(self.address, PATIENCE) as stranger:
-            with _may_be_closed():
+            with contextlib.suppress(OSError):  # it may be closed already; what is wrong is seen below
                 stranger.sendall(STRANGERS[kind](self._random, self.mechanism))
                 stranger.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
@@ -191,7 +191,7 @@ class Fuzzer:
         with contextlib.ExitStack() as stack:
             for number in range(_FLOOD):
                 stranger = stack.enter_context(socket.create_connection(self.address, PATIENCE))
-                with _may_be_closed():
+                with contextlib.suppress(OSError):
                     stranger.sendall(STRANGERS["wrong hello"](self._random, self.mechanism)[: 200 * (number % 2)])
             assert all(map(self._admits, self._kinds)), "no member is let in beside strangers"
             assert not self._answers or self._ping(CONNECT_SECONDS), "a member is not answered beside strangers"
@@ -337,18 +337,6 @@ def ports_of(pid: int) -> list[tuple[str, int]]:
     return [address for address in addresses if mechanism_of(address) in ("CURVE", "PLAIN")]
 
 
-@contextlib.contextmanager
-def _may_be_closed() -> Iterator[None]:
-    """The other side may have ended the connection before this one."""
-    try:
-        yield
-    except TimeoutError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-            raise
-
-
 class UnderWay:
     """Requests that are made again and again meanwhile. ask: answers one of so many, in words that can be compared."""
 
@@ -436,56 +424,43 @@ class Running:
         return UnderWay(self.ask, self.count) if self.ask else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def run_group(folder: Path) -> Iterator[Iterator[Running]]:
+def run_group(folder: Path) -> Iterator[Running]:
     """A group of two servers: process 0 while the group forms, then both."""
     said = [("join", JoinRequest(*ids, "fuzz", 1, "127.0.0.1", "fuzz")) for ids in ((1, 99), (7, 2))]
-    with group_of(folder, "dp=4") as group:
+    with group_of(folder, "dp=4") as (group, pids):
         group.processes[1].send_signal(signal.SIGSTOP)
-
-        def running() -> Iterator[Running]:
-            pids = pids_of(group)
-            _until(lambda: ports_of(pids["process 0"]))
-            yield Running("a group that forms", {"process 0": pids["process 0"]}, said=said)
-            group.processes[1].send_signal(signal.SIGCONT)
-            yield Running("a group", pids, functools.partial(ask_server, url_of(group)), said=said)
-
-        yield running()
+        _until(lambda: ports_of(pids["process 0"]))
+        yield Running("a group that forms", {"process 0": pids["process 0"]}, said=said)
+        group.processes[1].send_signal(signal.SIGCONT)
+        yield Running("a group", pids, functools.partial(ask_server, url_of(group)), said=said)
 
 
-@contextlib.contextmanager
-def run_stages(folder: Path) -> Iterator[Iterator[Running]]:
+def run_stages(folder: Path) -> Iterator[Running]:
     """Two processes with a stage of a model each."""
-    with group_of(folder, "pp=2,dp=2") as group:
-        yield iter([Running("stages", pids_of(group), functools.partial(ask_server, url_of(group)))])
+    with group_of(folder, "pp=2,dp=2") as (group, pids):
+        yield Running("stages", pids, functools.partial(ask_server, url_of(group)))
 
 
 @contextlib.contextmanager
-def group_of(folder: Path, mesh: str) -> Iterator[Any]:
-    """Two processes that serve a tiny model on a mesh. Where something fails, what they have said is shown."""
+def group_of(folder: Path, mesh: str) -> Iterator[tuple[Any, dict[str, int]]]:
+    """Two processes that serve a tiny model on a mesh, and their ids. Where something fails, what they have said is shown."""
     from processes import Group
     from worded_checkpoint import write_worded_checkpoint
 
     group = Group(serve_command(write_worded_checkpoint(folder), mesh), 2, timeout=3600)
     try:
-        yield group
-    except Exception:
+        yield group, {f"process {index}": process.pid for index, process in enumerate(group.processes)}
+    except BaseException:
         print(group.last_words(), file=sys.stderr)
         raise
     finally:
         group.end()
 
 
-def pids_of(group: Any) -> dict[str, int]:
-    """The processes of a group by name."""
-    return {f"process {index}": process.pid for index, process in enumerate(group.processes)}
-
-
 def serve_command(model: Path, mesh: str) -> list[str]:
     """Python's arguments that serve a tiny model on a mesh."""
-    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96 --kernels plain"
     named = ["--model", str(model), "--served-model-name", "tiny", "--port", "0"]
-    return ["-m", "dsjax.serve", *named, "--mesh", mesh, *sizes.split()]
+    return ["-m", "dsjax.serve", *named, "--mesh", mesh, "--kernels", "plain", *SIZES.split()]
 
 
 def url_of(group: Any) -> str:
@@ -533,8 +508,7 @@ def side(**options: Any) -> Iterator[tuple[int, Callable[..., dict[str, Any]]]]:
         process.wait()
 
 
-@contextlib.contextmanager
-def run_sides(folder: Path) -> Iterator[Iterator[Running]]:
+def run_sides(folder: Path) -> Iterator[Running]:
     """A prefill engine, and a decode engine that has its prompts computed there."""
     from drafting_checkpoint import write_drafting_checkpoint
 
@@ -553,18 +527,16 @@ def run_sides(folder: Path) -> Iterator[Iterator[Running]]:
             said = ask_prefill(tokens=prompts[number])
             return ask_decode(requests=[["0", prompts[number], said]])["token_ids"]["0"]
 
-        yield iter([Running("sides", {"prefill": pid}, ask, warm_requests=400, failures=ask_decode)])
+        yield Running("sides", {"prefill": pid}, ask, warm_requests=400, failures=lambda: ask_decode()["given_up"])
 
 
-@contextlib.contextmanager
-def run_experts(folder: Path) -> Iterator[Iterator[Running]]:
+def run_experts(folder: Path) -> Iterator[Running]:
     """A process with experts, and a server that has its tokens' experts computed there."""
     from processes import free_port
     from worded_checkpoint import write_worded_checkpoint
 
     address = "127.0.0.1", free_port()
-    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
-    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *sizes.split()]
+    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *SIZES.split()]
     options += ["--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", "{}:{}".format(*address)]
     command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert", "--port", "0"]
     experts = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
@@ -572,7 +544,7 @@ def run_experts(folder: Path) -> Iterator[Iterator[Running]]:
         _until(lambda: mechanism_of(address), 300)
         with serve_process([*options, "--afd-role", "attention"]) as server:
             pids = {"experts": experts.pid, "attention": server.pid}
-            yield iter([Running("experts", pids, functools.partial(ask_server, server.url))])
+            yield Running("experts", pids, functools.partial(ask_server, server.url))
     finally:
         experts.kill()
         experts.wait()
@@ -601,7 +573,7 @@ def main() -> int:
         for name, run in RUNS.items():
             if args.only in (None, name):
                 (place := Path(folder) / name).mkdir()
-                with run(place) as states:
+                with contextlib.closing(run(place)) as states:
                     for running in states:
                         for findings in running.fuzz(args.cases, args.seed, key):
                             wrong += len(findings.wrong)
