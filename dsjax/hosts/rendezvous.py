@@ -225,8 +225,8 @@ class Door:
 
     def _why_taken(self, who: JoinRequest) -> str | None:
         known = self._callers.get(who.process_id)
-        if known is not None:
-            self._endpoint.sweep()  # it may have died a moment ago
+        if known is not None and self._endpoint.has_gone(known.peer):  # a moment ago
+            self._gone(known)
             known = self._callers.get(who.process_id)
         if known is None:
             return None

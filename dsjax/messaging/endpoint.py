@@ -244,6 +244,7 @@ class Endpoint:
         self._poller, self._readers = zmq.Poller(), {}
         self._accepted: dict[bytes, Peer] = {}
         self._dropped: set[bytes] = set()
+        self._gone: set[bytes] = set()  # what they said before may not have been read
         self._dialled: set[Peer] = set()
         self._dialling: dict[Peer, Callable[[Exception], object]] = {}
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
@@ -403,9 +404,9 @@ class Endpoint:
                     read()
             self._do_all()
             if time.monotonic() >= self._sweep_at:
-                while self._receive():  # what those had still sent that are gone
-                    pass
                 self.sweep()
+            while self._gone:  # what they had still sent
+                self._receive()
         self._do_all()
         for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
             self._forget(peer)
@@ -426,13 +427,14 @@ class Endpoint:
             with contained("messaging"):
                 call()
 
-    def _receive(self) -> bool:
-        """Read what has come at the port; whether there may be more."""
+    def _receive(self) -> None:
+        """Read what has come at the port."""
         for _ in range(_MESSAGES_A_TURN):
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return False
+                self._forget_gone()
+                return
             name = routing_id.bytes
             if name in self._dropped or not frames:
                 continue
@@ -442,7 +444,6 @@ class Endpoint:
                     self, self._router, [name], _property(frames[0], "Peer-Address"), _property(frames[0], "User-Id")
                 )
             self._handle(peer, [frame.bytes for frame in frames])
-        return True
 
     def _receive_from(self, peer: Peer) -> bool:
         """Read what has come over a connection that this process has made; whether there may be more."""
@@ -554,16 +555,26 @@ class Endpoint:
                 self._tell_of_strangers()
 
     def sweep(self) -> None:
-        """Find out which processes that have connected are gone: a message to one of them cannot be sent. Handlers may call it."""
+        """Find out which processes that have connected are gone: a message to one of them cannot be sent."""
         self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_again else _SWEEP_SECONDS)
         self._sweeps_again = False
         for name in [*self._accepted, *self._dropped]:
             try:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._dropped.discard(name)
-                if name in self._accepted:
-                    self._forget(self._accepted[name])
+                self._gone.add(name)
+
+    def has_gone(self, peer: Peer) -> bool:
+        """Whether a process that has connected is gone, though what it said last may not have been handled. Handlers may call it."""
+        self.sweep()
+        return peer.lost or peer._prefix[0] in self._gone
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            name = self._gone.pop()
+            self._dropped.discard(name)
+            if name in self._accepted:
+                self._forget(self._accepted[name])
 
     def _hang_up(self, peer: Peer) -> None:
         """End a connection, by this side's wish or because the other side wishes or has gone."""

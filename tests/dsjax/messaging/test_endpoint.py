@@ -183,6 +183,48 @@ def test_both_sides_hear_of_a_connection_that_ends(pair):
         peers[0].request("anything").result(SECONDS)
 
 
+def test_what_a_process_says_last_is_heard_before_its_connection_is_lost(pair):
+    server, client = pair
+    heard = []
+
+    def hear(request):
+        if not request.body:
+            request.peer.on_lost(lambda: heard.append("lost"))
+            time.sleep(0.3)  # busy, until all has come and the connection has ended
+        heard.append(request.body)
+
+    server.serve("say", hear, roles=("member",), kind=int)
+    peer = client.connect(server.address, "member")
+    for number in range(200):
+        peer.send("say", number)
+    client.close(linger=SECONDS)
+    wait_until(lambda: "lost" in heard)
+    assert heard == [*range(200), "lost"]
+    assert not server._accepted
+
+
+def test_what_the_process_that_was_connected_to_says_last_is_heard_too(pair):
+    server, client = pair
+    heard, asked = [], []
+
+    def hear(request):
+        if not request.body:
+            time.sleep(0.3)
+        heard.append(request.body)
+
+    client.serve("say", hear, roles=("listener",), kind=int)
+    server.serve("begin", asked.append, roles=("member",))
+    peer = client.connect(server.address, "member")
+    peer.on_lost(lambda: heard.append("lost"))
+    peer.send("begin")
+    wait_until(lambda: asked)
+    for number in range(200):
+        asked[0].peer.send("say", number)
+    server.close(linger=SECONDS)
+    wait_until(lambda: "lost" in heard)
+    assert heard == [*range(200), "lost"]
+
+
 def test_the_process_that_was_connected_to_can_end_a_connection(pair):
     server, client = pair
     peers = []
