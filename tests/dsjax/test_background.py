@@ -24,7 +24,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
 from fake_executor import FakeExecutor
-from group_in_threads import Group, MemoryStore, Told
+from group_in_threads import Group, Told
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import background
@@ -41,7 +41,7 @@ from dsjax.engine.stream import leader
 from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
-from dsjax.hosts import HostOptions, announcement, coordination, group, secure_channel, secure_listener
+from dsjax.hosts import HostOptions, coordination, group, secure_channel, secure_listener
 from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.wire import JoinRequest
 from dsjax.messaging import Endpoint
@@ -369,45 +369,26 @@ def member(index, pid=10):
     return JoinRequest(index, 2, "host", pid, "127.0.0.1", "machine", 0)
 
 
-def group_of_two():
-    return group.HostGroup(OPTIONS, [member(0), member(1)], MemoryStore())
-
-
-def fail_announcements(monkeypatch):
-    """An announcement is heard although what it asks for fails, and so is the next one."""
-    made = group_of_two()
-    made.collectives = SimpleNamespace(cut=once(BROKEN))
-    heard = announcement.Announcements(made, 1)
-    calls = []
-    heard.listen(once(BROKEN, lambda: calls.append(1)))
-    for number in (1, 2):
-        news = announcement.Announcement(number, broken=0 if number == 1 else None)
-        made.store.set(announcement.key(number), msgspec.msgpack.encode(news))
-        assert heard.next(20).number == number
-    until(lambda: calls)
-    made.leaving = True
-    heard.close(20)
-
-
-def fail_host_watch(monkeypatch):
-    """A look that fails is followed by others, and a loss is told although a collective cannot be cut."""
-    made, losses = group_of_two(), []
-    made.collectives = SimpleNamespace(cut=once(BROKEN))
-    made.on_change = losses.append
-    monkeypatch.setattr(coordination, "live", once(BROKEN, lambda ids: {0}))
-    thread = start_thread("host watch", made._watch, name="watch", restarts=True)
+def fail_messaging(monkeypatch):
+    """The log is read on although what an announcement asks for fails, and a loss is told although a collective cannot be cut."""
+    leader, follower = groups(2)
+    losses = []
+    leader.on_change = losses.append
+    for group in (leader, follower):
+        group.collectives = SimpleNamespace(cut=once(BROKEN))
+    leader.announce(Announcement(1, [0, 1], broken=0))
+    assert follower.next_announcement(20).number == 1
+    follower.endpoint.close()
     until(lambda: losses)
     assert "process 1" in str(losses[0])
-    made.leaving = True
-    thread.join(60)
-    assert failure_counts()["host watch"] >= 2
+    close_groups()
 
 
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
-    made = LinkMonitor(group_of_two(), 0.01)
+    made = LinkMonitor(SimpleNamespace(present=[], me=None), None, 0.01)
     looked = threading.Event()
-    monkeypatch.setattr(made, "look", once(BROKEN, lambda members, credentials: looked.set()))
+    monkeypatch.setattr(made, "look", once(BROKEN, lambda members: looked.set()))
     made.start()
     assert looked.wait(60)
     made.close()
@@ -415,13 +396,18 @@ def fail_link_monitor(monkeypatch):
 
 def fail_welcome(monkeypatch):
     """A process that could not be welcomed keeps no other one from coming back."""
-    made, changes = group_of_two(), []
-    made.on_change = changes.append
-    made.unseen = {1}
-    monkeypatch.setattr(made.comers, "_welcome", once(BROKEN))
-    assert made.comers.let_in(member(1, 11)) == 1
-    until(lambda: changes)
-    assert made.comers.ids == set()
+    first, second = groups(2)
+    changes = []
+    first.on_change = changes.append
+    monkeypatch.setattr(coordination, "wait_until_forgotten", once(BROKEN))
+    second.leaving = True
+    second.endpoint.close()
+    until(lambda: len(changes) == 1)
+    with pytest.raises(GroupError, match="gone away while the group was forming"):
+        enter(second.options)
+    until(lambda: len(changes) == 2)
+    assert enter(second.options).generation == 1
+    close_groups()
 
 
 def make_engine():

@@ -14,9 +14,9 @@ import numpy as np
 from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, reason_of, receive, send
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel, connect
 from dsjax.hosts.wire import split_address
+from dsjax.messaging.credentials import Credentials
 
 RETRY_SECONDS = 0.2
 _CHECK_SECONDS = 3.0

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import msgspec
 
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.elastic.joining import LOOPBACK
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedEngine
-from dsjax.engine.stream.leader import pulled_stream
+from dsjax.engine.stream.leader import PULLED, Pulled
 from dsjax.engine.transfer.chunk_network import ChunkServer, FollowerSendBuffers, RemoteChunks
 from dsjax.engine.transfer.messages import VERSION, ChunkPort
 from dsjax.engine.transfer.prefill_service import Keepers
@@ -20,7 +19,6 @@ from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
-from dsjax.hosts.stream import StreamWriter
 from dsjax.messaging import Endpoint
 
 _STAGE = "addresses of chunks"
@@ -59,10 +57,10 @@ class FollowerTransfers:
             return
         if self._chunks is None:
             self._chunks = remote_chunks(args, loaded, self._endpoint)
-        pull, writer = self._chunks.pull, StreamWriter(group, pulled_stream(process_id))
+        pull, generation = self._chunks.pull, group.generation
         loaded.executor.extension(ChunkPort).pull_chunks(
             lambda source, number, device: pull(source.address, number, device),
-            lambda chunk: writer.put(msgspec.msgpack.encode(chunk)) and None,
+            lambda chunk: group.leader.send(PULLED, Pulled(generation, chunk)),
         )
 
 

@@ -17,7 +17,6 @@ from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
-from dsjax.hosts.wire import receive_frame
 from dsjax.serve.options import ServeOptions
 
 _LENGTH = 4

@@ -15,8 +15,8 @@ from dsjax.engine.afd.expert_slots import NOBODY
 from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Welcome, receive, send
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.messaging.credentials import CredentialOptions
 from dsjax.hosts.secure_channel import connect
+from dsjax.messaging.credentials import CredentialOptions
 
 FIRST = 2
 """The second of two processes with two devices each."""
