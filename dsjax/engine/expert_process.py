@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from dsjax.addresses import split_address
 from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
@@ -44,7 +45,6 @@ from dsjax.engine.setup.loading import expert_space
 from dsjax.errors import UserError
 from dsjax.hosts.secure_channel import BLOCK_BYTES, RefusedError, SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
-from dsjax.hosts.wire import split_address
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import put

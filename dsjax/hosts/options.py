@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
 from dsjax.messaging.credentials import CredentialOptions, Credentials
 from dsjax.options import Checked, option
@@ -97,7 +98,7 @@ class HostOptions:
     @property
     def coordinator_text(self) -> str:
         """`HOST:PORT`, as it was given."""
-        return joined(*self.coordinator)
+        return join_address(*self.coordinator)
 
     def read_credentials(self) -> Credentials:
         """Read the credentials with which this process joins its group.
@@ -135,7 +136,7 @@ class HostOptions:
                 f"--process-id is {process_id} and --num-processes {num_processes}; expected an id from 0 to "
                 f"{max(num_processes - 1, 0)}, another for each process"
             )
-        coordinator = split(coordinator_address)
+        coordinator = split_address(coordinator_address, "--coordinator-address")
         found = cls(
             coordinator,
             num_processes,
@@ -150,24 +151,6 @@ class HostOptions:
         return found
 
 
-def joined(host: str, port: int) -> str:
-    """`HOST:PORT`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`.
-
-    Raises:
-        UserError: it is something else.
-    """
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise UserError(f"--coordinator-address is {text!r}, expected HOST:PORT, such as 10.0.0.1:8476")
-    return host, int(port)
-
-
 def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
     """Kubernetes' LeaderWorkerSet gives each pod its leader's address, the size of the group and its own index."""
     names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
@@ -177,7 +160,7 @@ def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int
     leader, size, index = values
     if not size.isdecimal() or not index.isdecimal():
         raise UserError(f"LWS_GROUP_SIZE is {size!r} and LWS_WORKER_INDEX {index!r}; expected integers")
-    return joined(leader, COORDINATOR_PORT), int(size), int(index)
+    return join_address(leader, COORDINATOR_PORT), int(size), int(index)
 
 
 def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from dsjax.addresses import split_address
 from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, reason_of, receive, send
 from dsjax.errors import UserError
 from dsjax.hosts.secure_channel import SecureChannel, connect
-from dsjax.hosts.wire import split_address
 from dsjax.messaging.credentials import Credentials
 
 RETRY_SECONDS = 0.2

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dsjax.hosts.secure_channel import SecureChannel
-from dsjax.hosts.wire import decoded
+from dsjax.messaging.wire import decoded
 
 SERVICE = "experts"
 VERSION = 7

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from dsjax.addresses import split_address
 from dsjax.errors import UserError
-from dsjax.hosts.wire import split_address
 from dsjax.options import option
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from dsjax.addresses import split_address
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.engine.afd.expert_link import check_reachable
 from dsjax.engine.afd.link_counts import ExpertLinks
@@ -43,7 +44,6 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import Announcement, JoinRequest
-from dsjax.messaging.addresses import split_address
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 

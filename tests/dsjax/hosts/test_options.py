@@ -2,9 +2,10 @@
 
 import pytest
 
+from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
 from dsjax.hosts import options
-from dsjax.hosts.options import GroupOptions, HostOptions, joined, split
+from dsjax.hosts.options import GroupOptions, HostOptions
 
 
 def find(coordinator_address=None, num_processes=None, process_id=None, host_address=None, **options):
@@ -156,4 +157,4 @@ def test_a_group_that_is_wholly_on_loopback_is_allowed(host, process_id):
 
 def test_addresses_of_both_families_are_read_and_written():
     for text in ("10.0.0.1:8476", "[fd00::1]:8476", "leader.ns:80"):
-        assert joined(*split(text)) == text
+        assert join_address(*split_address(text)) == text
