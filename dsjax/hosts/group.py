@@ -162,6 +162,8 @@ class HostGroup(Membership):
 
     def begin(self, news: Announcement) -> None:
         """Be in a generation that process 0 has announced."""
+        with self.changed:
+            self._inboxes = {number: inbox for number, inbox in self._inboxes.items() if number >= news.number}
         self.enter(news.number, news.process_ids, news.live_ids)
         self.agreement.begin()
 
@@ -172,8 +174,7 @@ class HostGroup(Membership):
     def commands(self, number: int) -> queue.SimpleQueue[Heard]:
         """What process 0 tells a generation that has begun."""
         with self.changed:
-            self._inboxes = {each: inbox for each, inbox in self._inboxes.items() if each >= number}
-            return self._inboxes.setdefault(number, queue.SimpleQueue())
+            return self._inboxes[number]
 
     def next_announcement(self, seconds: float | None = None) -> Announcement | None:
         """Wait for the latest announcement that was not given yet; None where none comes in time."""
@@ -228,12 +229,11 @@ class HostGroup(Membership):
             with contained("messaging", "A collective that has broken is waited for until its own limit."):
                 self.collectives.cut(news.broken)
         with self.changed:
-            inboxes = list(self._inboxes.values())
-        for inbox in (*inboxes, self._announced):
-            inbox.put(news)
-        if self._own in news.process_ids:
-            with self.changed:
+            for inbox in self._inboxes.values():
+                inbox.put(news)
+            if self._own in news.process_ids:
                 self._inboxes[news.number] = queue.SimpleQueue()
+        self._announced.put(news)  # last: whoever waits for it asks for the inbox at once
         if news.ended:
             self.on_end()
 

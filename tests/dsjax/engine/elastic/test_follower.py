@@ -1,11 +1,14 @@
 """A follower goes from generation to generation, stands by in one without it, and ends with the reason where it is left out."""
 
 import contextlib
+import gc
 import os
+import queue
 import re
 import signal
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -160,6 +163,69 @@ def test_a_follower_that_waits_for_an_answer_of_process_0_says_why_that_one_has_
         assert str(group.error) == said
         with pytest.raises(GroupError):
             asked.result(60)
+
+
+def test_what_a_generation_is_told_is_heard_though_it_begins_in_the_moment_in_which_it_is_announced(group):
+    """Whoever waits for the announcement may be quicker than the thread that hears it, on a busy machine."""
+
+    class Slow(queue.SimpleQueue):
+        """Gives the one who waits time to go on."""
+
+        def put(self, item):
+            super().put(item)
+            time.sleep(0.3)
+
+    group.second._announced = Slow()
+    group.announce(1, 0, 1)
+    LeaderExecutor(Told(), group.leader).launch(step(1))
+    group.until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
+    group.end()
+
+
+def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
+    """In a process that has a part in each, in one that stands by, and in process 0: neither objects nor threads nor open files."""
+    leader, second = group.leader, group.second
+
+    def change(number: int, *processes: int) -> None:
+        group.announce(number, *processes)
+        executor = LeaderExecutor(Told(), leader)
+        if 1 in processes:
+            executor.collect(executor.launch(step(1)))
+            group.until(lambda: group.loaded and group.loaded[-1].launched == 1)
+            answer = second.agreement.tell("stage", number)
+            assert leader.agreement.ask("stage", number) == answer.result(60)
+            if number % 10 == 0:
+                leader.links.look(-1)
+        else:
+            group.until(lambda: second.generation == number and group.follower.phase == "standing by")
+        group.loaded.clear()
+        group.released.clear()
+
+    def state() -> tuple[int, ...]:
+        gc.collect()
+        owned = (
+            len(one.endpoint._accepted) + len(one.endpoint._dialled) + len(one.endpoint._monitors)
+            for one in (leader, second)
+        )
+        return (*owned, threading.active_count(), len(os.listdir("/proc/self/fd")))
+
+    for number in range(1, 11):
+        change(number, 0, 1)
+    time.sleep(0.3)
+    before = state()
+    tracemalloc.start()
+    for number in range(11, 111):
+        change(number, 0, 1)
+    for number in range(111, 211):
+        change(number, 0)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    group.until(lambda: state() == before)
+    assert len(second._inboxes) <= 1
+    assert sum(inbox.qsize() for inbox in second._inboxes.values()) == second._announced.qsize() == 0
+    assert not leader.agreement._gathers
+    assert size < 100_000
+    group.end()
 
 
 class SmallGenerations(Generations):
