@@ -32,12 +32,21 @@ def zmq_endpoint(host: str, port: int) -> str:
     Raises:
         OSError: the name is not known.
     """
+    return zmq_endpoints(host, port)[0]
+
+
+def zmq_endpoints(host: str, port: int) -> list[str]:
+    """Resolve a host, and give an endpoint for each of its addresses, in the order in which the system prefers them.
+
+    Raises:
+        OSError: the name is not known.
+    """
     try:
-        [(*_, address), *_] = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} can be no name of a host") from error
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"tcp://{host}:{port or '*'}"
+    addresses = dict.fromkeys(address[0] for *_, address in found)
+    return [f"tcp://{f'[{one}]' if ':' in one else one}:{port or '*'}" for one in addresses]
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -26,7 +27,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dsjax.addresses import join_address, split_address, zmq_endpoint
+from dsjax.addresses import join_address, split_address, zmq_endpoint, zmq_endpoints
 from dsjax.background import contained, note_failure, start_thread
 from dsjax.errors import UserError
 from dsjax.messaging.credentials import Credentials
@@ -56,11 +57,7 @@ _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _WATCHED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | _FAILED_HANDSHAKES
+    zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
 )
 
 _log = logging.getLogger(__name__)
@@ -246,7 +243,7 @@ class Endpoint:
         self._dropped: set[bytes] = set()
         self._gone: set[bytes] = set()  # what they said before may not have been read
         self._dialled: set[Peer] = set()
-        self._dialling: dict[Peer, Callable[[Exception], object]] = {}
+        self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # until when
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self._at_end: list[Callable[[], object]] = []  # called in the messaging thread
         self._owned: weakref.WeakSet = weakref.WeakSet()
@@ -299,18 +296,23 @@ class Endpoint:
         """Connect to another process's endpoint, and show that this one has a role in the same deployment.
 
         Raises:
-            PeerLostError: nobody answers there within so many seconds. NotAMemberError: it does not belong to this deployment.
+            PeerLostError: nobody answers there within so many seconds, at none of its addresses. NotAMemberError: it does not belong to this deployment.
             UserError: the address is none, or may not be connected to without a cluster key.
         """
         host, port = split_address(address)
         self.credentials.check_host(host)
         try:
-            resolved = zmq_endpoint(host, port)
+            resolved = zmq_endpoints(host, port)
         except OSError as error:
             raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}") from error
-        connected: Future[Peer] = Future()
-        self._post(lambda: self._dial(address, resolved, role, seconds, connected))
-        return connected.result()
+        while True:
+            connected: Future[Peer] = Future()
+            self._post(functools.partial(self._dial, address, resolved.pop(0), role, seconds, connected))
+            try:
+                return connected.result()
+            except PeerLostError:
+                if not resolved:  # else the name has another address
+                    raise
 
     def close(self, linger: float = 0.0) -> None:
         """End all connections, logs and links; the port is free afterwards. linger: seconds in which what was sent may still leave."""
@@ -381,6 +383,8 @@ class Endpoint:
         """Have the messaging thread call something, behind what it was given before."""
         self._todo.put(call)
         self._wake_up()
+        if self._ended.is_set():  # the thread has gone; all that it is given fails
+            self._do_all()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):  # closed; or there is so much to read that it wakes anyway
@@ -417,6 +421,7 @@ class Endpoint:
         self._wake.close()
         self._woken.close()
         self._ended.set()
+        self._do_all()
 
     def _do_all(self) -> None:
         while True:
@@ -511,13 +516,19 @@ class Endpoint:
         if self._closed:
             connected.set_exception(PeerLostError("this process is ending"))
             return
-        socket = self.socket(zmq.DEALER, resolved.removeprefix("tcp://").rpartition(":")[0])
+        try:
+            socket = self.socket(zmq.DEALER, resolved.removeprefix("tcp://").rpartition(":")[0])
+            monitor = self.watch(socket)
+        except zmq.ZMQError as error:
+            connected.set_exception(PeerLostError(f"{address} cannot be reached: {error.strerror}"))
+            return
         for option in (zmq.CONNECT_TIMEOUT, zmq.HANDSHAKE_IVL):
             socket.setsockopt(option, max(1, int(seconds * 1000)))
         connect_with_curve(socket, self.credentials.key, role)
         peer = Peer(self, socket, [], address, LISTENER)
-        self._dialling[peer] = connected.set_exception
-        monitor = self._monitors[socket] = self.watch(socket)
+        # libzmq says nothing of a connection for which the system has no socket.
+        self._dialling[peer] = connected, time.monotonic() + 2 * seconds + _SWEEP_SECONDS
+        self._monitors[socket] = monitor
         self._read(monitor, lambda: self._watch_dialled(peer, monitor, connected))
         self._read(socket, lambda: self._receive_from(peer))
         socket.connect(resolved)
@@ -539,9 +550,9 @@ class Endpoint:
                 self._hang_up(peer)
 
     def _end_dial(self, peer: Peer, error: Exception) -> None:
-        fail = self._dialling.pop(peer, None)
-        if fail is not None:
-            fail(error)
+        connected, _ = self._dialling.pop(peer, (None, 0.0))
+        if connected is not None:
+            connected.set_exception(error)
 
     # Who is there.
 
@@ -563,6 +574,10 @@ class Endpoint:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
                 self._gone.add(name)
+        for peer, (_, end) in list(self._dialling.items()):
+            if time.monotonic() > end:
+                self._end_dial(peer, PeerLostError(f"{peer.address} cannot be reached"))
+                self._hang_up(peer)
 
     def has_gone(self, peer: Peer) -> bool:
         """Whether a process that has connected is gone, though what it said last may not have been handled. Handlers may call it."""

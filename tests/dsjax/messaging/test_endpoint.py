@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from dsjax.errors import UserError
 from dsjax.messaging import Credentials, Endpoint, NotAMemberError, PeerLostError, RefusedError
@@ -149,6 +150,43 @@ def test_what_is_no_dsjax_process_is_told_from_one_that_does_not_answer(endpoint
             client.connect(address, "member", 0.3)
     with pytest.raises(PeerLostError, match="nobody answers"):
         client.connect(address, "member")
+
+
+def test_a_connection_for_which_the_system_has_no_room_fails_and_is_not_waited_for(pair, monkeypatch):
+    server, client = pair
+
+    def fail(*_):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as context:
+        context.setattr(client, "socket", fail)
+        with pytest.raises(PeerLostError, match="open files"):
+            client.connect(server.address, "member")
+    with monkeypatch.context() as context:  # libzmq's own attempt fails, of which it does not tell
+        context.setattr(client, "watch", lambda socket: Endpoint.watch(client.socket(zmq.DEALER, HOST)))
+        with pytest.raises(PeerLostError, match="cannot be reached"):
+            client.connect(server.address, "member", 0.1)
+    assert client.connect(server.address, "member").request("ping").result(SECONDS) is None
+    assert not client._dialling
+
+
+def test_what_is_asked_of_an_endpoint_that_has_ended_fails(pair):
+    server, client = pair
+    peer, lost = client.connect(server.address, "member"), []
+    client.close()
+    with pytest.raises(PeerLostError, match="is ending"):
+        client.connect(server.address, "member")
+    with pytest.raises(PeerLostError):
+        peer.request("ping").result(SECONDS)
+    peer.on_lost(lambda: lost.append(peer))
+    assert lost == [peer]
+
+
+def test_all_addresses_of_a_name_are_tried(pair, monkeypatch):
+    server, client = pair
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (one, 0)) for one in ("127.0.0.9", HOST)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert client.connect(f"process-0:{server.port}", "member").request("ping").result(SECONDS) is None
 
 
 def test_a_local_key_serves_the_loopback_interface_alone():
