@@ -119,9 +119,12 @@ class LogReader:
         endpoint._post(self._begin)
         end = time.monotonic() + endpoint.silence
         while not self._heard.is_set():
-            leader.request(_SERVICE, name).result(endpoint.silence)
+            try:
+                leader.request(_SERVICE, name).result(endpoint.silence)
+            except TimeoutError:
+                end = 0.0
             self._heard.wait(_HELLO_SECONDS)
-            if time.monotonic() > end and not self._heard.is_set():
+            if (self._closed or time.monotonic() > end) and not self._heard.is_set():
                 self.close()
                 raise PeerLostError(f"the log at {address} cannot be heard")
 

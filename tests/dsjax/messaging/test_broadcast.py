@@ -2,6 +2,7 @@
 
 import queue
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,24 @@ def test_a_reader_that_is_busy_hears_all_before_it_hears_that_the_log_has_ended(
     log.close(SECONDS)
     assert [heard.get(timeout=SECONDS) for _ in range(200)] == [(0, b"%d" % number) for number in range(200)]
     assert isinstance(heard.get(timeout=SECONDS), PeerLostError)
+
+
+def test_a_log_that_cannot_be_heard_is_known_at_once(ends):
+    log, began = BroadcastLog(ends[0]), time.monotonic()
+    log.close()
+    with pytest.raises(PeerLostError, match="cannot be heard"):
+        reader(ends[1], log, ends[0], b"a")
+    assert time.monotonic() - began < 5, "and not after the silence of a process that hangs"
+
+
+def test_a_writer_that_does_not_answer_is_lost(ends):
+    end = Endpoint("127.0.0.1", ends[0].credentials, silence=0.2)
+    leader = Endpoint("127.0.0.1", ends[0].credentials, holds=["log"])
+    log = SimpleNamespace(address=BroadcastLog(ends[0]).address)
+    with pytest.raises(PeerLostError, match="cannot be heard"):
+        reader(end, log, leader, b"a")
+    for each in (end, leader):
+        each.close()
 
 
 def test_a_missing_entry_is_an_error_and_not_passed_over(ends):
