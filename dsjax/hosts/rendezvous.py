@@ -53,13 +53,14 @@ def open_endpoint(options: HostOptions) -> Endpoint:
     credentials = options.read_credentials()
     port = options.coordinator[1] if options.is_leader else 0
     try:
-        return Endpoint(
-            options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=SERVICES
-        )
+        holds = SERVICES if options.is_leader else ()
+        return Endpoint(options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=holds)
     except OSError as error:
         advice = "choose another port" if options.is_leader else "give another --host-address"
         flag = "--coordinator-address" if options.is_leader else "--host-address"
-        raise GroupError(f"{flag}: cannot listen at {options.address} port {port}: {error.strerror}; {advice}") from error
+        raise GroupError(
+            f"{flag}: cannot listen at {options.address} port {port}: {error.strerror}; {advice}"
+        ) from error
 
 
 def located(options: HostOptions) -> HostOptions:
@@ -159,7 +160,7 @@ class Door:
             error = f"{self._own.name} ended while the group was forming ({type(caught).__name__})"
             raise
         finally:
-            response = self._tell(error)
+            response, error = self._tell(error)
         if failure is not None:
             raise failure
         if error is not None:
@@ -231,13 +232,9 @@ class Door:
         if known is None:
             return None
         if not self._has_formed:
-            return (
-                f"{known.who.name} and another on {who.host}, pid {who.pid}, both have --process-id {who.process_id}; give each its own"
-            )
+            return f"{known.who.name} and another on {who.host}, pid {who.pid}, both have --process-id {who.process_id}; give each its own"
         how = "is in the group" if known.is_in else "is coming back to the group"
-        return (
-            f"{known.who.name} {how}, and another on {who.host}, pid {who.pid}, has its --process-id {who.process_id}; give each its own"
-        )
+        return f"{known.who.name} {how}, and another on {who.host}, pid {who.pid}, has its --process-id {who.process_id}; give each its own"
 
     def _prepare(self, request: Request) -> None:
         caller = self._caller_of(request.peer)
@@ -285,8 +282,11 @@ class Door:
             self._tell_of_return()
 
     def _tell_of_return(self) -> None:
-        """Have the engine look at its processes, where nobody else is about to come: the mesh changes once for several."""
-        if all(caller.is_in for caller in self._callers.values()):
+        """Have the engine look at its processes, where nobody else is about to come: the mesh changes once for several.
+
+        One that may still download its model is not waited for.
+        """
+        if all(caller.is_in or caller.prepared is None for caller in self._callers.values()):
             self._on_return()
 
     # Others.
@@ -303,9 +303,10 @@ class Door:
             JoinResponse(members, self._service_address, self._log_address, generation, here, self.wanted)
         )
 
-    def _tell(self, error: str | None) -> JoinResponse:
-        """Answer all that have come."""
+    def _tell(self, error: str | None) -> tuple[JoinResponse, str | None]:
+        """Answer all that have come. Give the group; and why there is none, also where somebody has gone in the last moment."""
         with self._changed:
+            error = error or self._problem
             callers = [self._callers[number] for number in sorted(self._callers)]
             response = JoinResponse(
                 [self._own, *(caller.who for caller in callers)], self._service_address, self._log_address
@@ -318,7 +319,7 @@ class Door:
                     caller.join.reply(response)
                 else:
                     caller.join.refuse(error)
-        return response
+        return response, error
 
     def _fail(self, problem: str) -> None:
         self._problem = self._problem or problem

@@ -296,7 +296,8 @@ class Endpoint:
         """Connect to another process's endpoint, and show that this one has a role in the same deployment.
 
         Raises:
-            PeerLostError: nobody answers there within so many seconds, at none of its addresses. NotAMemberError: it does not belong to this deployment.
+            PeerLostError: nobody answers there, at none of its addresses within so many seconds. NotAMemberError: it does not belong to
+                this deployment.
             UserError: the address is none, or may not be connected to without a cluster key.
         """
         host, port = split_address(address)

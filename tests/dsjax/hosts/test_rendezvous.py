@@ -336,6 +336,35 @@ def test_a_process_that_dies_while_the_group_forms_ends_it():
     assert all(text.startswith("process 2 (") and "has gone away while the group was forming" in text for text in found)
 
 
+def test_a_process_that_dies_while_jax_s_service_starts_ends_the_group_too(monkeypatch):
+    processes = group_of(2)
+    second = rendezvous.open_endpoint(processes[1])
+    leader = rendezvous.open_endpoint(processes[0])
+    door = rendezvous.Door(processes[0], leader, "127.0.0.1:1")
+    peer = second.connect(leader.address, "member")
+    peer.request("join", JoinRequest.of(processes[1], second.port))
+    peer.send("prepared", {"alike": ALIKE})
+
+    def start(options):
+        second.close()
+        until(lambda: door._problem is not None)
+        return None, "127.0.0.1:1"
+
+    monkeypatch.setattr(coordination, "start_service", start)
+    with pytest.raises(GroupError, match=r"process 1 \(.*\) has gone away while the group was forming"):
+        door.meet(lambda: ALIKE)
+    leader.close()
+
+
+def test_who_comes_to_another_process_than_process_0_is_told_so():
+    """On one host the coordinator's port may be the one that another process was given."""
+    processes = group_of(2)
+    other = rendezvous.open_endpoint(processes[1])
+    (found,) = messages(hold([dataclasses.replace(processes[1], coordinator=("127.0.0.1", other.port))]))
+    other.close()
+    assert "'join' is not served here" in found
+
+
 def test_strangers_at_the_port_are_ignored():
     processes = group_of(2)
 
