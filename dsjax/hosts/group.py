@@ -25,7 +25,7 @@ from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import Door, attend, located, open_endpoint, say_ready
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
-from dsjax.messaging import Credentials, Endpoint, Peer, Request
+from dsjax.messaging import Credentials, Endpoint, Peer, PeerLostError, Request
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
@@ -53,6 +53,9 @@ class HostGroup(Membership):
     Args:
         endpoint: this process's. door: process 0's. leader: any other's connection to process 0.
         response: what process 0 has told all, or this process where the group had formed before.
+
+    Raises:
+        GroupError: process 0 is lost already.
 
     Attributes:
         on_change: process 0's: called in another thread when a member has gone (with the error), has come back or wants to leave (None).
@@ -96,7 +99,13 @@ class HostGroup(Membership):
             leader.on_lost(lambda: self._left(self.members[0]))
             fail = lambda error: self._left(self.members[0])  # noqa: E731
             name = JoinRequest.of(options, endpoint.port).identity.encode()
-            self._reader = LogReader(endpoint, leader, response.log, name, self._take, fail)
+            try:
+                self._reader = LogReader(endpoint, leader, response.log, name, self._take, fail)
+            except BaseException as error:
+                self.leaving = True  # whoever starts the group hears of it here
+                if isinstance(error, PeerLostError):
+                    raise GroupError(f"the group of {self.members[0].name} cannot be followed: {error}") from error
+                raise
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
@@ -237,7 +246,12 @@ class HostGroup(Membership):
         if news.ended:
             self.on_end()
 
-    # Who is lost, who leaves.
+    # Who is lost, who leaves, who comes back.
+
+    def replace(self, member: JoinRequest) -> None:
+        """Count on a process that has come back in the place of the one that had its id; it may have been left out."""
+        super().replace(member)
+        self.links.left_out.pop(member.process_id, None)
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
         """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
@@ -313,19 +327,28 @@ class HostGroup(Membership):
     def excuse(self, member: JoinRequest) -> None:
         """Count on a member no more, and tell it when it may go."""
         super().excuse(member)
-        self._leave_requests.pop(member).reply(member not in self.present)
+        self._take_leave_request(member).reply(member not in self.present)
 
     def keep(self, member: JoinRequest, reason: str) -> None:
         """Tell a member that has asked to leave why it cannot be spared."""
-        self._leave_requests.pop(member).refuse(reason)
+        self._take_leave_request(member).refuse(reason)
+
+    def _take_leave_request(self, member: JoinRequest) -> Request:
+        with self.changed:
+            return self._leave_requests.pop(member)
 
     def _asked_to_leave_by(self, request: Request) -> None:
         member = self._door.member_of(request.peer)
         if member is None:
             request.reply(True)
             return
-        self._leave_requests[member] = request
-        self.ask_to_leave(member)
+        with self.changed:
+            before, self._leave_requests[member] = self._leave_requests.get(member), request
+            if before is None:
+                self.ask_to_leave(member)
+        if before is not None:
+            before.refuse("it has asked again")
+            return
         if self._leave_soon is not None:
             self._leave_soon.cancel()
         self._leave_soon = threading.Timer(_TOGETHER_SECONDS, self._say_changed)

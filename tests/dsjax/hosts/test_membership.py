@@ -3,12 +3,15 @@
 `engine/elastic/test_follower.py` has what is decided about leavers, `test_two_process_server.py` real processes.
 """
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from group_in_threads import enter, groups
 
 from dsjax.hosts import group as group_module
+from dsjax.hosts.group import GroupError
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import RefusedError
 
@@ -88,6 +91,55 @@ def test_the_mesh_changes_once_for_several_that_come_back_together(three, monkey
         each.say_ready()
     until(lambda: told)
     assert told == [[0, 1, 2]]
+
+
+def test_one_that_comes_back_does_not_wait_for_another_that_still_prepares(three, monkeypatch):
+    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", lambda process_id: None)
+    leader, told, prepares = three[0], [], threading.Event()
+    leader.on_change = lambda error: error is None and told.append(leader.live_ids)
+    for each in three[1:]:
+        each.endpoint.close()
+    until(lambda: leader.live_ids == [0])
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(enter, three[1].options, lambda: prepares.wait(60) and {})
+        until(lambda: 1 in leader._door._callers)
+        enter(three[2].options).say_ready()
+        until(lambda: told)
+        assert told == [[0, 2]]
+        prepares.set()
+        slow.result(60)
+
+
+def test_a_process_that_cannot_follow_raises_it_and_ends_no_process(three, monkeypatch):
+    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", lambda process_id: None)
+    monkeypatch.setattr(group_module, "_GRACE_SECONDS", 0.5)
+    ended, leader = [], three[0]
+    monkeypatch.setattr(group_module.os, "_exit", ended.append)
+    leader._log.close()
+    three[2].endpoint.close()
+    until(lambda: 2 not in leader._door._callers)
+    with pytest.raises(GroupError, match=r"the group of process 0 \(.*\) cannot be followed"):
+        enter(three[2].options)
+    until(lambda: not [one for one in threading.enumerate() if one.name == "dsjax-last-words"])
+    assert not ended
+
+
+def test_one_that_was_left_out_and_comes_back_is_left_out_no_more(three):
+    """In a container it may have the same pid as before."""
+    leader, member = three[0], three[0].members[2]
+    leader.links.left_out[2] = member.pid, "the link is cut"
+    leader.replace(member)
+    assert leader.links.left_out == {}
+
+
+def test_a_member_that_asks_twice_to_leave_is_answered_and_harms_nobody(three):
+    leader, second = three[0], three[1]
+    asked = [second.leader.request("leave", kind=bool) for _ in range(2)]
+    with pytest.raises(RefusedError, match="asked again"):
+        asked[0].result(60)
+    for member in leader.take_leavers():
+        leader.excuse(member)
+    assert asked[1].result(60) is False
 
 
 def test_one_that_has_left_and_comes_back_is_counted_on_again(three):
