@@ -227,9 +227,11 @@ class Endpoint:
     ):
         check_libzmq()
         credentials.check_host(host)
+        bound = zmq_endpoint(host, port)
         self.credentials, self.silence = credentials, silence
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._context.setsockopt(zmq.RCVHWM, 0)  # of monitors: libzmq waits where one is full, and sends no heartbeats
         self._zap = ZapHandler(self._context)
         self._zap.verifiers["control"] = verify_roles(credentials.key)
         self._held: dict[str, list[Callable[[], object]]] = {service: [] for service in holds}
@@ -251,12 +253,12 @@ class Endpoint:
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
         self.turned_away: Counter[str] = Counter()
         self._told, self._told_at = Counter(), -_LOG_SECONDS
-        self._router = self.socket(zmq.ROUTER, host)
+        self._router = self.socket(zmq.ROUTER, bound.removeprefix("tcp://").rpartition(":")[0])
         self._router.router_mandatory = True
         listen_with_curve(self._router, credentials.key, "control")
         self._router_monitor = self.watch(self._router)
         try:
-            self._router.bind(zmq_endpoint(host, port))
+            self._router.bind(bound)
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             self._wake.close()

@@ -15,6 +15,7 @@ import zmq
 from dsjax.errors import UserError
 from dsjax.messaging import Credentials, Endpoint, NotAMemberError, PeerLostError, RefusedError
 from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.endpoint import PING
 
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials(ClusterKey("k" * 32, "a test"))
@@ -287,6 +288,7 @@ PROCESS = f"""
 import sys, time
 from dsjax.messaging import Credentials, Endpoint
 from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.endpoint import PING
 endpoint = Endpoint("{HOST}", Credentials(ClusterKey("k" * 32, "a test")), silence=1.0)
 peer = endpoint.connect(sys.argv[1], "member")
 peer.on_lost(lambda: print("lost", flush=True))
@@ -311,6 +313,38 @@ def test_a_process_that_is_killed_or_stopped_is_lost(endpoints, number, most):
     finally:
         process.kill()
         process.wait()
+
+
+def test_members_stay_though_strangers_come_while_nobody_looks(endpoints):
+    """Of each libzmq tells the messaging thread, which may not get the GIL for seconds; when a queue was full it waited, heartbeats too."""
+    server, peers = endpoints(silence=1.0), []
+    server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
+    process = subprocess.Popen([sys.executable, "-c", PROCESS, server.address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "here\n"
+        looks = threading.Event()
+        server._post(lambda: looks.wait(SECONDS))
+        for _ in range(1500):
+            with socket.create_connection((HOST, server.port), timeout=SECONDS) as stranger:
+                stranger.sendall(b"\xff" * 70)
+        time.sleep(1.5)  # in which heartbeats would be missing
+        looks.set()
+        wait_until(lambda: server.turned_away.total() >= 1400)
+        assert not peers[0].lost
+        assert peers[0].request(PING).exception(SECONDS) is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_ipv6_address_may_be_given_by_name(endpoints, monkeypatch):
+    found, known = [(socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))], socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: found if host == "six" else known(host, *a, **k))
+    server = Endpoint("six", CREDENTIALS)
+    assert server.address == f"[::1]:{server.port}"
+    for address in (server.address, f"six:{server.port}"):
+        assert endpoints().connect(address, "member").request("ping").result(SECONDS) is None
+    server.close()
 
 
 def wait_until(holds):
