@@ -176,7 +176,8 @@ class Door:
         """
         with self._changed:
             self._membership, self._on_left, self._on_return = membership, on_left, on_return
-            left = [member for member in membership.members[1:] if member.process_id not in self._callers]
+            here = [caller.who for caller in self._callers.values() if caller.is_in]
+            left = [member for member in membership.members[1:] if member not in here]
         for member in left:
             on_left(member)
 

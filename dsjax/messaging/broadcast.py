@@ -24,6 +24,7 @@ from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decoded
 
 _SERVICE = "log"
 _HELLO_SECONDS = 0.05
+_MOST_NAME_BYTES = 256
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +77,11 @@ class BroadcastLog:
             self._socket.close(int(linger * 1000))
 
     def _greet(self, request: Request) -> None:
+        if len(request.body) > _MOST_NAME_BYTES:  # all readers hear it, and end connections by which longer frames come
+            request.refuse(
+                f"the name of a reader has {len(request.body):,} bytes, at most {_MOST_NAME_BYTES} are expected"
+            )
+            return
         with self._lock:
             self._send(Entry(self._next - 1, 0, hello=request.body), [])
         request.reply()

@@ -3,10 +3,12 @@
 `engine/elastic/test_follower.py` has what is decided about leavers, `test_two_process_server.py` real processes.
 """
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from group_in_threads import enter, groups
 
@@ -122,6 +124,17 @@ def test_a_process_that_cannot_follow_raises_it_and_ends_no_process(three, monke
         enter(three[2].options)
     until(lambda: not [one for one in threading.enumerate() if one.name == "dsjax-last-words"])
     assert not ended
+
+
+def test_a_loss_is_told_of_though_another_process_has_come_under_the_id_before_anybody_listens(three):
+    leader, lost = three[0], []
+    door, member = leader._door, leader.members[1]
+    door.open(leader, lost.append, lambda: None)
+    assert lost == []
+    caller = door._callers[1]
+    door._callers[1] = dataclasses.replace(caller, who=msgspec.structs.replace(member, port=1), is_in=False)
+    door.open(leader, lost.append, lambda: None)
+    assert lost == [member]
 
 
 def test_one_that_was_left_out_and_comes_back_is_left_out_no_more(three):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.messaging import Credentials, Endpoint, PeerLostError
+from dsjax.messaging import Credentials, Endpoint, PeerLostError, RefusedError
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 from dsjax.messaging.cluster_key import ClusterKey
 
@@ -73,6 +73,16 @@ def test_a_writer_that_does_not_answer_is_lost(ends):
         reader(end, log, leader, b"a")
     for each in (end, leader):
         each.close()
+
+
+def test_a_reader_with_a_name_of_megabytes_takes_the_log_from_nobody(ends):
+    log = BroadcastLog(ends[0])
+    _, heard = reader(ends[1], log, ends[0], b"a")
+    with pytest.raises(RefusedError, match="3,000,000 bytes"):
+        reader(ends[2], log, ends[0], b"b" * 3_000_000)
+    log.append(0, b"goes on")
+    assert heard.get(timeout=SECONDS) == (0, b"goes on")
+    log.close()
 
 
 def test_a_missing_entry_is_an_error_and_not_passed_over(ends):
