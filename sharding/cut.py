@@ -5,16 +5,16 @@ traces the function once, cuts it there, and finds by itself which values each p
 
     def step(params, state, x):
         x, state = first_half(params, state, x)
-        [x] = outside(experts, [x], [x_described])
+        [x] = outside("experts", [x], [x_described])
         return second_half(params, state, x)
 
-    program = lower_cut(step, params, state, x, donate_argnum=1).compile()
+    program = lower_cut(step, params, state, x, donate_argnum=1, worker=experts).compile()
     state = program(params, state, x)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -33,13 +33,14 @@ Run = Callable[[list[jax.Array]], Sequence[jax.Array]]
 Compiler = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 
-class Work(Protocol):
-    """What is done between two programs."""
+class Worker(Protocol):
+    """Does the work between two programs."""
 
-    def compile(self, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
-        """Compile what the work needs for such values; give the work, and the shardings of its results.
+    def compile_work(self, work: Hashable, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
+        """Compile what a piece of work needs for such values. Return a function that does it, and the shardings of its results.
 
-        The work takes what ``outside`` was given. The list is its own, to empty: what it lets go of is freed.
+        work: the description that ``outside`` was given. The function takes the values that ``outside`` was given, in a list that it
+        may empty, so that their memory is freed early.
         """
 
 
@@ -52,8 +53,11 @@ def _describe_results(*_, results: tuple[tuple[tuple[int, ...], np.dtype], ...],
     return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
 
 
-def outside(work: Work, values: Sequence[jax.Array], results: Sequence[Described]) -> list[jax.Array]:
-    """In a function that ``lower_cut`` traces, at its top level: the results of ``work`` on ``values``, of these shapes and dtypes."""
+def outside(work: Hashable, values: Sequence[jax.Array], results: Sequence[Described]) -> list[jax.Array]:
+    """In a function that ``lower_cut`` traces, at its top level: the results of ``work`` on ``values``, of these shapes and dtypes.
+
+    work: describes what is done, in plain values. The ``Worker`` that ``lower_cut`` is given does it.
+    """
     described = tuple((tuple(one.shape), np.dtype(one.dtype)) for one in results)
     return _outside.bind(*values, work=work, results=described)
 
@@ -67,8 +71,8 @@ class _Piece(NamedTuple):
     donates: tuple[int, ...]
 
     @property
-    def work(self) -> Work | None:
-        """What is done outside; None where it is a program."""
+    def work(self) -> Hashable | None:
+        """Description of what is done outside; None if this piece is a program."""
         is_outside = bool(self.equations) and self.equations[0].primitive is _outside
         return self.equations[0].params["work"] if is_outside else None
 
@@ -81,6 +85,7 @@ class CutLowered:
     pieces: Sequence[_Piece]
     arguments: Sequence[Described]
     out_tree: Any
+    worker: Worker
 
     def compile(
         self, *, compiler_options: Mapping[str, Any] | None = None, compiler: Compiler | None = None
@@ -97,7 +102,7 @@ class CutLowered:
         for piece in self.pieces:
             described = [known[variable] for variable in piece.takes]
             if piece.work is not None:
-                run, shardings = piece.work.compile(described)
+                run, shardings = self.worker.compile_work(piece.work, described)
                 runs.append(run)
             else:
                 run = jax_internals.equations_as_function(
@@ -162,10 +167,10 @@ class CutCompiled:
         )
 
 
-def lower_cut(function: Callable, *arguments: Any, donate_argnum: int) -> CutLowered:
+def lower_cut(function: Callable, *arguments: Any, donate_argnum: int, worker: Worker) -> CutLowered:
     """Trace a function of described arguments, and cut it at each ``outside``.
 
-    donate_argnum: the argument whose arrays the caller gives away, as of ``jax.jit``.
+    donate_argnum: the argument whose arrays the caller gives away, as of ``jax.jit``. worker: does the work outside.
     """
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     leaves = [jax.tree.leaves(argument) for argument in arguments]
@@ -195,7 +200,7 @@ def lower_cut(function: Callable, *arguments: Any, donate_argnum: int) -> CutLow
         if not is_outside:
             donates = _usable(takes, gives, donates)
         pieces.append(_Piece(run, takes, gives, donates))
-    return CutLowered(jaxpr, pieces, [leaf for some in leaves for leaf in some], jax.tree.structure(results))
+    return CutLowered(jaxpr, pieces, [leaf for some in leaves for leaf in some], jax.tree.structure(results), worker)
 
 
 def _read_by(equations: list, others: set) -> dict:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,28 +113,39 @@ def test_names_of_compiled_programs_leave_out_what_is_above_the_engine_and_no_mo
     assert {f"dsjax.{room}" for room in identity._ABOVE} == set(above)
 
 
-def test_no_modules_of_the_engine_import_each_other_in_a_circle():
-    files = dict(modules("dsjax.engine"))
+def imports_of(packages: tuple[str, ...]) -> dict[str, set[str]]:
+    """The modules of these packages that each of them imports."""
+    files = {name: path for package in packages for name, path in modules(package)}
 
-    def within(name: str) -> set[str]:
-        found = set()
-        for other in imported(files[name]):
-            found |= {own for own in (other, other.rpartition(".")[0]) if own in files and own != name}
-        return found
+    def module(name: str) -> str:
+        return name if name in files else name.rpartition(".")[0]
 
-    edges = {name: within(name) for name in files}
-    done: set[str] = set()
+    return {name: set(map(module, imported(path))) & files.keys() - {name} for name, path in files.items()}
 
-    def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
-        if name in way:
-            return (*way[way.index(name) :], name)
-        if name in done:
-            return None
-        found = next(filter(None, (circle(other, (*way, name)) for other in sorted(edges[name]))), None)
-        done.add(name)
-        return found
 
-    assert [path for name in edges if (path := circle(name, ()))] == []
+def circle_in(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, in that order, the first one again at the end; empty where there are none."""
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+KNOWN_CIRCLES = (
+    # Issue 41 makes one `Membership` of the group and the parts that it is cut into, and messaging of the rendezvous.
+    {"agreement", "announcement", "comers", "group", "leavers", "link_monitor", "links"},
+    {"join_listener", "rendezvous"},
+)
+"""Modules of ``dsjax.hosts`` that still import each other in circles. Nothing is added here."""
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    edges = imports_of(("dsjax", "sharding"))
+    for known in ({f"dsjax.hosts.{name}" for name in names} for names in KNOWN_CIRCLES):
+        assert circle_in({name: edges[name] & known for name in known}), f"take these from the list: {sorted(known)}"
+        edges |= {name: edges[name] - known for name in known}
+    assert circle_in(edges) == []
 
 
 @pytest.mark.parametrize("room", ENGINE)
@@ -179,7 +191,7 @@ NAMED = {
         "dsjax/kernels/native": "index.h",
         "dsjax/kernels/pallas": "index.py tpu_index.py",
         "dsjax/kernels": "table.py",
-        "dsjax/model": "attention.py dense.py forms.py mla.py mla_costs.py native_products.py parameter_counts.py step.py",
+        "dsjax/model": "attention.py dense.py forms.py mla.py mla_costs.py native_products.py parameter_counts.py step_description.py",
         "dsjax/plan": "fit.py recipe.py sparse.py step.py",
         "sharding": "fp8.py",
     },

@@ -107,7 +107,7 @@ def test_programs_of_a_week_ago_are_deleted(suite, tmp_path):
         (rank, "Rank", rank.Rank, True),
         (sums, "tree_sum", None, False),
         (ModelStep, "lower", None, False),
-        ("dsjax.model.step.ModelStep.lower", None, None, False),
+        ("dsjax.model.step.ModelStep.hidden", None, None, False),
     ],
     ids=str,
 )

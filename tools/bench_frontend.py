@@ -40,7 +40,8 @@ from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.front_ends.shared_engine import EngineServer, SharedEngine
+from dsjax.serve.front_ends.engine_server import EngineServer
+from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server, bind, bind_shared

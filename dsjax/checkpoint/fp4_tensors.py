@@ -1,7 +1,7 @@
 """FP4 matrices of a checkpoint under one set of names, and whatever else a model in FP4 wants made of what is there.
 
 A matrix is stored by one of four conventions (docs/fp4.md), or in bf16, FP8 or another FP4 format; a model wants it in one.
-``as_wanted`` gives a checkpoint whose tensors are what the model wants: bytes as they are stored where the format is the same, else
+``as_wanted`` gives tensors that are what the model wants: bytes as they are stored where the format is the same, else
 tensors that decode or encode when they are sliced. Names are ModelOpt's: ``X.weight``, ``X.weight_scale`` and, in NVFP4,
 ``X.weight_scale_2``.
 """
@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,13 +25,21 @@ from dsjax.fp4.formats import MXFP4, NVFP4, UNQUANTISED, FP4Format
 
 if TYPE_CHECKING:
     from dsjax.checkpoint.assemble import Tensor
-    from dsjax.checkpoint.source import Checkpoint
 
 _PACKED = ("uint8", "int8")
 _E8M0 = ("uint8", "float8_e8m0fnu")
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".weight_shape")
 # A part of a matrix: what ModelOpt and Quark call it, what compressed-tensors does, and DeepSeek-V4 in transformers.
 _PACKED_SUFFIX, _CT_GLOBAL_SUFFIX = "_packed", "_global_scale"
+
+
+class Found(NamedTuple):
+    """Tensors of a checkpoint by name, and what was found wrong with them; fields as of ``Checkpoint``."""
+
+    tensors: Mapping[str, Tensor]
+    specs: Mapping[str, TensorSpec]
+    problems: tuple[str, ...]
+    unreadable: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +68,42 @@ def stored_format(specs: Mapping[str, TensorSpec]) -> str | None:
     return form.name + ("" if fp8 else UNQUANTISED)
 
 
-def as_wanted(names: TensorNames, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with tensors as the model of ``names`` wants them; itself where neither has anything in FP4."""
-    stored = _stored(checkpoint.specs)
+def as_wanted(names: TensorNames, found: Found) -> Found:
+    """Tensors as the model of ``names`` wants them; ``found`` itself where neither has anything in FP4."""
+    stored = _stored(found.specs)
     wanted = {
         name: path for name, (path, _) in names.places().items() if names.parameters[path].packed > 1 or name in stored
     }
     if not wanted and not stored:
-        return checkpoint
-    tensors, specs, problems = _Tensors(checkpoint.tensors), dict(checkpoint.specs), [*checkpoint.problems]
-    for found in stored.values():
-        for name in found.all:
+        return found
+    tensors, specs, problems = _Tensors(found.tensors), dict(found.specs), [*found.problems]
+    for matrix in stored.values():
+        for name in matrix.all:
             specs.pop(name, None)
     specs = {name: spec for name, spec in specs.items() if not name.endswith(_OF_ACTIVATIONS)}
     for matrix, path in wanted.items():
-        info, found = names.parameters[path], stored.get(matrix)
+        info, kept = names.parameters[path], stored.get(matrix)
         source = None
-        if found is not None:
-            problem = _problem(checkpoint.specs, found)
-            if problem and not set(found.all) & checkpoint.unreadable:
+        if kept is not None:
+            problem = _problem(found.specs, kept)
+            if problem and not set(kept.all) & found.unreadable:
                 problems.append(problem)
             if problem:
-                specs[matrix] = TensorSpec(np.dtype(np.float32), _matrix_shape(checkpoint.specs, found))
+                specs[matrix] = TensorSpec(np.dtype(np.float32), _matrix_shape(found.specs, kept))
                 continue
-            source = _Decoded.of(checkpoint, found)
+            source = _Decoded.of(found, kept)
         if info.packed == 1:
             tensors.made[matrix] = source
             specs[matrix] = TensorSpec(np.dtype(np.float32), source.shape)
             continue
         form = NVFP4 if info_has_global(names, path) else MXFP4
         if source is None:
-            if matrix not in checkpoint.specs or checkpoint.specs[matrix].dtype.name in _PACKED:
+            if matrix not in found.specs or found.specs[matrix].dtype.name in _PACKED:
                 continue  # the check of structure says what is missing
-            scale = matrix + SCALE_SUFFIX if checkpoint.specs[matrix].dtype == FP8 else None
-            if scale is not None and scale not in checkpoint.specs:
+            scale = matrix + SCALE_SUFFIX if found.specs[matrix].dtype == FP8 else None
+            if scale is not None and scale not in found.specs:
                 continue
-            source = _Widened(checkpoint.tensors[matrix], checkpoint.tensors[scale] if scale is not None else None)
+            source = _Widened(found.tensors[matrix], found.tensors[scale] if scale is not None else None)
             specs.pop(scale, None)
         if source.shape[-1] % form.block:
             specs[matrix] = TensorSpec(np.dtype(np.uint8), source.shape)
@@ -108,7 +116,7 @@ def as_wanted(names: TensorNames, checkpoint: Checkpoint) -> Checkpoint:
         for suffix, tensor in parts.items():
             tensors.made[matrix + suffix] = tensor
             specs[matrix + suffix] = TensorSpec(np.dtype(tensor.dtype), tuple(tensor.shape))
-    return dataclasses.replace(checkpoint, tensors=tensors, specs=specs, problems=tuple(problems))
+    return found._replace(tensors=tensors, specs=specs, problems=tuple(problems))
 
 
 def info_has_global(names: TensorNames, path: str) -> bool:
@@ -204,13 +212,11 @@ class _Decoded:
     dtype = np.dtype(np.float32)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, names: _Names) -> _Decoded:
+    def of(cls, found: Found, names: _Names) -> _Decoded:
         """The matrix of these tensors."""
-        form = _format(checkpoint.specs, names)
-        whole = _Whole(checkpoint.tensors[names.whole], names.whole_inverted) if form.has_global else np.float32(1)
-        return cls(
-            form, _Bytes(checkpoint.tensors[names.values]), _scale_of(form, checkpoint.tensors[names.scale]), whole
-        )
+        form = _format(found.specs, names)
+        whole = _Whole(found.tensors[names.whole], names.whole_inverted) if form.has_global else np.float32(1)
+        return cls(form, _Bytes(found.tensors[names.values]), _scale_of(form, found.tensors[names.scale]), whole)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
 from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.fp4_tensors import as_wanted, stored_format
+from dsjax.checkpoint.fp4_tensors import Found, as_wanted, stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
@@ -66,7 +66,9 @@ class Checkpoint:
 
     def as_wanted(self, names: TensorNames) -> Checkpoint:
         """The checkpoint with tensors as the model of ``names`` keeps them, packed or not; itself where they are so already."""
-        return as_wanted(names, self)
+        found = Found(self.tensors, self.specs, self.problems, self.unreadable)
+        wanted = as_wanted(names, found)
+        return self if wanted is found else replace(self, **wanted._asdict())
 
     @property
     def bf16_experts(self) -> bool:

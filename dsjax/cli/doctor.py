@@ -215,7 +215,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _temporary_folder() -> Iterator[Finding]:
-    from dsjax.serve.front_ends.shared_engine import check_private_listener
+    from dsjax.serve.front_ends.engine_server import check_private_listener
 
     try:
         folder = tempfile.gettempdir()

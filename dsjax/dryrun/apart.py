@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from dsjax.config import load_config
 from dsjax.dryrun.apart_compilation import ApartStep, compile_apart
 from dsjax.dryrun.apart_memory import attention_memory, expert_memory
-from dsjax.dryrun.apart_report import ApartReport, Links, SideProgram
+from dsjax.dryrun.apart_report import ApartReport, Links
 from dsjax.dryrun.apart_timeline import ApartTimeline, Pass
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import TEXT, EvenExperts
@@ -26,6 +26,7 @@ from dsjax.dryrun.run import (
     target_cluster,
     within_positions,
 )
+from dsjax.dryrun.side_program import SideProgram
 from dsjax.dryrun.topology import target_devices
 from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.setup.fitting import check_layout

@@ -24,7 +24,8 @@ from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.model.apart import LayerPass
+from dsjax.model.apart import ExpertWork, LayerPass
+from dsjax.model.expert_dispatch import ExpertsApart
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.cut import CutCompiled, Described
@@ -34,18 +35,16 @@ class DescribedExperts(ExpertSide):
     """``ExpertSide`` of devices that are only described: its programs are compiled, kept, and never run.
 
     Args:
-        side: as the engine's own code makes it, whose place it takes. target: what both sides' programs are compiled for, in messages.
+        apart, mesh: as of ``ExpertSide``. target: what both sides' programs are compiled for, in messages.
         answering: the step of a process that has experts, where those are other processes; None in one.
 
     Attributes:
         programs: all that were compiled. passes: each pass through a stack of layers, in the order of the step, and its programs.
     """
 
-    def __init__(self, side: ExpertSide, target: str, answering: ModelStep | None = None):
-        vars(self).update(vars(side))
+    def __init__(self, apart: ExpertsApart, mesh: Mesh, target: str, answering: ModelStep | None = None):
+        super().__init__(apart, mesh)
         self._target, self._answering = target, answering
-        if answering is not None:
-            self.parts = self.spec.num_devices // self.mesh.size
         self.programs: dict[int, CompiledProgram] = {}
         self.passes: list[tuple[Sequence[LayerPass], CompiledPass]] = []
 
@@ -63,10 +62,10 @@ class DescribedExperts(ExpertSide):
         """Nor to run a program."""
         return program.out_info
 
-    def compiled(self, passes: Sequence[LayerPass], tree: Any, described: Sequence[Described]) -> CompiledPass:
+    def compiled(self, work: ExpertWork, described: Sequence[Described]) -> CompiledPass:
         """The programs of a pass."""
-        made = super().compiled(passes, tree, described)
-        self.passes.append((passes, made))
+        made = super().compiled(work, described)
+        self.passes.append((work.passes, made))
         return made
 
     def way(self, through: LayerPass) -> WayToDevices:
@@ -82,7 +81,7 @@ class DescribedExperts(ExpertSide):
 class ApartStep:
     """A step with attention and experts apart, the descriptions that it was compiled from, and its programs.
 
-    step: of the attention side, whose ``apart`` is ``experts``. passes: each pass through layers with experts, with its programs; pieces:
+    step: of the attention side. experts: of the other one. passes: each pass through layers with experts, with its programs; pieces:
     the programs before, between and behind them, with the name of what they belong to (``step`` or ``drafts``).
     """
 
@@ -121,14 +120,16 @@ def compile_apart(
     if mesh.devices.flat[0].platform == "cpu":
         engine = dataclasses.replace(engine, kernels="plain")  # as for one mesh
     mtp = engine.speculation is not None
-    step = make_step(engine, config, spec, mesh, mtp=mtp, expert_mesh=expert_mesh)
+    step = make_step(engine, config, spec, mesh, mtp=mtp)
     answering = None if one_process else _answering(engine, config, expert_mesh, mtp)
-    experts = DescribedExperts(step.apart, target, answering)
-    step = dataclasses.replace(step, apart=experts)
+    if not one_process:
+        parts = step.apart.spec.num_devices // expert_mesh.size
+        step = dataclasses.replace(step, apart=dataclasses.replace(step.apart, parts=parts))
+    experts = DescribedExperts(step.apart, expert_mesh, target, answering)
     limits, speculation = args.limits(config, spec), args.engine.speculation
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, speculation.num_speculative_tokens if speculation else 0)
-    programs = Programs(step, params, state, limits)
+    programs = Programs(step, params, state, limits, experts=experts)
     shape = programs.shape(args.decode, args.prefill)
     made: list[tuple[str, CutCompiled]] = [("step", programs.lower_step(shape).compile(compiler=experts.build))]
     if args.drafts:
@@ -145,4 +146,4 @@ def compile_apart(
 def _answering(engine: EngineArgs, config: ModelConfig, mesh: Mesh, mtp: bool) -> ModelStep:
     """The step of the process that has the experts, as ``load_experts`` makes it."""
     alone = MeshSpec()
-    return make_step(engine, config, alone, alone.arrange(list(mesh.devices.flat)[:1]), mtp=mtp, expert_mesh=mesh)
+    return make_step(engine, config, alone, alone.arrange(list(mesh.devices.flat)[:1]), mtp=mtp)

@@ -10,38 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from dsjax.dryrun.apart_compilation import ApartStep
-from dsjax.dryrun.apart_memory import SideMemory, program_bytes
+from dsjax.dryrun.apart_memory import SideMemory
 from dsjax.dryrun.apart_timeline import ApartTimeline
-from dsjax.dryrun.compilation import CompiledProgram
-from dsjax.dryrun.report import ProgramReport
+from dsjax.dryrun.side_program import SideProgram
 from dsjax.hardware import Hardware
 from sharding.dispatch.between import Between
-
-
-@dataclass
-class SideProgram:
-    """A program of one side.
-
-    name: what it belongs to and does. side: `attention` or `experts`. times: runs of it in a step. in_turn: it is of a layer with experts,
-    whose two sides compute in turn.
-    """
-
-    name: str
-    side: str
-    times: int
-    in_turn: bool
-    program: CompiledProgram
-    report: ProgramReport
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "name": self.name,
-            "side": self.side,
-            "times": self.times,
-            "bytes": program_bytes(self.program),
-            **self.report.to_json(),
-        }
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from dsjax.dryrun.side_program import SideProgram
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, total
 from dsjax.plan.moves import Moves, moves
 from dsjax.plan.turns import THREADS, Played, Turn, play_turns
 from sharding.dispatch.between import Between
-
-if TYPE_CHECKING:
-    from dsjax.dryrun.apart_report import SideProgram
 
 _ENDS = ("value", "low", "high")
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dsjax.dryrun.orders import OrderedSum
+from sharding.program.reductions import Reduction
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,12 @@ class KnownOrder:
     why: str
     remedy: str
 
-    def explains(self, row: OrderedSum) -> bool:
-        """Whether this is the reason for a sum."""
-        place = re.sub(r"^(draft/)?(mtp/)?", "", row.place)
+    def explains(self, place: str, one: Reduction) -> bool:
+        """Whether this is the reason for a sum at a place."""
+        place = re.sub(r"^(draft/)?(mtp/)?", "", place)
         return (
-            row.sum.carrier in self.carriers
-            and re.fullmatch(self.what, row.sum.what) is not None
+            one.carrier in self.carriers
+            and re.fullmatch(self.what, one.what) is not None
             and re.fullmatch(self.places, place) is not None
         )
 

@@ -131,8 +131,9 @@ def order_report(found: Sums, others: Mapping[str, Sums], known: Sequence[KnownO
             grouped.setdefault((place_of(one), one.signature, one.axes, one.depends), []).append(one)
         for (place, way, *_), alike in grouped.items():
             times = sum(one.times for one in alike) if place in here else 0.0
-            row = OrderedSum(program, place, alike[0], times, compared, differences.get((place, way), {}), None)
-            rows.append(dataclasses.replace(row, known=next((entry for entry in known if entry.explains(row)), None)))
+            reason = next((entry for entry in known if entry.explains(place, alike[0])), None)
+            otherwise = differences.get((place, way), {})
+            rows.append(OrderedSum(program, place, alike[0], times, compared, otherwise, reason))
     return OrderReport(tuple(rows), tuple(others))
 
 

@@ -7,12 +7,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo.common.backend import EngineConfig
+from dynamo.common.backend import EngineConfig, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown
 from rich.console import Console
 
 from dsjax.background import contained
+from dsjax.dynamo.arguments import parse
+from dsjax.dynamo.prefill import DsjaxPrefillEngine
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
 from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
 from dsjax.engine.async_engine import AsyncEngine
@@ -37,6 +39,12 @@ _IDLE_SECONDS = 1.0
 
 class DsjaxEngine(Worker):
     """One engine as one Dynamo worker, with all DP ranks of its mesh: aggregated, or decode."""
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
+        """Make the engine that a command line asks for, also one that only computes prompts; as of `parse`."""
+        prepared = parse(argv)
+        return make_engine(prepared.options), prepared.worker
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -216,3 +224,9 @@ def thinking_tokens(tokenizer: Tokenizer | None) -> ThinkingTokens | None:
     """Find the model's tokens for reasoning; None where the end is no token of its own."""
     end = tokenizer and tokenizer.token_id(CLOSE)
     return None if end is None else ThinkingTokens(tokenizer.token_id(OPEN), end)
+
+
+def make_engine(options: Options) -> Worker:
+    """Make the engine of a worker, not started."""
+    kind = DsjaxPrefillEngine if options.args.disaggregation_mode == "prefill" else DsjaxEngine
+    return kind(options)

@@ -5,11 +5,12 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo.common.backend import EngineConfig
+from dynamo.common.backend import EngineConfig, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from rich.console import Console
 
+from dsjax.dynamo.arguments import parse
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
 from dsjax.engine.core import EngineCore
@@ -30,6 +31,20 @@ _log = logging.getLogger(__name__)
 
 class DsjaxPrefillEngine(Worker):
     """Answers each request at once with where its pages can be had, while they are computed; decode workers take them as they come."""
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
+        """Make the engine that a command line asks for; as of `parse`.
+
+        Raises:
+            UserError: it asks for one that makes text.
+        """
+        options, worker = parse(argv)
+        if options.args.disaggregation_mode != "prefill":
+            raise UserError(
+                f"--disaggregation-mode is {options.args.disaggregation_mode}, expected prefill; DsjaxEngine has the others"
+            )
+        return cls(options), worker
 
     def __init__(self, options: Options):
         super().__init__(options)

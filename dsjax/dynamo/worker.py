@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import typer
-from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, PushSource
 from dynamo.llm.exceptions import InvalidArgument
 
@@ -91,22 +90,6 @@ class Worker(LLMEngine):
         self._num_ranks = 0
         self._starting, self._signalled = True, False
         self.mistake: ValueError | None = None
-
-    @classmethod
-    async def from_args(cls, argv: list[str] | None = None) -> tuple[LLMEngine, WorkerConfig]:
-        """Make an engine from a command line, as `python -m dsjax.dynamo` reads it, or this process's own; for Dynamo's launchers.
-
-        Raises:
-            SystemExit: there is none to make: `--help` was asked for, or this process has followed a group's first one to its end.
-        """
-        from dsjax.dynamo.command import app
-
-        made: list[tuple[LLMEngine, WorkerConfig]] = []
-        command = typer.main.get_command(app)
-        command.main(argv, "dsjax dynamo", standalone_mode=False, obj=lambda *pair: made.append(pair))
-        if not made:
-            raise SystemExit(0)
-        return made[0]
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model, compile every shape, and say what this worker is. What fails is told in one line, for the user's mistakes."""

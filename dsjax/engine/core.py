@@ -3,11 +3,12 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dsjax.engine.contract.commands import Flush, Step
 from dsjax.engine.contract.executor import Executor, RankResults
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
 from dsjax.engine.schedule.page_source import PageSource, SourceChain
 from dsjax.engine.schedule.parked import ParkedRequest, ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
@@ -16,9 +17,6 @@ from dsjax.engine.schedule.scheduler import Scheduler, Update, refuse
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.stats import DraftCounts, StepStats
-
-if TYPE_CHECKING:  # they bring JAX in
-    from dsjax.engine.elastic.generations import Generation, Generations
 
 Part = TypeVar("Part", bound=Attachment)
 
@@ -50,11 +48,10 @@ class EngineCore:
         async_scheduling: False plans a step only when the results of the one before are entered.
         attachments: the optional parts of this engine: offload tiers, remote prefill, balancing, page events. They are told of steps in
             this order, and those with a page source are asked for pages in this order.
+        generations: makes further executors; None: this one is all there is.
 
     Attributes:
-        generations: makes further executors; None: this one is all there is.
         parked: requests that the mesh of now cannot hold, and that wait for a larger one.
-        on_change: called when the core goes on on another mesh.
         step_started: when the step under way began, on the monotonic clock; None between steps.
     """
 
@@ -65,9 +62,10 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
+        generations: MeshChanger | None = None,
     ):
         limits = executor.limits
-        self.executor = executor
+        self.executor, self.generations = executor, generations
         self.attachments = list(attachments)
         for part in self.attachments:
             part.start(executor, scheduler_config)
@@ -81,9 +79,7 @@ class EngineCore:
         self._is_async = async_scheduling
         self._most_under_way = self._most_of(scheduler_config)
         self._under_way: deque[_UnderWay] = deque()
-        self.generations: Generations | None = None
         self.parked = ParkedRequests()
-        self.on_change: Callable[[], None] = lambda: None
         self.step_started: float | None = None
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
@@ -251,7 +247,7 @@ class EngineCore:
             page_waits=self.scheduler.take_page_waits(),
         )
 
-    def change(self, make: "Callable[[], Generation | None]") -> list[Update]:
+    def change(self, make: Callable[[], Generation | None]) -> list[Update]:
         """Finish the steps under way, then change the executor. Return the updates of these steps.
 
         make: replaces the executor; None: it has changed in place, and its caches and requests stay.
@@ -273,12 +269,11 @@ class EngineCore:
             raise error
         return self._renew(lambda: self.generations.after(error))
 
-    def _renew(self, make: "Callable[[], Generation | None]") -> list[Update]:
+    def _renew(self, make: Callable[[], Generation | None]) -> list[Update]:
         self._under_way.clear()
         self._stats = None
         new = make()
         if new is None:
-            self.on_change()
             return self._take_owed()
         self.executor = new.executor
         for part in self.attachments:
@@ -290,7 +285,6 @@ class EngineCore:
         self._reported = _Totals(0, 0, 0)
         for part in self.attachments:
             part.scheduled(self.scheduler)
-        self.on_change()
         self.parked.larger_is_wanted = new.larger_is_wanted
         self.parked.resume_but(request for request, _ in refused)
         return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))

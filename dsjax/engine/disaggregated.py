@@ -142,9 +142,8 @@ def load_prefill(
             attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
             keepers=keepers_of(chunks.address, group),
             tickets=tickets,
+            generations=None if group is None else Generations(args, group, model, library),
         )
-        if group is not None:
-            engine.follow(Generations(args, group, model, library))
         server = PrefillServer(engine, chunks, space, host, port, credentials)
         opened.pop_all()
     engine.start()

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -11,6 +10,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
@@ -24,9 +24,6 @@ from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS, PrefillLink
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.elastic.generations import Generations
 
 ENGINE_END = ": "
 """Between an engine's name and the name of what it compiles, where prompts have an engine of their own."""
@@ -45,7 +42,7 @@ class EngineParts:
         kv_events: where events of pages are published; None: nowhere.
         prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
-        stream_interval, page_source: as in `EngineArgs`.
+        stream_interval, page_source: as in `EngineArgs`. generations: as of `EngineCore`.
 
     Attributes:
         core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
@@ -70,6 +67,7 @@ class EngineParts:
         event_sink: EventSink | None = None,
         stream_interval: int = 1,
         page_source: str | None = None,
+        generations: MeshChanger | None = None,
     ):
         self.tokenizer = tokenizer
         with (
@@ -87,7 +85,11 @@ class EngineParts:
                     PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
                 )
             self.core = EngineCore(
-                executor, scheduler_config, async_scheduling=async_scheduling, attachments=attachments
+                executor,
+                scheduler_config,
+                async_scheduling=async_scheduling,
+                attachments=attachments,
+                generations=generations,
             )
             opened.pop_all()
         self.prefills = tuple(prefills or ())
@@ -137,7 +139,6 @@ class LLMEngine:
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
-        self.core.on_change = lambda: self.inputs.change(self.core.scheduler.config)
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -171,11 +172,13 @@ class LLMEngine:
 
         Where a process has gone, leaves or has come back, the mesh changes in place of the step.
         """
-        generations = self.core.generations
+        generations, scheduler = self.core.generations, self.core.scheduler
         if generations is not None and generations.take_change() and generations.due:
             updates = self.core.change(generations.regroup)
         else:
             updates = self.core.step()
+        if self.core.scheduler is not scheduler:  # the mesh has changed
+            self.inputs.change(self.core.scheduler.config)
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         aborted, self._aborted = self._aborted, []
@@ -201,13 +204,14 @@ class LLMEngine:
             updates = self.core.change(lambda: generations.to(wanted))
         finally:
             generations.forget()
+        self.inputs.change(self.core.scheduler.config)
         outputs, to_abort = self.outputs.process(updates)
         self._end(to_abort)
         self._aborted += outputs
         if generations.failure is not None:
             raise generations.failure
 
-    def _generations(self) -> "Generations":
+    def _generations(self) -> MeshChanger:
         if self.prefills:
             raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
         if self.core.generations is None:

@@ -6,17 +6,15 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from dsjax.engine.core import EngineCore
+from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.stats import StepStats
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.elastic.generations import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class EngineThread:
 
     def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
         self.core, self._listener = core, listener
-        core.on_change = listener.on_change
         self._num_idle = 0  # steps in a row that computed nothing
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -105,7 +102,7 @@ class EngineThread:
     def start(self) -> None:
         """Begin."""
         if self.core.generations is not None:
-            self.core.generations.wake = self.look_at_processes
+            self.core.generations.watch(self.look_at_processes)
             self.look_at_processes()  # one may have gone since it was loaded
         self._thread.start()
 
@@ -123,14 +120,16 @@ class EngineThread:
         """Run a function in the thread, between two steps. It must not raise."""
         self._commands.put(lambda: self._between_steps.append(function))
 
-    def change(self, make: "Callable[[], Generation | None]") -> None:
+    def change(self, make: Callable[[], Generation | None]) -> None:
         """Change the mesh or the expert processes, as `EngineCore.change` says. Call this between steps.
 
         Raises:
             what `make` raises; the thread then ends.
         """
         try:
-            self._tell(self.core.change(make))
+            updates = self.core.change(make)
+            self._listener.on_change()
+            self._tell(updates)
         except BaseException as error:
             self._failure = error  # there is no executor any more
             raise
@@ -204,6 +203,7 @@ class EngineThread:
         scheduler = self.core.scheduler
         updates = self.core.step(self._meanwhile, ahead=ahead, before_change=self._hand_over)
         if self.core.scheduler is not scheduler:  # it has gone on without a process
+            self._listener.on_change()
             self._tell(updates)
             return
         self._hand_over()  # nothing is left but for a step in which there was nothing to compute

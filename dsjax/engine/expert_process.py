@@ -65,8 +65,8 @@ class ExpertProcess:
     What the processes of one attention side ask for at a layer is one program's work (``JointCalls``).
 
     Args:
-        step: of the model, its experts on an ``ExpertSide`` that is loaded; of the attention side it has one device without anything.
-        writer: of these experts' slots. space: what an attention side must have in common with this process. listener: a bound socket.
+        step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
+            loaded. space: what an attention side must have in common with this process. listener: a bound socket.
 
     Attributes:
         port: at which it listens. num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
@@ -84,7 +84,7 @@ class ExpertProcess:
         self._sides: Counter[bytes] = Counter()  # connections of each attention side
         self._mover: bytes | None = None
         self._generations: dict[bytes, int] = {}  # the latest that each attention side has connected with
-        self._half = step.apart.half(step)
+        self._half = writer.side.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
         self._programs: dict[tuple[str, int, int], Compiled] = {}
         self._lock, self._compiling = writer.lock, threading.Lock()
@@ -96,7 +96,7 @@ class ExpertProcess:
     @property
     def side(self) -> ExpertSide:
         """The devices."""
-        return self._step.apart
+        return self._writer.side
 
     @property
     def num_connections(self) -> int:
@@ -361,9 +361,9 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     alone = MeshSpec()
-    options = {"bf16_experts": checkpoint.bf16_experts, "mtp": args.speculation is not None, "expert_mesh": mesh}
+    options = {"bf16_experts": checkpoint.bf16_experts, "mtp": args.speculation is not None}
     step = make_step(args, checkpoint.config, alone, alone.arrange(list(mesh.devices.flat)[:1]), **options)
-    side: ExpertSide = step.apart
+    side = ExpertSide(step.apart, mesh, share.first)
     listener = _listen(host, port)
     try:
         weights = weights_format(args, checkpoint.config, step.dtype, checkpoint.bf16_experts)

@@ -141,6 +141,8 @@ class LLM:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
+        fixed = self.args.separated or (stages > 1 and group is not None)
+        self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.parts = EngineParts(
             loaded.executor,
             self.tokenizer,
@@ -157,14 +159,12 @@ class LLM:
             event_sink=event_sink,
             stream_interval=self.args.stream_interval,
             page_source=self.args.page_source,
+            generations=self._generations,
         )
         self.engine = LLMEngine(self.parts)
         opened.pop_all()
         opened.callback(self.engine.shutdown)
         self._facts = loaded.facts
-        fixed = self.args.separated or (stages > 1 and group is not None)
-        self._generations = None if fixed else Generations(self.args, group, loaded, library)
-        self.engine.core.generations = self._generations
 
     @property
     def executor(self) -> Executor:

@@ -4,12 +4,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -17,9 +17,6 @@ from dsjax.engine.stats import StepStats
 from dsjax.engine.transfer.messages import PrefillRequest, ToPrefill, TransferFailed
 from dsjax.engine.transfer.prefill_service import Keepers, PrefillCounts, PrefillService, Receive
 from dsjax.engine.transfer.send_buffers import ChunkTickets, SendBuffers
-
-if TYPE_CHECKING:  # it brings JAX in
-    from dsjax.engine.elastic.generations import Generations
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +29,7 @@ class PrefillEngine:
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
         attachments: further parts of the core: offload tiers, balancing, page events.
-        keepers, tickets: as of `PrefillService`.
+        keepers, tickets: as of `PrefillService`. generations: as of `EngineCore`; transfers under way fail when the mesh changes.
 
     Attributes:
         core: scheduler and executor. service: the transfers. error: why the thread has ended.
@@ -49,10 +46,15 @@ class PrefillEngine:
         attachments: Sequence[Attachment] = (),
         keepers: Keepers | None = None,
         tickets: ChunkTickets | None = None,
+        generations: MeshChanger | None = None,
     ):
         self.service = PrefillService(timeout=timeout, keepers=keepers, tickets=tickets)
         self.core = EngineCore(
-            executor, config, async_scheduling=async_scheduling, attachments=[*attachments, self.service]
+            executor,
+            config,
+            async_scheduling=async_scheduling,
+            attachments=[*attachments, self.service],
+            generations=generations,
         )
         self.service.flush_core = self.core.flush_prefix_cache
         self.error: BaseException | None = None
@@ -65,10 +67,6 @@ class PrefillEngine:
     def start(self) -> None:
         """Begin to take what is posted."""
         self._thread.start()
-
-    def follow(self, generations: "Generations") -> None:
-        """Go on on another mesh where a process of this one goes, or comes back. Transfers that are under way then fail."""
-        self.core.generations = generations
 
     def post(self, message: ToPrefill, receive: Receive | None) -> None:
         """Take a message from any thread; what becomes of it is told to `receive`, from any thread.

@@ -2,7 +2,7 @@
 
 The four parts of a layer (``docs/architecture.md``) are programs of their own then, and the host takes their values from one to the next
 (``docs/attention-ffn-disaggregation.md``). Here stands what each program computes. A step is traced as ever, with the whole pass in it as
-one piece of work that is done outside (``sharding.cut``); ``ExpertsApart.work`` says by whom.
+one piece of work that is done outside (``sharding.cut``): an ``ExpertWork``. Who does it is the engine's business.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,42 +20,30 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dsjax.model.attention import Cache
+from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.layer_values import Layer, Tokens
+from dsjax.model.micro_batches import MicroBatches
+from dsjax.model.paging import Cache
 from dsjax.model.parameters import ParameterInfo
-from dsjax.model.two_batch import MicroBatches
-from sharding import MeshSpec, Rules
-from sharding.cut import Work, outside
+from dsjax.model.step_description import StepDescription
+from sharding import Rules
+from sharding.cut import outside
 from sharding.dispatch import ExpertsOfMesh
 from sharding.dispatch.between import Between, ExpertHalf
 from sharding.dispatch.wire import WireFormat
 from sharding.placement import CopyTables
 
-if TYPE_CHECKING:
-    from dsjax.model.step import ModelStep
 
-EXPERTS = ".moe.experts."
-"""What stands in the path of every parameter that these devices have, and of no other."""
+@dataclass(frozen=True)
+class ExpertWork:
+    """Describes taking tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
 
-
-class ExpertsApart(Protocol):
-    """The devices that have the routed experts, and nothing else.
-
-    spec: of these devices, each of which has whole experts. parts: into how many equal runs they are divided for what is sent there.
-    padded: whether all cells of an exchange travel there, and not those alone that are filled. infos: their parameters by path.
+    passes: one, or one for each micro-batch. tree: the structure of the ``Passing``.
     """
 
-    spec: MeshSpec
-    parts: int
-    padded: bool
-    infos: Mapping[str, ParameterInfo]
-
-    def work(self, passes: Sequence[LayerPass], tree: Any) -> Work:
-        """What takes tokens through a stack of layers: of the leaves of a ``Passing``, those of its ``x``, ``cache`` and ``report``.
-
-        passes: one, or one for each micro-batch. tree: the structure of the ``Passing``.
-        """
+    passes: tuple[LayerPass, ...]
+    tree: jax.tree_util.PyTreeDef
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +63,7 @@ class Passing:
 
 
 def run_apart(
-    step: ModelStep,
+    step: StepDescription,
     stack: str,
     params: Mapping[str, Array],
     x: Float[Array, "B T D"],
@@ -102,15 +90,15 @@ def run_apart(
     xs, of_tokens = jax.tree.map(whole, (xs, of_tokens))
     report = _nothing_counted(step, copies.copies_E.shape[0])
     leaves, tree = jax.tree.flatten(Passing(own, cache, report, copies, xs, of_tokens))
-    passes = [LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs]
+    passes = tuple(LayerPass(step, stack, first, copies.copies_E.shape[0], tuple(one.shape)) for one in xs)
     results, shape = jax.tree.flatten((xs, cache, report))
-    xs, cache, report = jax.tree.unflatten(shape, outside(step.apart.work(passes, tree), leaves, results))
+    xs, cache, report = jax.tree.unflatten(shape, outside(ExpertWork(passes, tree), leaves, results))
     if batches is None:
         return xs[0], cache, report
     return jnp.concatenate(xs, axis=1)[:, np.argsort(batches.places)], cache, report
 
 
-def _nothing_counted(step: ModelStep, layers: int) -> dict[str, Array]:
+def _nothing_counted(step: StepDescription, layers: int) -> dict[str, Array]:
     """The counts of a pass before it begins, each layer's of each token device: ``LayerPass.count`` says what they are."""
     if not step.dispatch.report:
         return {}
@@ -139,7 +127,7 @@ class LayerPass:
     shape: ``(B, T, D)`` of the tokens. Each method but ``between`` is traced; ``index`` is a layer's number in the stack.
     """
 
-    step: ModelStep
+    step: StepDescription
     stack: str
     first: int
     layers: int
@@ -237,7 +225,7 @@ class StackExperts:
     tokens: of a step, in all, which the form of the product follows.
     """
 
-    step: ModelStep
+    step: StepDescription
     stack: str
     half: ExpertHalf
     rules: Rules
@@ -265,12 +253,12 @@ class StackExperts:
             )
 
 
-def wire_of(step: ModelStep) -> WireFormat:
+def wire_of(step: StepDescription) -> WireFormat:
     """What a row is packed as."""
     return WireFormat(step.config.hidden_size, step.config.num_experts_per_tok, step.dtype, step.dispatch.wire == "fp8")
 
 
-def sums_by_choice(step: ModelStep) -> bool:
+def sums_by_choice(step: StepDescription) -> bool:
     """Whether a token's sum has one order wherever its experts are."""
     return step.experts.config.by_choice
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import tpu_attention, tpu_heads
@@ -29,6 +29,7 @@ from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import INDEX_ARRAYS, Form, Layout, cache_arrays
 from dsjax.model.mla import MLA, Projections
+from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
@@ -37,27 +38,9 @@ from sharding.indices import cut
 from sharding.on_ranks import on_ranks
 from sharding.sums import pieces_here, tree_sum
 
-Cache = dict[str, Array]
-
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
 """Most bytes of a block's float32 scores on a device."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Rows:
-    """Where a row group's tokens stand: positions, and the pages that hold their context.
-
-    A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
-    means nothing; native kernels leave it out, and give zeros.
-    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them.
-    """
-
-    positions: Int[Array, "B R C"]
-    tables: Int[Array, "B R Pr"]
-    length: Int[Array, "B R"] | None = None
-    filled: Bool[Array, "P G"] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""How a step's tokens find their routed experts: which copies they go to, what takes them there, and the product that they meet."""
+"""How a step's tokens find their routed experts: on which devices these are, which copies tokens go to, what takes them there, and the
+product that they meet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,43 @@ from dsjax.model.experts import ExpertProduct
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_values import Layer
 from dsjax.model.moe import RoutedExperts
+from dsjax.model.parameters import ParameterInfo
 from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
+from sharding import MeshSpec
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh
 from sharding.layer_placement import LayerPlacements
 from sharding.on_ranks import on_one_rank
 from sharding.placement import assign_copies, slot_distances
+
+EXPERTS = ".moe.experts."
+"""What stands in the path of every parameter that these devices have, and of no other."""
+
+
+@dataclass(frozen=True)
+class ExpertsApart:
+    """Describes the devices that have the routed experts and nothing else.
+
+    spec: of these devices, each of which has whole experts. parts: into how many equal runs they are divided for what is sent there.
+    padded: whether all cells of an exchange travel there, and not those alone that are filled. infos: their parameters by path.
+    """
+
+    spec: MeshSpec
+    parts: int
+    padded: bool
+    infos: Mapping[str, ParameterInfo] = field(hash=False)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        stack = next(iter(self.infos)).split(EXPERTS)[0]
+        infos = [info for path, info in self.infos.items() if path.startswith(stack + EXPERTS)]
+        return sum(info.nbytes // (info.shape[0] * info.shape[1]) for info in infos)
+
+    @property
+    def bytes_of_device(self) -> int:
+        """Bytes of the parameters of one device, each of which has whole experts."""
+        return sum(info.nbytes for info in self.infos.values()) // self.spec.ep_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsjax.model.attention import Cache, PagedAttention, Rows
+from dsjax.model.attention import PagedAttention
 from dsjax.model.expert_dispatch import ExpertDispatch
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_values import Computed, Layer, Projected, Sent
 from dsjax.model.mla import Projections
+from dsjax.model.paging import Cache, Rows
 from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
 from sharding.dispatch import Transit

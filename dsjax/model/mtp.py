@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.model import paging
 from dsjax.model.apart import run_apart
-from dsjax.model.attention import Cache
 from dsjax.model.layer_values import Layer
+from dsjax.model.paging import Cache
 from dsjax.model.rows import RowGroup
 from dsjax.model.transformer import MTP, Transformer
 from sharding.placement import CopyTables

@@ -1,13 +1,34 @@
-"""Reading and writing the paged cache inside ``shard_map``: every array here is one DP rank's own.
+"""The paged cache, and reading and writing it inside ``shard_map``, where every array is one DP rank's own.
 
 A cache array is ``[L, P_all, G, ...]``: layers, pages of this rank, slots of a page. All layers are one array, so that a
 scan over layers can carry it and update it in place.
 """
 
+from dataclasses import dataclass
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sharding.indices import put, take
+
+Cache = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Rows:
+    """Where a row group's tokens stand: positions, and the pages that hold their context.
+
+    A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
+    means nothing; native kernels leave it out, and give zeros.
+    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them.
+    """
+
+    positions: Int[Array, "B R C"]
+    tables: Int[Array, "B R Pr"]
+    length: Int[Array, "B R"] | None = None
+    filled: Bool[Array, "P G"] | None = None
 
 
 def write(

@@ -8,177 +8,29 @@ shardings; only cache access and expert dispatch are ``shard_map``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
-from dsjax.config import ModelConfig
-from dsjax.kernels.table import Kernels
-from dsjax.model.apart import ExpertsApart, run_apart
-from dsjax.model.attention import Cache, PagedAttention
-from dsjax.model.expert_dispatch import ExpertDispatch
-from dsjax.model.forms import Form, common_layout
-from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.in_place import MatricesInPlace
-from dsjax.model.layer_parts import LayerParts
+from dsjax.model.apart import run_apart
 from dsjax.model.layer_values import Layer, Tokens
-from dsjax.model.parameters import ParameterTable
-from dsjax.model.rope import Rotation
-from dsjax.model.rows import GroupShape, RowGroup, flatten
-from dsjax.model.sparse import IndexScores
-from dsjax.model.stage import Stage
-from dsjax.model.token_sharding import TokenSharding
+from dsjax.model.paging import Cache
+from dsjax.model.rows import RowGroup
+from dsjax.model.step_description import StepDescription
 from dsjax.model.transformer import DecoderLayer, Transformer
-from dsjax.model.two_batch import TwoBatchOverlap, count_micro_batches, run_in_halves
-from sharding import MeshSpec, Rules
-from sharding.cut import CutLowered, lower_cut
-from sharding.dispatch import DispatchConfig
+from dsjax.model.two_batch import run_in_halves
 from sharding.host_memory import rows_from_host
-from sharding.layer_placement import LayerPlacements
 from sharding.on_ranks import on_ranks
 from sharding.placement import CopyTables
 
 
-@dataclass(frozen=True, eq=False)
-class ModelStep:
-    """A model on a mesh, ready to be traced: everything static about a step but its row groups' shapes.
-
-    stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them.
-    """
-
-    config: ModelConfig
-    table: ParameterTable
-    spec: MeshSpec
-    mesh: Mesh
-    rules: Rules
-    placement: LayerPlacements
-    dispatch: DispatchConfig
-    dtype: jnp.dtype
-    cache_dtype: jnp.dtype
-    prefill_form: Form = "CC"
-    decode_form: Form = "A_CC_ME"
-    page_size: int = 16
-    block_tokens: int | None = None
-    kernels: Kernels = Kernels()
-    shared_experts_fusion: bool = False
-    nearest_copies: bool = False
-    scheme: ActivationScheme = WIDEN
-    index_scores: IndexScores = IndexScores()
-    overlap: TwoBatchOverlap | None = None
-    apart: ExpertsApart | None = None
-    stage: Stage | None = None
-
-    @property
-    def begins(self) -> bool:
-        """Whether tokens enter here: the step has the embedding and the first layers."""
-        return self.stage is None or self.stage.begins
-
-    @property
-    def ends(self) -> bool:
-        """Whether tokens are made here: the step has the last layers, the head and the MTP module."""
-        return self.stage is None or self.stage.ends
-
-    @property
-    def stored_placement(self) -> LayerPlacements:
-        """Which expert each slot of the parameters holds: ``placement``, and what ``stored`` adds to it."""
-        return self.stored(self.placement)
-
-    def stored(self, placement: LayerPlacements) -> LayerPlacements:
-        """A placement of the routed experts, with the shared expert behind those of each rank where it is one of them."""
-        return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk, in each of the two MLA forms.
-
-        True where all products are native: each sum has one order then (``docs/exactness.md``).
-        """
-        parts = set(self.kernels.names(self.prefill_form, self.decode_form).values())
-        return parts == {"native"}
-
-    @property
-    def attention(self) -> PagedAttention:
-        """Attention against this step's cache."""
-        layout = common_layout(self.prefill_form, self.decode_form)
-        return PagedAttention(
-            self.mesh,
-            self.spec,
-            self.config,
-            layout,
-            self.cache_dtype,
-            self.block_tokens,
-            self.kernels,
-            self.index_scores,
-        )
-
-    @property
-    def sharding(self) -> TokenSharding:
-        """How this step's tokens lie over the mesh."""
-        return TokenSharding(self.spec, self.mesh)
-
-    @property
-    def in_place(self) -> MatricesInPlace:
-        """The products with a layer's matrices."""
-        return MatricesInPlace(
-            self.config,
-            self.table.infos,
-            self.spec,
-            self.mesh,
-            self.rules,
-            self.attention.layout,
-            self.kernels,
-            self.scheme,
-        )
-
-    @property
-    def experts(self) -> ExpertDispatch:
-        """How this step's tokens find their routed experts."""
-        return ExpertDispatch(
-            self.placement,
-            self.dispatch,
-            self.nearest_copies,
-            self.shared_experts_fusion,
-            self.in_place,
-            self.sharding,
-        )
-
-    @property
-    def parts(self) -> LayerParts:
-        """The four parts of each of this step's layers."""
-        return LayerParts(self.attention, self.in_place, self.experts, self.sharding, self.apart is not None)
-
-    @property
-    def has_module(self) -> bool:
-        """Whether the parameters of an MTP module are among this step's."""
-        return any(path.startswith("mtp.") for path in self.table.infos)
-
-    @property
-    def cache_layers(self) -> int:
-        """Layers of the cache: the model's, and behind them the MTP module's where the step has one."""
-        return self.config.num_hidden_layers + self.has_module
-
-    @property
-    def moe_layers_with_module(self) -> int:
-        """Layers that have routed experts: the model's, and behind them the MTP module's where the step has one."""
-        return self.config.num_moe_layers + (self.has_module and self.config.is_moe)
-
-    def abstract_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
-        return {
-            path: jax.ShapeDtypeStruct(
-                info.shape, info.storage_dtype, sharding=self.rules.sharding(self.mesh, info.logical_axes, info.shape)
-            )
-            for path, info in self.table.infos.items()
-        }
+class ModelStep(StepDescription):
+    """A model on a mesh, ready to be traced: everything static about a step but its row groups' shapes."""
 
     def hidden(
         self,
@@ -223,10 +75,6 @@ class ModelStep:
             normed = self.in_place.normalise(model.final_norm, self.sharding.whole(x))
             return self.sharding.whole(normed), cache, reports
 
-    def slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
-        """Cache slot of each token on its DP rank, −1 for padding."""
-        return self.sharding.whole(flatten([group.slots(self.page_size) for group in groups]))
-
     def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
         """Float32 logits of hidden states that ``hidden`` gave; the vocabulary is spread over ``tp`` where that divides it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("head"):
@@ -238,36 +86,11 @@ class ModelStep:
             logits = self.in_place.project(model, hidden, self.dtype, by_data=by_data)
             return self.sharding.constrain(logits, *placed)
 
-    def logits_spec(self, positions: int) -> P:
-        """How logits ``[B, positions, V]`` are spread over ``tp``: by vocabulary, or by positions where it divides those."""
-        batch, tokens, vocab = self.rules.spec(("ranks", "head_tokens", "vocab"))
-        return P(batch, tokens if positions % self.spec.tp_size == 0 else None, vocab)
-
-    def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
-        """What the layers need to know of these groups' token slots."""
-        ids, positions, active, slots = (
-            self.sharding.whole(flatten(parts))
-            for parts in (
-                [g.tokens for g in groups],
-                [g.positions for g in groups],
-                [g.active for g in groups],
-                [g.slots(self.page_size) for g in groups],
-            )
-        )
-        rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
-        return Tokens(groups, ids, active, slots, rotation)
-
     def embed(self, model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of the embedding, wherever that lies."""
         if "embedded_vocab" not in self.rules.in_host:
             return model.embed(tokens, self.dtype)
         return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
-
-    def lower(self, program: Callable, *arguments: Any, donate_argnum: int) -> Lowered | CutLowered:
-        """Trace a program that has layers in it, for described arguments: one, or where experts are apart as many as it takes."""
-        if self.apart is not None:
-            return lower_cut(program, *arguments, donate_argnum=donate_argnum)
-        return jax.jit(program, donate_argnums=donate_argnum).lower(*arguments)
 
     def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         graph, whole, weights = split = self._split(stack, tokens)
@@ -304,15 +127,6 @@ class ModelStep:
         in_place = self.in_place.names([group.shape.form for group in tokens.groups])
         return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
 
-    @property
-    def rank_by_rank(self) -> bool:
-        """Whether each rank computes its layers in a region of its own, where it leaves out what it has no token for.
-
-        On the emulated devices of CPUs, which share a few cores, and where no sum goes over ``tp``.
-        """
-        alone = self.spec.tp_size * self.spec.expert_width_shards == 1 and self.apart is None
-        return self.in_place.native and alone and self.spec.num_devices > 1
-
     def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         """The first layer of a stack, where ranks run each by itself; arrays of reports and copies have a leading axis of 1."""
         return self._rank_by_rank(self._split(stack, tokens), 1, x, cache, layer, tokens, copies)
@@ -341,18 +155,6 @@ class ModelStep:
         in_specs = (laid_out(whole), laid_out(weights), by_rank, of_cache, P(), by_rank, P())
         out_specs = by_rank, of_cache, P(None, self.spec.token_axes)
         return on_ranks(run, self.mesh, in_specs, out_specs)(whole, weights, x, cache, layer, tokens, copies)
-
-    def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
-        """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
-        away = self.apart is not None or self.spec.ep_size * self.spec.expert_width_shards > 1
-        travels = self.config.is_moe and away
-        return self.overlap is not None and travels and self.overlap.halves(shapes)
-
-    def micro_batches(self, shapes: Sequence[GroupShape]) -> int:
-        """In how many parts the layers with experts compute a step of these groups."""
-        if not self.in_halves(shapes):
-            return 1
-        return count_micro_batches(shapes, 2 if self.apart is None else self.overlap.stages)
 
     def run_layer(self, of: Layer, x: Float[Array, "B T D"], cache: Cache):
         """All parts of a decoder layer, one after the other; gives the tokens, the cache, and the dispatch's report."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from dsjax.plan.figure import Figure, assumed, exact, largest, total
 from dsjax.plan.network import exchanged_rows
-
-if TYPE_CHECKING:
-    from dsjax.plan.step import StepModel
+from dsjax.plan.step_basis import StepBasis
 
 HALVES = "layers, two halves overlapped"
 """The part of a step that says that it was priced in halves."""
@@ -18,7 +15,7 @@ _LAUNCHES = 32, 7
 
 
 def halved_layers(
-    step: StepModel, tokens: float, decode: bool, layers: int, whole: dict[str, Figure], half: dict[str, Figure]
+    step: StepBasis, tokens: float, decode: bool, layers: int, whole: dict[str, Figure], half: dict[str, Figure]
 ) -> dict[str, Figure]:
     """All layers of a step: of each of the four windows of a layer with experts the longer counts, what travels or what computes.
 
@@ -40,7 +37,7 @@ def halved_layers(
     return {name: part.named(name, "s") for name, part in (whole | {HALVES: total(windows)}).items()}
 
 
-def further_rounds(step: StepModel, tokens: float) -> int:
+def further_rounds(step: StepBasis, tokens: float) -> int:
     """Rounds to the busiest rank that halves of so many tokens have beyond those of the whole, which are left out of both."""
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     ranks, needed = mesh.ep_size, []
@@ -55,7 +52,7 @@ def further_rounds(step: StepModel, tokens: float) -> int:
     return max(0, needed[0] - needed[1])
 
 
-def more_launches(step: StepModel, layers: int) -> tuple[Figure, Figure]:
+def more_launches(step: StepBasis, layers: int) -> tuple[Figure, Figure]:
     """Seconds of what a half launches more in so many layers with experts: in attention and routing, and in the experts' part."""
     if step.cluster.hardware.platform != "cuda":
         return exact(0.0), exact(0.0)

@@ -13,7 +13,7 @@ from dsjax.plan.pools import devices_kept, most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, of_prefill, search
 from dsjax.plan.separated import most_decode_instances
-from dsjax.plan.step import tables_of
+from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import Objective
 
 _FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)

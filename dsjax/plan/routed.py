@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
+from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, amount, assumed, exact
 from dsjax.plan.network import (
     all_reduce,
@@ -17,15 +17,12 @@ from dsjax.plan.network import (
 )
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import exchange_run, exchanges, nearest
+from dsjax.plan.step_basis import StepBasis
 from sharding.dispatch import host_capacity
-
-if TYPE_CHECKING:
-    from dsjax.plan.cluster import Cluster
-    from dsjax.plan.step import StepModel
 
 
 def routed_experts(
-    step: StepModel, tokens: float, decode: bool, layers: int, busy: float, halved: bool = False
+    step: StepBasis, tokens: float, decode: bool, layers: int, busy: float, halved: bool = False
 ) -> dict[str, Figure]:
     """The routed experts, the way there and the way back, of so many layers.
 
@@ -127,7 +124,7 @@ def routed_experts(
 
 
 def _exchanges(
-    step: StepModel, rank_tokens: float, decode: bool, slowest: Figure, halved: bool
+    step: StepBasis, rank_tokens: float, decode: bool, slowest: Figure, halved: bool
 ) -> tuple[Figure, Figure]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
     ranks = mesh.num_devices // mesh.expert_copies
@@ -160,7 +157,7 @@ def _exchanges(
 
 
 def _own(
-    step: StepModel, rank_tokens: float, decode: bool, slowest: Figure, halved: bool, ranks: int
+    step: StepBasis, rank_tokens: float, decode: bool, slowest: Figure, halved: bool, ranks: int
 ) -> tuple[Figure, Figure]:
     """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then.
 
@@ -197,7 +194,7 @@ def _half_a_sum(cluster: Cluster, ranks: int, each: float) -> Figure:
 
 
 def _in_width(
-    step: StepModel, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: Figure, halved: bool
+    step: StepBasis, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: Figure, halved: bool
 ) -> Figure:
     """One way of dsjax's own dispatch where ranks share an expert's width: between ranks of one place in it, and among these.
 
@@ -223,7 +220,7 @@ def _in_width(
     return time
 
 
-def _pooled_exchange(step: StepModel, rank_tokens: float, row_bytes: float, kind: str) -> Figure:
+def _pooled_exchange(step: StepBasis, rank_tokens: float, row_bytes: float, kind: str) -> Figure:
     """One way of tokens whose experts' widths DP ranks share: to one of the ranks that share an expert, then to all of them.
 
     Ranks that share a width are neighbours, so that those with other experts are ``etp`` devices apart.

@@ -110,7 +110,7 @@ def serve(
     if port is None:
         port = 8000 if leads and args.afd_role != "expert" else 0
     if leads and api_server_count > 1:
-        from dsjax.serve.front_ends.shared_engine import check_private_listener
+        from dsjax.serve.front_ends.engine_server import check_private_listener
 
         check_private_listener()
     listeners = bind_shared(host, port, api_server_count) if leads and api_server_count > 1 else [bind(host, port)]
@@ -165,7 +165,8 @@ def serve_model(
     front_end_listeners: one for each process that is to speak HTTP; none: this one does, on `listener`.
     """
     from dsjax.engine.async_engine import AsyncEngine
-    from dsjax.serve.front_ends.shared_engine import EngineServer, SharedEngine
+    from dsjax.serve.front_ends.engine_server import EngineServer
+    from dsjax.serve.front_ends.shared_engine import SharedEngine
     from dsjax.serve.server import Server
     from dsjax.serve.serving import Serving
     from dsjax.serve.startup_screen import show_facts, show_url, warm_up_bar

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dsjax.engine.async_engine import EngineClient
 from dsjax.engine.contract.executor import ExpertCounts
@@ -26,7 +26,6 @@ from dsjax.serve.tool_calls import ToolFormat
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
     from dsjax.engine.elastic.generations import Generations
     from dsjax.engine.setup.facts import EngineFacts
-    from dsjax.serve.front_ends.processes import FrontEnds
 
 Answer = TypeVar("Answer")
 
@@ -101,6 +100,16 @@ class QueueGate:
         return self._reject(code, error)
 
 
+class ClientProcesses(Protocol):
+    """The processes that speak to clients, seen from the engine's."""
+
+    async def abort(self, request_id: str | None) -> int:
+        """End the requests of an id, or all, wherever they are; give how many there were."""
+
+    async def gather(self) -> None:
+        """Ask all for their counters."""
+
+
 @dataclass
 class Serving:
     """What every endpoint needs. The first of `model_names` is used where a request gives none.
@@ -122,7 +131,7 @@ class Serving:
     metrics: Metrics | None = None
     orders_by_priority: bool = False
     phase: Phase = Phase.READY
-    front_ends: "FrontEnds | None" = None
+    front_ends: ClientProcesses | None = None
     on_phase: Callable[[Phase], None] = lambda phase: None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -98,7 +98,7 @@ def test_pods_are_restricted_have_their_secrets_and_are_fenced(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_workers_options_are_dsjaxs_and_fit_the_model_and_the_devices(path):
-    from dsjax.dynamo.command import CLEANUP_SECONDS
+    from dsjax.dynamo.arguments import CLEANUP_SECONDS
 
     found = documents(path)
     assert [worker["type"] for worker, _ in workers_of(found)] in (["worker"], ["prefill", "decode"])

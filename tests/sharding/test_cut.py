@@ -19,7 +19,9 @@ class Doubling:
     def __init__(self):
         self.calls = 0
 
-    def compile(self, described):
+    def compile_work(self, work, described):
+        assert work == "double"
+
         def run(values):
             self.calls += 1
             first, *others = values
@@ -35,12 +37,12 @@ def described():
     return lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
-def step(work, params, state, x):
+def step(params, state, x):
     y = x @ params["a"] + state["seen"]
     early = jnp.sin(y)
     results = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (y, state["cache"])]
     for _ in range(2):
-        y, cache = outside(work, [y, state["cache"]], results)
+        y, cache = outside("double", [y, state["cache"]], results)
         state = state | {"cache": cache}
     return {"seen": state["seen"] + y, "cache": state["cache"] + 1, "idle": state["idle"] * 1}, early + y
 
@@ -53,7 +55,7 @@ def test_pieces_give_what_the_function_gives(described):
     work = Doubling()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of arrays that were given away for nothing
-        program = lower_cut(lambda *given: step(work, *given), *arguments, donate_argnum=1).compile()
+        program = lower_cut(step, *arguments, donate_argnum=1, worker=work).compile()
     params, state, x = jax.tree.map(lambda one: jax.device_put(jnp.ones(one.shape), one.sharding), arguments)
     made, y = program(params, state, x)
     assert work.calls == 2
@@ -71,7 +73,9 @@ def test_pieces_give_what_the_function_gives(described):
 
 
 def test_a_function_without_outside_is_one_program(described):
-    program = lower_cut(lambda state, x: state + x, described(3), described(3), donate_argnum=0).compile()
+    program = lower_cut(
+        lambda state, x: state + x, described(3), described(3), donate_argnum=0, worker=Doubling()
+    ).compile()
     np.testing.assert_array_equal(program(jnp.ones(3), jnp.ones(3)), np.full(3, 2.0))
     assert len(program.runs) == 1
     assert program.memory_analysis().alias_size_in_bytes == 12

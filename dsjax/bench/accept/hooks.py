@@ -6,7 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dsjax.bench.accept.kinds.kind import NotTestedError
+from dsjax.bench.accept.errors import NotTestedError
 from dsjax.options import OptionError
 
 _SCALE = "scale:"

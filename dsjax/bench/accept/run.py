@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 
 from dsjax.bench.accept.criteria import Checklist
+from dsjax.bench.accept.errors import NotTestedError
 from dsjax.bench.accept.kinds import KINDS
-from dsjax.bench.accept.kinds.kind import Measured, Measurement, NotTestedError
+from dsjax.bench.accept.kinds.kind import Measured, Measurement
 from dsjax.bench.accept.results import Result, Results, fingerprint
 from dsjax.bench.accept.test_bed import TestBed
 

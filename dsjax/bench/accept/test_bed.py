@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
+from dsjax.bench.accept.errors import NotTestedError
 from dsjax.bench.accept.hooks import Hooks
-from dsjax.bench.accept.kinds.kind import NotTestedError
 from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.client import open_session

@@ -13,10 +13,11 @@ import numpy as np
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
-from dsjax.model.attention import Cache, PagedAttention, Rows
+from dsjax.model.attention import PagedAttention
 from dsjax.model.forms import Form, common_layout
 from dsjax.model.mla import MLA
 from dsjax.model.mla_costs import cache_bytes, mla_cost
+from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, storage_dtype
 from dsjax.model.rope import Rotation
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,15 +17,8 @@ from jaxtyping import Array
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, ProgramMaker, Way, rounds_of
 from dsjax.engine.device.access import DeviceAccess, DevicePart
-from dsjax.model.apart import (
-    EXPERTS,
-    LayerPass,
-    Passing,
-    StackExperts,
-    sums_by_choice,
-    wire_of,
-)
-from dsjax.model.parameters import ParameterInfo
+from dsjax.model.apart import ExpertWork, LayerPass, Passing, StackExperts, sums_by_choice, wire_of
+from dsjax.model.expert_dispatch import ExpertsApart
 from dsjax.model.step import ModelStep
 from dsjax.model.window import ParameterWindow
 from sharding import MeshError, MeshSpec, Rules
@@ -53,12 +46,6 @@ def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
     return attention.arrange(devices[:first]), experts.arrange(devices[first:wanted])
 
 
-def with_experts_apart(step: ModelStep, make: Callable[[Mapping[str, ParameterInfo]], Side]) -> ModelStep:
-    """A step whose routed experts are where ``make`` says for their parameters, and everything else where it was."""
-    infos = {path: info for path, info in step.table.infos.items() if EXPERTS in path}
-    return replace(step, table=step.table.without(infos), apart=make(infos))
-
-
 class SidePart(DevicePart):
     """The experts' side as a part of an executor, whichever side it is now."""
 
@@ -67,50 +54,32 @@ class SidePart(DevicePart):
 
     def extension(self, kind: type) -> Any:
         """Offer what the side offers."""
-        return self._device.model.apart.extension(kind)
+        return self._device.programs.experts.extension(kind)
 
     def close(self) -> None:
         """End the side's threads."""
-        self._device.model.apart.close()
+        self._device.programs.experts.close()
 
     def release(self, held: HeldWeights | None) -> None:
         """Give the side's parameters up."""
-        self._device.model.apart.release(self._device.model, self._device.placements, held)
+        self._device.programs.experts.release(self._device.model, self._device.placements, held)
 
 
 class Side(ProgramMaker):
-    """Where the routed experts of a model's step are: its ``ExpertsApart``.
+    """Computes the routed experts of a step that has them apart: the ``sharding.cut.Worker`` of its ``ExpertWork``.
 
     They keep nothing from one call to the next but parameters. Between two calls others may be put in their place.
 
     Args:
-        spec: ``ep=N``. infos: of the experts' parameters.
-
-    Attributes:
-        parts, padded: as of ``ExpertsApart``.
+        spec: ``ep=N``.
         waits: whether each program is waited for before the next starts: emulated devices that share a host's cores can deadlock in
             collectives of programs that are in flight together.
     """
 
-    padded = True
-
-    def __init__(self, spec: MeshSpec, infos: Mapping[str, ParameterInfo], *, waits: bool):
-        self.spec, self.infos, self.waits, self.parts = spec, infos, waits, spec.ep_size
-        self._bytes = sum(info.nbytes for info in infos.values())
+    def __init__(self, spec: MeshSpec, *, waits: bool):
+        self.spec, self.waits = spec, waits
         self._passes: dict[Hashable, CompiledPass] = {}
         self._lock = threading.Lock()
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        stack = next(iter(self.infos)).split(EXPERTS)[0]
-        infos = [info for path, info in self.infos.items() if path.startswith(stack + EXPERTS)]
-        return sum(info.nbytes // (info.shape[0] * info.shape[1]) for info in infos)
-
-    @property
-    def bytes_of_device(self) -> int:
-        """Bytes of the parameters of one device, each of which has whole experts."""
-        return self._bytes // self.spec.ep_size
 
     def way(self, through: LayerPass) -> Way:
         """How the rows of a pass get there and back, all that it needs compiled."""
@@ -126,12 +95,21 @@ class Side(ProgramMaker):
     def release(self, step: ModelStep, placements: LayerPlacements, held: HeldWeights | None) -> None:
         """Free the parameters of this process's devices. placements: where experts are. held: takes them over; None: nobody does."""
 
-    def work(self, passes: Sequence[LayerPass], tree: Any) -> _Work:
-        """What takes tokens through a stack of layers."""
-        return _Work(self, tuple(passes), tree)
+    def compile_work(self, work: ExpertWork, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
+        """Compile the programs of a pass, or take those of an equal one."""
+        compiled = self.compiled(work, described)
+        passing: Passing = jax.tree.unflatten(work.tree, described)
 
-    def compiled(self, passes: Sequence[LayerPass], tree: Any, described: Sequence[Described]) -> CompiledPass:
+        def run(leaves: list[Array]) -> list[Array]:
+            passing = jax.tree.unflatten(work.tree, leaves)
+            leaves.clear()
+            return jax.tree.leaves(compiled.run(passing))
+
+        return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache, passing.report))]
+
+    def compiled(self, work: ExpertWork, described: Sequence[Described]) -> CompiledPass:
         """The programs of a pass, which several steps can share."""
+        passes, tree = work.passes, work.tree
         shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
         key = tuple((one.stack, one.first, one.shape) for one in passes), tree, shardings
         with self._lock:
@@ -147,21 +125,21 @@ class ExpertSide(Side):
     """Experts on devices of this process: on all of the expert devices, or on a run of them.
 
     Args:
-        mesh: of the devices. first: the number of the first of them among all expert devices.
+        apart: as the step has it. mesh: of the devices. first: the number of the first of them among all expert devices.
 
     Attributes:
         local: the mesh as numbers. slots: the physical experts of a layer that are here; window: the same, of parameters. infos: of the
             parameters on these devices. rules: where they are. params: these by path, assigned when they are loaded.
     """
 
-    def __init__(self, spec: MeshSpec, mesh: Mesh, infos: Mapping[str, ParameterInfo], first: int = 0):
-        super().__init__(spec, infos, waits=mesh.devices.flat[0].platform == "cpu")
+    def __init__(self, apart: ExpertsApart, mesh: Mesh, first: int = 0):
+        super().__init__(apart.spec, waits=mesh.devices.flat[0].platform == "cpu")
         self.mesh, self.first, self.local = mesh, first, MeshSpec(dp_size=mesh.size)
         self.rules = Rules.for_mesh(self.local)
-        on_a_device = next(iter(infos.values())).shape[1] // spec.ep_size
+        on_a_device = next(iter(apart.infos.values())).shape[1] // apart.spec.ep_size
         self.slots = range(on_a_device * first, on_a_device * (first + self.local.ep_size))
         self.window = ParameterWindow(experts=self.slots)
-        self.infos = self.window.of(infos)
+        self.infos = self.window.of(apart.infos)
         self.params: dict[str, Array] = {}
 
     def described(self) -> dict[str, Described]:
@@ -204,27 +182,6 @@ class ExpertSide(Side):
         between, step = through.between(), through.step
         program = self.compile(step, through.stack, between.tokens, between.senders, between.capacity)
         return WayToDevices(self, between, self.half(step), program, layers)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """``sharding.cut.Work`` of one pass."""
-
-    side: Side
-    passes: tuple[LayerPass, ...]
-    tree: Any
-
-    def compile(self, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
-        """Compile the programs of the pass, or take those of an equal one."""
-        compiled = self.side.compiled(self.passes, self.tree, described)
-        passing: Passing = jax.tree.unflatten(self.tree, described)
-
-        def run(leaves: list[Array]) -> list[Array]:
-            passing = jax.tree.unflatten(self.tree, leaves)
-            leaves.clear()
-            return jax.tree.leaves(compiled.run(passing))
-
-        return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache, passing.report))]
 
 
 @dataclass(frozen=True, eq=False)

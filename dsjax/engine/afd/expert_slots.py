@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from dsjax.engine.afd.expert_side import ExpertSide
-from dsjax.model.apart import EXPERTS
+from dsjax.model.expert_dispatch import EXPERTS
 
 Expert = dict[str, Array | np.ndarray]
 """The parameters of one expert by their paths, without the axes of layers and experts."""

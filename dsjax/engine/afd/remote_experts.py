@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
 from dsjax.messaging.credentials import Credentials
 from dsjax.model.apart import LayerPass
-from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec
 from sharding.arrays import own_parts, put_own_parts
 from sharding.dispatch.between import Between
@@ -46,12 +45,9 @@ class RemoteExperts(Side):
             ``join`` assigns them.
     """
 
-    padded = False
-
     def __init__(
         self,
         spec: MeshSpec,
-        infos: Mapping[str, ParameterInfo],
         addresses: Sequence[str],
         credentials: Sequence[Credentials],
         *,
@@ -59,7 +55,7 @@ class RemoteExperts(Side):
         patience: float,
         silence: int,
     ):
-        super().__init__(spec, infos, waits=waits)
+        super().__init__(spec, waits=waits)
         self.parts = len(addresses)
         self.space: dict[str, Any] = {}
         self.placement = np.zeros((0, 0), np.int32)

@@ -23,10 +23,14 @@ class RemoteExpertsPart(SidePart):
     side, or all stay with the current one.
 
     Args:
-        another: ``(expert_mesh, afd_address, model) -> model`` with its experts at those addresses, not connected yet.
+        another: ``(expert_mesh, afd_address, model, side) -> (model, side)`` with the experts at those addresses, not connected yet.
     """
 
-    def __init__(self, device: DeviceAccess, another: Callable[[str, str, ModelStep], ModelStep]):
+    def __init__(
+        self,
+        device: DeviceAccess,
+        another: Callable[[str, str, ModelStep, RemoteExperts], tuple[ModelStep, RemoteExperts]],
+    ):
         super().__init__(device)
         self._another = another
         self._lock = threading.Lock()
@@ -47,7 +51,7 @@ class RemoteExpertsPart(SidePart):
 
     @property
     def _side(self) -> RemoteExperts:
-        return self._device.model.apart
+        return self._device.programs.experts
 
     def _connect(self, pending: Pending, command: ConnectExperts) -> Running:
         def run() -> Running:
@@ -63,8 +67,7 @@ class RemoteExpertsPart(SidePart):
             RuntimeError: another attention process is gone.
         """
         device, before = self._device, self._side
-        model = self._another(command.expert_mesh, command.afd_address, device.model)
-        after: RemoteExperts = model.apart
+        model, after = self._another(command.expert_mesh, command.afd_address, device.model, before)
         after.placement = device.placements.physical_to_logical.copy()
         with self._lock:
             self._next = after
@@ -74,7 +77,7 @@ class RemoteExpertsPart(SidePart):
         try:
             try:
                 after.connect()
-                programs = device.programs.of(model)
+                programs = device.programs.of(model, after)
             except (UserError, RuntimeError, ValueError) as caught:
                 error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
                 _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)

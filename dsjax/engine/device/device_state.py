@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.sampler import SlotSampling
-from dsjax.model.attention import Cache
+from dsjax.model.paging import Cache
 from dsjax.model.step import ModelStep
 from sharding.placement import CopyTables
 

@@ -35,6 +35,7 @@ from dsjax.engine.device.programs import COPIES, Programs
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
+from sharding.cut import Worker
 from sharding.layer_placement import LayerPlacements
 
 SMALLER_STEPS = (
@@ -63,7 +64,8 @@ class MeshExecutor:
 
     Args:
         parts: make the optional parts, which carry out commands of their own. Their order is that in which pages are looked for.
-        meet: waits for the other processes of the mesh, where there are any; they all call it at the same place. library: as in `Programs`.
+        meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
+        library, experts: as in `Programs`.
 
     Attributes:
         device: the state, the parameters and the programs, as the parts have them.
@@ -83,11 +85,12 @@ class MeshExecutor:
         parts: Sequence[PartMaker] = (),
         meet: Callable[[], object] | None = None,
         library: ProgramLibrary | None = None,
+        experts: Worker | None = None,
     ):
         self.limits, self.buckets = limits, buckets
         params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        programs = self.programs_class(step, params, described, limits, experts_per_exchange, meet, library)
+        programs = self.programs_class(step, params, described, limits, experts_per_exchange, meet, library, experts)
         self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2

@@ -32,6 +32,7 @@ from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 from sharding.arrays import RepeatedPut, put
+from sharding.cut import CutLowered, Worker, lower_cut
 
 COPIES = 32
 """Pairs of pages that one run of the copying program takes."""
@@ -51,6 +52,7 @@ class Programs:
         meet: waits for the other processes that have a part of the mesh; after a compilation at first use, which takes each as long as
             it takes, they must not wait for each other in a collective: that has a time limit.
         library: where programs that were compiled before, for other devices in the same layout, are found, and these are kept.
+        experts: the backend that computes the routed experts, if they have devices of their own.
 
     Attributes:
         store: the programs that are compiled.
@@ -69,7 +71,9 @@ class Programs:
         experts_per_exchange: int = 0,
         meet: Callable[[], object] | None = None,
         library: ProgramLibrary | None = None,
+        experts: Worker | None = None,
     ):
+        self.experts = experts
         # The dispatch always counts: that takes no collective, and recording the counts must not compile anything.
         self._step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, report=True))
         self._params = device_state.description(dict(params))
@@ -112,9 +116,9 @@ class Programs:
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
-    def of(self, step: ModelStep) -> Programs:
-        """Compile the same programs for the same model and state with experts in another place."""
-        programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet)
+    def of(self, step: ModelStep, experts: Worker) -> Programs:
+        """Compile the same programs for the same model and state with another backend of the routed experts."""
+        programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet, experts=experts)
         there = dict(self.store.compiled)  # another thread may have one more compiled
         labels = {key: str(key[0]) for key in there if key[0] in self._makers}
         # What gathers results knows nothing of experts.
@@ -373,9 +377,12 @@ class Programs:
         at, outcome, _, hidden = self._of_step(shape)
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), at, outcome, hidden)
 
-    def _lower_step(self, run: Callable, *arguments: Any) -> Lowered:
-        """A program of parameters, state and ``arguments`` that has layers in it."""
-        return self._step.lower(run, self._params, self._state, *arguments, donate_argnum=1)
+    def _lower_step(self, run: Callable, *arguments: Any) -> Lowered | CutLowered:
+        """A program of parameters, state and ``arguments`` that has layers in it; where experts are apart, as many as it takes."""
+        arguments = self._params, self._state, *arguments
+        if self.experts is not None:
+            return lower_cut(run, *arguments, donate_argnum=1, worker=self.experts)
+        return jax.jit(run, donate_argnums=1).lower(*arguments)
 
     def _lower_allocate(self) -> Lowered:
         make = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self._state)  # noqa: E731

@@ -34,9 +34,8 @@ from dsjax.engine.elastic.mesh_change import (
     with_experts_on,
 )
 from dsjax.engine.program_cache.library import ProgramLibrary
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.facts import EngineFacts
 from dsjax.engine.setup.loading import LoadedEngine, load_model
 from dsjax.engine.setup.stages import load_stages
 from dsjax.engine.stream.leader import LeaderExecutor
@@ -56,20 +55,6 @@ _TELL_SECONDS = 1.0
 """How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """An executor, the scheduler's sizes for it, and what is said of it.
-
-    Attributes:
-        larger_is_wanted: whether its mesh is smaller than the one that was asked for, because processes are missing.
-    """
-
-    executor: Executor
-    config: SchedulerConfig
-    facts: EngineFacts
-    larger_is_wanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +99,7 @@ class ChangeCounts:
 
 
 class Generations:
-    """Makes the next executor when the mesh has to change, and gives up the one before. The engine's thread calls what changes something.
+    """The `MeshChanger` of an engine: makes the next executor when the mesh has to change, and gives up the one before.
 
     Args:
         loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
@@ -126,7 +111,6 @@ class Generations:
         patience: seconds that a request waits for a larger mesh where the one of now cannot hold it (``--wait-for-mesh-seconds``).
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
         ahead: compiles for meshes that may come; None for a process that is alone.
-        wake: called, from any thread, when ``due`` may have become true.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedEngine, library: ProgramLibrary):
@@ -145,7 +129,7 @@ class Generations:
         self._part_began = 0.0
         self.counts = ChangeCounts()
         self._held = loaded.held
-        self.wake: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] = lambda: None
         self._asked, self._lock = False, threading.Lock()
         self._used_up: set[MeshSpec] = set()  # of which somebody has been told
         self._has_changed = False
@@ -188,9 +172,13 @@ class Generations:
         changed, self._has_changed = self._has_changed, False
         return changed or (self._group is not None and bool(self._group.leavers))
 
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` from now on, from any thread, when ``due`` may have become true."""
+        self._wake = wake
+
     def _note_change(self, error: GroupError | None) -> None:
         self._has_changed = True
-        self.wake()
+        self._wake()
 
     def has_warmed_up(self) -> None:
         """Compile for the meshes that may come, since the mesh of now can serve."""
@@ -397,7 +385,7 @@ class Generations:
             loaded.sources,
         )
         config = self._args.scheduler_config(loaded.executor.limits)
-        return Generation(loaded.executor, config, loaded.facts, self.spec != self.wanted)
+        return Generation(loaded.executor, config, self.spec != self.wanted)
 
     def _cut(self) -> None:
         """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""

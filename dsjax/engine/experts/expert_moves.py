@@ -41,8 +41,8 @@ class ExpertMoves(DevicePart):
     """Reads the loads of one executor, and has experts moved.
 
     Args:
-        experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts; None: those of the side that the
-            model has now.
+        experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts; None: those of the backend that
+            the programs have now.
     """
 
     def __init__(self, device: DeviceAccess, experts: int, movable: MovableExperts | None = None):
@@ -54,7 +54,7 @@ class ExpertMoves(DevicePart):
 
     @property
     def _movable(self) -> MovableExperts:
-        return self._given or self._device.model.apart
+        return self._given or self._device.programs.experts
 
     @property
     def _ranks(self) -> int:

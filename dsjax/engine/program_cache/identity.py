@@ -25,7 +25,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import dsjax
 import sharding
 from dsjax.kernels.build import machine
 from sharding import jax_internals
@@ -34,6 +33,8 @@ from sharding.cores import most_threads
 _ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "plan", "dryrun"})
 """Rooms of ``dsjax`` that the engine never imports (``tests/test_house.py``): no program depends on them."""
 
+_DSJAX = Path(__file__).parents[2]
+"""The folder of the package. To import ``dsjax`` for it would be a circle."""
 _PACKAGES = ("jax", "jaxlib", "flax", "einops", "numpy", "ml_dtypes")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NO_MATTER = re.compile("cache|address|^jax_log|^jax_explain")
@@ -179,15 +180,14 @@ class _Sources:
         states: dict[Path, tuple[int, int]] = {}
         contents: dict[str, bytes] = {}
         try:
-            for package in (dsjax, sharding):
-                root = Path(package.__file__).parent
+            for package, root in (("dsjax", _DSJAX), ("sharding", Path(sharding.__file__).parent)):
                 paths = [path for path in sorted(root.rglob("*.py")) if _is_reached(package, path.relative_to(root))]
                 if not paths:
                     return cls(None, {})
                 for path in paths:
                     status = path.stat()
                     states[path] = status.st_mtime_ns, status.st_size
-                    contents[f"{package.__name__}/{path.relative_to(root).as_posix()}"] = path.read_bytes()
+                    contents[f"{package}/{path.relative_to(root).as_posix()}"] = path.read_bytes()
         except (OSError, TypeError):  # an archive, or a file that cannot be read
             return cls(None, {})
         return cls(digest(contents), states)
@@ -201,9 +201,9 @@ class _Sources:
             return False
 
 
-def _is_reached(package: types.ModuleType, inside: Path) -> bool:
+def _is_reached(package: str, inside: Path) -> bool:
     """Whether the engine may import a file. An editor's lock beside it (``.#step.py``) is none."""
-    return not inside.name.startswith(".") and (package is sharding or inside.parts[0] not in _ABOVE)
+    return not inside.name.startswith(".") and (package == "sharding" or inside.parts[0] not in _ABOVE)
 
 
 SOURCES = _Sources.now()

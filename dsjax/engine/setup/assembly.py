@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
 from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
-from dsjax.engine.afd.expert_side import ExpertSide, Side, with_experts_apart
-from dsjax.engine.afd.options import afd_addresses, expert_share, expert_spec
+from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
@@ -28,14 +27,15 @@ from dsjax.hosts.wire import split_address
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
+from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
+from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
 from dsjax.model.transformer import parameter_table
-from dsjax.model.two_batch import TwoBatchOverlap
 from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
@@ -55,14 +55,12 @@ def make_step(
     *,
     bf16_experts: bool | None = None,
     mtp: bool = False,
-    expert_mesh: Mesh | None = None,
     stage: Stage | None = None,
 ) -> ModelStep:
     """Make the step that ``args`` describe, for this model on this mesh.
 
     bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
     configuration says. mtp: with the model's MTP module, and its layer in the cache.
-    expert_mesh: the devices of ``args.expert_mesh``, where it names any that are of this process.
     stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
@@ -155,28 +153,25 @@ def make_step(
         stage=stage,
     )
     if expert_side is not None:
-        step = with_experts_apart(step, lambda infos: _experts_apart(args, expert_side, expert_mesh, infos, platform))
+        infos = {path: info for path, info in table.infos.items() if EXPERTS in path}
+        step = dataclasses.replace(step, table=table.without(infos), apart=experts_apart(args, infos))
     if args.batch_invariant:
         check_batch_invariant(step, platform, weights)
     return step
 
 
-def _experts_apart(
-    args: EngineArgs, spec: MeshSpec, mesh: Mesh | None, infos: Mapping[str, ParameterInfo], platform: str
-) -> Side:
-    if mesh is not None:
-        return ExpertSide(spec, mesh, infos, expert_share(args).first if args.afd_role == "expert" else 0)
-    return remote_experts(args, spec, infos, platform)
+def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> ExpertsApart:
+    """Describe the experts on `--expert-mesh`. infos: of their parameters."""
+    spec, is_remote = expert_spec(args), args.afd_role == "attention"
+    parts = len(afd_addresses(args)) if is_remote else spec.ep_size
+    return ExpertsApart(spec, parts, padded=not is_remote, infos=infos)
 
 
-def remote_experts(
-    args: EngineArgs, spec: MeshSpec, infos: Mapping[str, ParameterInfo], platform: str
-) -> RemoteExperts:
-    """Make the side of experts that are in the processes at `--afd-address`. platform: of the attention side's devices."""
+def remote_experts(args: EngineArgs, platform: str) -> RemoteExperts:
+    """Make the backend of experts in the processes at `--afd-address`. platform: of the attention side's devices."""
     addresses = afd_addresses(args)
     return RemoteExperts(
-        spec,
-        infos,
+        expert_spec(args),
         addresses,
         [args.credentials.read(split_address(address)[0]) for address in addresses],
         waits=platform == "cpu",

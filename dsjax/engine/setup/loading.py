@@ -25,7 +25,7 @@ from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import LinkClosedError
-from dsjax.engine.afd.expert_side import ExpertSide, SidePart, build_both
+from dsjax.engine.afd.expert_side import ExpertSide, Side, SidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
@@ -41,7 +41,7 @@ from dsjax.engine.experts.expert_moves import ExpertMoves
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import remote_experts, weights_format
+from dsjax.engine.setup.assembly import experts_apart, remote_experts, weights_format
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
@@ -155,20 +155,24 @@ def _load_model(
         keep_freed_memory()
     library, held = library or ProgramLibrary(), HeldWeights() if held is None else held
     library.keep_in(kept_in)
-    layout = EngineLayout.of(args, checkpoint, mesh, expert_mesh)
+    layout = EngineLayout.of(args, checkpoint, mesh)
     step, buckets = layout.step, layout.buckets
     weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    if of_experts is not None and expert_mesh is None:
-        opened.callback(step.apart.close)
-        _connect_experts(args, step, directory, held.name, group, is_later)
+    experts: Side | None = None
+    if expert_mesh is not None:
+        experts = ExpertSide(step.apart, expert_mesh)
+    elif of_experts is not None:
+        experts = remote_experts(args, mesh.devices.flat[0].platform)
+        opened.callback(experts.close)
+        _connect_experts(args, step, experts, directory, held.name, group, is_later)
 
     def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
         fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
         if step.apart is None:
             return load(config, source, mesh, step.rules, **fixed, **options)
-        side, fixed = step.apart, fixed | options
-        if expert_mesh is not None:
-            side.params = load(config, source, side.mesh, side.rules, only=side.infos, **fixed)
+        fixed |= options
+        if isinstance(experts, ExpertSide):
+            experts.params = load(config, source, experts.mesh, experts.rules, only=experts.infos, **fixed)
         return load(config, source, mesh, step.rules, only=step.table.infos, **fixed)
 
     def read_all() -> dict[str, Array]:
@@ -198,7 +202,7 @@ def _load_model(
         params = materialise(step, params)
 
     def find_limits() -> ExecutorLimits:
-        return library.settled(str(spec), layout.limits(args, library, params, None))
+        return library.settled(str(spec), layout.limits(args, library, params, None, experts))
 
     limits = find_limits() if group is None else common_limits(group, find_limits)
     with explained_out_of_memory("its cache was made", SMALLER_CACHE):
@@ -218,10 +222,13 @@ def _load_model(
             )
             + ([_side_part(args, directory, group, mesh)] if of_experts is not None else [])
             + (
-                [_mover(step, checkpoint, weights, layout.per_exchange)] if of_experts is not None and args.eplb else []
+                [_mover(step, experts, checkpoint, weights, layout.per_exchange)]
+                if of_experts is not None and args.eplb
+                else []
             ),
             meet=None if group is None else lambda: group.agreement.ask("compiled"),
             library=library if of_experts is None else None,  # it keeps steps that are one program each
+            experts=experts,
         )
     opened.pop_all()  # the executor closes them
     opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
@@ -246,13 +253,18 @@ def _load_model(
 
 
 def _connect_experts(
-    args: EngineArgs, step: ModelStep, directory: Path, name: bytes, group: HostGroup | None, is_later: bool
+    args: EngineArgs,
+    step: ModelStep,
+    side: RemoteExperts,
+    directory: Path,
+    name: bytes,
+    group: HostGroup | None,
+    is_later: bool,
 ) -> None:
     """Connect to the processes with experts, and with the other processes of the attention side. directory: of the checkpoint.
 
     name: of this process's engine; all processes of the attention side have that of process 0. is_later: experts were there before.
     """
-    side: RemoteExperts = step.apart
     side.space, side.name = expert_space(args, step, directory), name
     side.placement = step.placement.physical_to_logical
     if group is None:
@@ -277,14 +289,15 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     if args.afd_role != "attention":
         return lambda device, _: SidePart(device)
 
-    def another(expert_mesh: str, afd_address: str, model: ModelStep) -> ModelStep:
+    def another(
+        expert_mesh: str, afd_address: str, model: ModelStep, before: RemoteExperts
+    ) -> tuple[ModelStep, RemoteExperts]:
         changed = replace(args, expert_mesh=expert_mesh, afd_address=afd_address)
-        before: RemoteExperts = model.apart
-        side = remote_experts(changed, expert_spec(changed), before.infos, mesh.devices.flat[0].platform)
+        model = replace(model, apart=experts_apart(changed, model.apart.infos))
+        side = remote_experts(changed, mesh.devices.flat[0].platform)
         side.follows(before)
-        model = replace(model, apart=side)
         side.space = expert_space(changed, model, directory)
-        return model
+        return model, side
 
     def make(device: DeviceAccess, _: PageStaging) -> RemoteExpertsPart:
         part = RemoteExpertsPart(device, another)
@@ -295,9 +308,9 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     return make
 
 
-def _mover(step: ModelStep, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
+def _mover(step: ModelStep, side: Side, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
     """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
-    side, writer = step.apart, None
+    writer = None
     if isinstance(side, ExpertSide):
         platform = side.mesh.devices.flat[0].platform
         reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)

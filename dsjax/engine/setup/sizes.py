@@ -33,6 +33,7 @@ from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
+from sharding.cut import Worker
 
 TOTAL_SEQUENCES = 256
 """Running requests over all DP ranks when ``--max-num-seqs`` is not given."""
@@ -59,13 +60,11 @@ class EngineLayout:
         args: EngineArgs,
         checkpoint: Checkpoint,
         mesh: Mesh,
-        expert_mesh: Mesh | None = None,
         stage: Stage | None = None,
     ) -> EngineLayout:
         """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
 
-        expert_mesh: of the devices that ``args.expert_mesh`` names, where it names any. stage: the part of the model that is on
-        ``mesh``, where ``args.mesh`` has several.
+        stage: the part of the model that is on ``mesh``, where ``args.mesh`` has several.
 
         Raises:
             UserError, MeshError: options, model and mesh that do not go together.
@@ -79,7 +78,6 @@ class EngineLayout:
             mesh,
             bf16_experts=checkpoint.bf16_experts,
             mtp=mtp,
-            expert_mesh=expert_mesh,
             stage=stage,
         )
         per_exchange = experts_per_exchange(args, step)
@@ -89,17 +87,23 @@ class EngineLayout:
         return cls(step, sizes, buckets, speculation.num_speculative_tokens if mtp else 0, per_exchange)
 
     def limits(
-        self, args: EngineArgs, library: ProgramLibrary, params: Mapping[str, Any], used: int | None
+        self,
+        args: EngineArgs,
+        library: ProgramLibrary,
+        params: Mapping[str, Any],
+        used: int | None,
+        experts: Worker | None = None,
     ) -> ExecutorLimits:
         """Give ``sizes`` as many pages as are wanted and fit.
 
-        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device.
+        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device. experts: as of
+        ``Programs``.
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
         mesh, known = str(self.step.spec), library.beside_the_cache
         if mesh not in known:
-            known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts)
+            known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
         moves = self.per_exchange and self.step.apart is None  # else it takes memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
         pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
@@ -266,7 +270,12 @@ def weight_bytes(step: ModelStep) -> int:
 
 
 def beside_the_cache(
-    step: ModelStep, params: Mapping[str, Any], limits: ExecutorLimits, buckets: Buckets, num_drafts: int
+    step: ModelStep,
+    params: Mapping[str, Any],
+    limits: ExecutorLimits,
+    buckets: Buckets,
+    num_drafts: int,
+    experts: Worker | None = None,
 ) -> int:
     """Count the bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
 
@@ -274,7 +283,7 @@ def beside_the_cache(
     cache. ``limits`` may have any number of pages: none of this depends on it.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = (Programs if step.stage is None else StagePrograms)(step, params, state, limits)
+    programs = (Programs if step.stage is None else StagePrograms)(step, params, state, limits, experts=experts)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

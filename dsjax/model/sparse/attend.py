@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import index as gpu_index
 from dsjax.kernels.pallas import tpu_index
+from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import INDEX_ARRAYS, Form
+from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import reinterpret
 from dsjax.model.sparse.choose import choose, index_scores, pack, positions_of
 from dsjax.model.sparse.indexer import IndexProjections
-from sharding import fp8
+from dsjax.model.sparse.precision import IndexScores
+from sharding import MeshSpec, fp8
 from sharding.on_ranks import on_ranks
 
 if TYPE_CHECKING:
-    from dsjax.model.attention import Cache, PagedAttention, Rows
     from dsjax.model.mla import MLA, Projections
 
 CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
@@ -36,8 +41,35 @@ CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 products of all index heads with a block of the context."""
 
 
+class DenseAttention(Protocol):
+    """Attention to all tokens of a paged cache: fields and methods of ``PagedAttention``."""
+
+    mesh: Mesh
+    spec: MeshSpec
+    config: ModelConfig
+    kernels: Kernels
+    index_scores: IndexScores
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+    def block(self, rows: int, chunk: int) -> int:
+        """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries."""
+
+    def attend(
+        self,
+        mla: MLA,
+        form: Form,
+        cache: Cache,
+        layer: Int[Array, ""],
+        rows: Rows,
+        p: Projections,
+        index: Int[Array, ""] | None = None,
+        chosen: UInt32[Array, "B R C _"] | None = None,
+    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
+        """Attention of a row group."""
+
+
 def attend_to_chosen(
-    dense: PagedAttention,
+    dense: DenseAttention,
     mla: MLA,
     form: Form,
     cache: Cache,
@@ -130,7 +162,7 @@ class _Listed:
 class Choice:
     """What queries of a row group choose of their contexts; ``layer`` is the cache's."""
 
-    dense: PagedAttention
+    dense: DenseAttention
     cache: Cache
     layer: Int[Array, ""]
     rows: Rows

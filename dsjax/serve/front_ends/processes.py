@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsjax.background import contained, note_failure
-from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.request import FinishReason
 from dsjax.errors import UserError
 from dsjax.serve.errors import ApiError
+from dsjax.serve.front_ends.link import FrontEnd
 from dsjax.serve.front_ends.messages import (
-    MOST_UNSENT_BYTES,
     Abort,
     AbortById,
     Add,
@@ -35,11 +35,9 @@ from dsjax.serve.front_ends.messages import (
     Snapshot,
     Welcome,
 )
+from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, summed
 from dsjax.serve.serving import Phase, QueueGate, Serving
-
-if TYPE_CHECKING:
-    from dsjax.serve.front_ends.shared_engine import SharedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +46,6 @@ _GATHER_SECONDS = 2.0
 _END_SECONDS = 8.0
 _MOST_FAILED_STARTS = 3
 _RESTART_SECONDS = 0.5
-
-
-class FrontEnd:
-    """One front end, from its start to its end; `FrontEnds` makes another in its place.
-
-    Attributes:
-        requests: its completions that have not ended, by their handles.
-        samples: its counters and histograms, as it last told them.
-    """
-
-    def __init__(self, index: int, process: subprocess.Popen, channel: Channel):
-        self.index, self.process, self.channel = index, process, channel
-        self.requests: dict[int, Request] = {}
-        self.samples: list = []
-        self.listens = asyncio.Event()
-        self.preparing: dict[int, bool] = {}
-        """Handles whose rules are being made; whether they were aborted meanwhile."""
-
-    def send(self, message: Any) -> None:
-        """Send it a message. One that has not read for long hangs, and is killed: its end is then noticed as any other."""
-        self.channel.send(message)
-        if self.channel.unsent > MOST_UNSENT_BYTES:
-            logger.error("front end %d does not read what it is told; it is ended", self.index)
-            self.process.kill()
 
 
 class FrontEnds:

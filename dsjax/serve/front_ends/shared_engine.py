@@ -1,84 +1,16 @@
-"""The engine's process where front ends have the clients: `SharedEngine` hands each front end its tokens, `EngineServer` serves them."""
+"""`SharedEngine`: the engine in its process where front ends have the clients; it hands each front end its tokens."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
-import itertools
-import math
-import os
-import shutil
-import socket
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 
 from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
-from dsjax.errors import UserError
-from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, Resized, StepUpdates, UpdateEntry, Welcome
-from dsjax.serve.front_ends.processes import FrontEnd, FrontEnds
-from dsjax.serve.server import Server
-from dsjax.serve.serving import Serving
-
-if TYPE_CHECKING:
-    from dsjax.engine.elastic.generations import Generations
-
-
-MOST_ADDRESS_BYTES = 103
-"""Longest path of a socket: Linux has room for 107 bytes, macOS for 103."""
-
-
-def private_listener() -> socket.socket:
-    """Bind a socket in a new folder that only this user can enter: of the system's folders for temporary files, or of this user's run time.
-
-    Raises:
-        UserError: none of them can be written, or their paths are too long for a socket.
-    """
-    tried: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError):  # it has tried some, and says which
-        tried[tempfile.gettempdir()] = ""
-    for parent in (*tried, os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
-        if not parent or tried.get(parent):
-            continue
-        folder = None
-        try:
-            folder = tempfile.mkdtemp(prefix="dsjax-", dir=parent)
-            address = str(Path(folder, "engine"))
-            if len(os.fsencode(address)) > MOST_ADDRESS_BYTES:
-                raise OSError(errno.ENAMETOOLONG, "its path is too long for a socket")
-            listener = socket.socket(socket.AF_UNIX)
-            try:
-                listener.bind(address)
-            except OSError:
-                listener.close()
-                raise
-            return listener
-        except OSError as error:
-            tried[parent] = error.strerror or str(error)
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-    reasons = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
-    raise UserError(
-        f"front ends reach the engine by a socket in a temporary folder, and none can be made ({reasons}); set TMPDIR to a folder that "
-        "can be written and whose path is short"
-    )
-
-
-def check_private_listener() -> None:
-    """Make sure that `private_listener` works, before anything expensive is done.
-
-    Raises:
-        UserError: it does not.
-    """
-    listener = private_listener()
-    shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
-    listener.close()
+from dsjax.serve.front_ends.link import FrontEnd, Links
+from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, StepUpdates, UpdateEntry
 
 
 class SharedEngine(ThreadedEngine):
@@ -93,7 +25,7 @@ class SharedEngine(ThreadedEngine):
         self.error: BaseException | None = None
         self.observers: list[EngineObserver] = []
         self.rules = parts.inputs.rules
-        self.front_ends: FrontEnds | None = None
+        self.front_ends: Links | None = None
         # By the core's id: where a completion came from, its handle there, and whether its first token was sent.
         self._owners: dict[str, _Owner] = {}
 
@@ -184,110 +116,3 @@ def _more(request: Request) -> More:
         cached=request.num_cached_tokens,
         preemptions=request.num_preemptions,
     )
-
-
-class EngineServer(Server):
-    """The engine's own server, on a private socket, which front ends alone reach: metrics, admin routes, what needs the engine.
-
-    It has the whole life of a `Server` (warm-up, signals, drain, a dead engine), and tells the front ends of each phase.
-    """
-
-    def __init__(self, serving: Serving, front_ends: FrontEnds, **options: Any):
-        self._front_ends = front_ends
-        serving.front_ends = front_ends
-        serving.on_phase = front_ends.send_phase
-        front_ends.limit_by(serving)
-        super().__init__(serving, **options)
-
-    @classmethod
-    def over(
-        cls,
-        serving: Serving,
-        parts: EngineParts,
-        listeners: Sequence[socket.socket],
-        log_json: bool = False,
-        **how: Any,
-    ) -> EngineServer:
-        """Make a server of a `SharedEngine`, with a front end on each of `listeners`. how: as `Server` takes it."""
-        make = _welcome(serving, parts, len(listeners), how.get("log_level", "info"), log_json)
-        front_ends = FrontEnds(serving.engine, listeners, make)
-        if serving.metrics is not None:
-            serving.metrics.elsewhere = front_ends.families
-
-        def resize(generations: Generations) -> None:
-            front_ends.send_all(Resized(parts.inputs.config, serving.max_model_len, generations.facts.dp_ranks))
-
-        serving.engine.on_change.append(resize)
-        return cls(serving, front_ends, **how)
-
-    def serve_behind(self) -> int:
-        """Serve until the end; give the exit code. The socket lies in a folder that only this user can enter.
-
-        Raises:
-            UserError: there is nowhere to make it.
-        """
-        listener = private_listener()
-        self._address = listener.getsockname()
-        try:
-            return self.serve_on(listener)
-        finally:
-            self._front_ends.kill()
-            shutil.rmtree(Path(self._address).parent, ignore_errors=True)
-
-    async def _become_ready(self) -> None:
-        try:
-            await self._front_ends.start(self._address)
-        except UserError as error:
-            self._warm_up_error = error
-            self.should_exit = True
-            return
-        await super()._become_ready()
-
-    def _exit(self) -> None:
-        self._front_ends.kill()
-        with contextlib.suppress(OSError):
-            os.unlink(self._address)
-            os.rmdir(os.path.dirname(self._address))
-        super()._exit()
-
-
-def _welcome(
-    serving: Serving, parts: EngineParts, front_ends: int, log_level: str, log_json: bool
-) -> Callable[[int, str], Welcome]:
-    """Make a function that makes what a front end has to know, for each anew."""
-    inputs, tokenizer = parts.inputs, parts.tokenizer
-    options = serving.options
-    # What waits is the engine's to limit, for all front ends together; it alone steps, and profiles. The system spreads connections over
-    # the front ends, each of which has its share.
-    options_of_front_end = dataclasses.replace(
-        options,
-        max_queued_requests=0,
-        max_queued_tokens=0,
-        max_connections=math.ceil(options.max_connections / front_ends),
-        step_timeout=0.0,
-        profile_dir=None,
-    )
-    starts = itertools.count()
-
-    def make(index: int, address: str) -> Welcome:
-        return Welcome(
-            options=options_of_front_end,
-            scheduler=inputs.config,
-            tokenizer=None if tokenizer is None else tokenizer.to_texts(),
-            vocab_size=inputs.vocab_size,
-            eos_token_ids=list(inputs.eos_token_ids),
-            seed=inputs.draw_seed() + next(starts),
-            stream_interval=parts.outputs.stream_interval,
-            model_names=list(serving.model_names),
-            model_root=serving.model_root,
-            max_model_len=serving.max_model_len,
-            num_ranks=parts.num_ranks,
-            orders_by_priority=serving.orders_by_priority,
-            created=serving.created,
-            limited=options.limits_queue,
-            log_level=log_level,
-            log_json=log_json,
-            engine_address=address,
-        )
-
-    return make

@@ -9,10 +9,11 @@ from unittest.mock import AsyncMock
 import aiohttp
 import pytest
 
+from dsjax.bench.accept.errors import NotTestedError
 from dsjax.bench.accept.hooks import Hooks, parse_hooks
 from dsjax.bench.accept.kinds.balance import BalanceMeasurement, variation
 from dsjax.bench.accept.kinds.fault import FaultMeasurement, FaultTimes
-from dsjax.bench.accept.kinds.kind import Measured, NotTestedError
+from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.link import LinkMeasurement
 from dsjax.bench.accept.kinds.link_share import LinkShareMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, tokens_between

@@ -192,5 +192,5 @@ def test_what_cannot_be_looked_at_is_trouble_and_the_rest_is_looked_at(monkeypat
 def test_the_temporary_folder_is_told_where_all_is_well(monkeypatch):
     assert found(doctor._temporary_folder)["temporary folder"].state == "ok"
     fails = Mock(side_effect=UserError("too long"))
-    monkeypatch.setattr("dsjax.serve.front_ends.shared_engine.private_listener", fails)
+    monkeypatch.setattr("dsjax.serve.front_ends.engine_server.private_listener", fails)
     assert found(doctor._temporary_folder)["temporary folder"].found == "too long"

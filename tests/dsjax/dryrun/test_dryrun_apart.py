@@ -11,7 +11,7 @@ from dsjax.config import load_config
 from dsjax.dryrun.apart import dry_run_apart
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.memory import DeviceMemory, parameters_by_component
-from dsjax.engine.afd.expert_side import build_both
+from dsjax.engine.afd.expert_side import ExpertSide, build_both
 from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.device import device_state
 from dsjax.engine.device.programs import Programs
@@ -94,11 +94,13 @@ def test_the_programs_are_those_that_serving_compiles(folder, whole):
     args, config = asked(folder), load_config(folder)
     spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
     meshes = build_both(spec, experts)
-    step = make_step(args.for_model(config), config, spec, meshes[0], expert_mesh=meshes[1])
+    step = make_step(args.for_model(config), config, spec, meshes[0])
+    side = ExpertSide(step.apart, meshes[1])
     limits = args.limits(config, spec)
-    programs = Programs(step, step.abstract_parameters(), device_state.describe(step, limits, 0), limits)
+    state = device_state.describe(step, limits, 0)
+    programs = Programs(step, step.abstract_parameters(), state, limits, experts=side)
     programs.lower_step(programs.shape(args.decode, args.prefill)).compile()
-    [serving] = step.apart._passes.values()
+    [serving] = side._passes.values()
     dry = {one.name.removeprefix("moe_layers: "): one.program.compiled for one in whole.programs}
     for name in ("attend", "share", "receive"):
         ours, theirs = dry[name], getattr(serving.programs[0], name)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from with_dynamo import WITH_DYNAMO
 
-from dsjax.dynamo.command import DEADLINE, DRAIN, allow_shutdown, choose_parsers, runtime_config
+from dsjax.dynamo.arguments import DEADLINE, DRAIN, allow_shutdown, choose_parsers, runtime_config
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 
@@ -98,7 +98,7 @@ def test_dynamos_own_options_are_refused_in_one_line(arguments, message):
 @pytest.mark.dynamo
 @WITH_DYNAMO
 def test_an_endpoint_is_taken_apart_and_found_in_the_namespace_by_default():
-    from dsjax.dynamo.command import TOOL_CALL_PARSERS
+    from dsjax.dynamo.arguments import TOOL_CALL_PARSERS
 
     config = runtime_config(["--namespace", "here"])
     assert (config.namespace, config.component, config.endpoint) == ("here", "backend", "generate")

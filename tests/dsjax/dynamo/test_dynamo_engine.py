@@ -206,8 +206,10 @@ def test_ranks_that_a_smaller_mesh_has_not_are_told_as_full_and_hold_nothing():
 
 
 def test_asking_for_help_makes_no_engine_and_is_no_error():
-    from dsjax.dynamo.worker import Worker
+    from dsjax.dynamo.engine import DsjaxEngine
+    from dsjax.dynamo.prefill import DsjaxPrefillEngine
 
-    with pytest.raises(SystemExit) as ended:
-        run(Worker.from_args(["--help"]))
-    assert ended.value.code == 0
+    for kind in (DsjaxEngine, DsjaxPrefillEngine):
+        with pytest.raises(SystemExit) as ended:
+            run(kind.from_args(["--help"]))
+        assert ended.value.code == 0

@@ -44,20 +44,29 @@ class PolledLinks(PrefillLinks):
 class Pair:
     """A prefill and a decode engine in one thread: each turn gives both a step.
 
-    engines: those of another pair, which this one's decode engine reaches too.
+    engines: those of another pair, which this one's decode engine reaches too. generations: of the prefill engine.
 
     Attributes:
         lost: kinds of messages to prefill that get lost.
     """
 
     def __init__(
-        self, *, prefills=1, ranks=(1, 1), pages=(33, 33), timeout=1000.0, local_tokens=1, decode=None, engines=None
+        self,
+        *,
+        prefills=1,
+        ranks=(1, 1),
+        pages=(33, 33),
+        timeout=1000.0,
+        local_tokens=1,
+        decode=None,
+        engines=None,
+        generations=None,
     ):
         self.engines = [] if engines is None else engines
         for _ in range(0 if engines else prefills):
             executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True)
             config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-            self.engines.append(PrefillEngine(executor, config, timeout=timeout))
+            self.engines.append(PrefillEngine(executor, config, timeout=timeout, generations=generations))
         links = [LocalLink(engine) for engine in self.engines]
         self.lost = ()
         self.sent = []

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from unittest import mock
 
 import msgspec
@@ -27,6 +26,7 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
@@ -86,7 +86,8 @@ def make_core(
         parts.append(PolledLinks(links, connect, local_tokens=local_tokens, timeout=timeout))
     if balancer is not None:
         parts.append(balancer)
-    return Engine(run, name, EngineCore(executor, config, attachments=parts, **options))
+    core = EngineCore(executor, config, attachments=parts, generations=Successors(), **options)
+    return Engine(run, name, core)
 
 
 class PolledLinks(PrefillLinks):
@@ -128,7 +129,8 @@ def make_prefill(
     if balancer is not None:
         parts.append(balancer)
     tickets = ChunkTickets(b"the same in every run")
-    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, keepers=keepers, tickets=tickets)
+    options = {"keepers": keepers, "tickets": tickets, "generations": Successors()}
+    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
     return Prefill(run, engine)
 
 
@@ -155,9 +157,19 @@ def make_request(name: str, tokens: list[int], kind: str, max_tokens: int, seed:
     )
 
 
-def make_generation(executor: ScriptedExecutor, config: SchedulerConfig) -> SimpleNamespace:
-    """What a change of the mesh gives the core."""
-    return SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False)
+class Successors:
+    """Stands for a `MeshChanger`: gives the executor that is there for when a step fails."""
+
+    due, has_warmed_up = False, staticmethod(lambda: None)
+
+    def __init__(self):
+        self.next: Generation | None = None
+
+    def after(self, error: Exception) -> Generation:
+        """Go on with it; the error itself where there is none."""
+        if self.next is None:
+            raise error
+        return self.next
 
 
 PARAMETERS: dict[str, dict] = {
@@ -282,11 +294,11 @@ class Engine:
 
     def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         """Go on with another executor."""
-        self._core.change(lambda: make_generation(executor, config))
+        self._core.change(lambda: Generation(executor, config))
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         """Go on with another executor when a step fails."""
-        self._core.generations = SimpleNamespace(after=lambda error: make_generation(executor, config))
+        self._core.generations.next = Generation(executor, config)
 
     def turn(self) -> None:
         """A step of it."""
@@ -335,8 +347,7 @@ class Prefill:
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         """Go on with another executor when a step fails."""
-        made = make_generation(executor, config)
-        self.engine.follow(SimpleNamespace(after=lambda error: made, due=False))
+        self.engine.core.generations.next = Generation(executor, config)
 
     def end(self) -> None:
         """End it, unless its decode engine has."""

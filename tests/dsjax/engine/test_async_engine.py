@@ -18,6 +18,7 @@ from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
@@ -28,10 +29,15 @@ from dsjax.errors import UserError
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
 
 
-def make(**options) -> tuple[AsyncEngine, FakeExecutor]:
+def make(generations=None, **options) -> tuple[AsyncEngine, FakeExecutor]:
     executor = FakeExecutor(**options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), config)), executor
+    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), config, generations=generations)), executor
+
+
+def unchanging() -> SimpleNamespace:
+    """Stands for a `MeshChanger` whose processes all live."""
+    return SimpleNamespace(patience=600, due=False, phase=None, watch=lambda wake: None, forget=int)
 
 
 async def collect(engine: AsyncEngine, request_id: str, prompts, params=FINAL) -> dict[int, list[int]]:
@@ -345,11 +351,10 @@ def test_what_a_reader_raises_while_it_takes_outputs_at_once_is_its_own_to_hear(
     run(main())
 
 
-@in_loop(start=False, pages_per_rank=33, step_seconds=0.01)
+@in_loop(start=False, generations=unchanging(), pages_per_rank=33, step_seconds=0.01)
 async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_they_are_closed_or_the_server_ends(
     engine, executor
 ):
-    engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None)
     smaller = FakeExecutor(pages_per_rank=5)
     config = SchedulerConfig.from_limits(smaller.limits, max_num_batched_tokens=16)
     engine.start()
@@ -357,7 +362,7 @@ async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_t
     given_up, kept = [await engine.submit(name, [[1, 2, 3]], params) for name in ("given up", "kept")]
     await anext(given_up)
     await anext(kept)
-    new = SimpleNamespace(executor=smaller, config=config, larger_is_wanted=True)
+    new = Generation(smaller, config, larger_is_wanted=True)
     await engine.call(lambda core: engine._thread.change(lambda: new))
     parked = engine.core.parked
     await until(lambda: len(parked) == 2)
@@ -373,7 +378,7 @@ async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_t
     assert parked.outcomes == {"aborted": 1, "expired": 1}
 
 
-@in_loop(start=False)
+@in_loop(start=False, generations=unchanging())
 async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_checked_keeps_nobody_else_out(
     engine, executor
 ):
@@ -388,9 +393,9 @@ async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_c
         made.append(wanted)
         executor = FakeExecutor()
         config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        return SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False)
+        return Generation(executor, config)
 
-    engine.core.generations = SimpleNamespace(patience=600, due=False, phase=None, ask=ask, to=to, forget=int)
+    engine.core.generations.ask, engine.core.generations.to = ask, to
     engine.start()
     task = asyncio.ensure_future(engine.scale("dp=1"))
     await until(checked.is_set)

@@ -17,11 +17,12 @@ from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
 
 
-def make_engine(tokenizer=None, eos=(), stream_interval=1, **executor_options) -> LLMEngine:
+def make_engine(tokenizer=None, eos=(), stream_interval=1, generations=None, **executor_options) -> LLMEngine:
     executor = FakeExecutor(**executor_options)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     tokenizer = tokenizer or tiny_tokenizer()
-    return LLMEngine(EngineParts(executor, tokenizer, config, eos_token_ids=eos, stream_interval=stream_interval))
+    options = {"eos_token_ids": eos, "stream_interval": stream_interval, "generations": generations}
+    return LLMEngine(EngineParts(executor, tokenizer, config, **options))
 
 
 def finish(engine: LLMEngine) -> dict:
@@ -200,7 +201,9 @@ def test_a_request_id_in_use_is_refused():
 
 
 def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_be_asked_for():
-    engine, asked = make_engine(), []
+    asked = []
+    generations = SimpleNamespace(ask=lambda *wanted: asked.append(wanted), forget=asked.clear, take_change=bool)
+    engine = make_engine(generations=generations)
 
     def interrupt(pending):
         raise KeyboardInterrupt
@@ -208,10 +211,8 @@ def test_an_interrupt_before_the_mesh_changes_leaves_it_and_another_change_may_b
     engine.add_request("r", [1, 2], SamplingParams(temperature=0, max_tokens=3))
     engine.step()
     engine.core.executor.wait = interrupt
-    engine.core.generations = SimpleNamespace(ask=lambda *wanted: asked.append(wanted), forget=asked.clear)
     with pytest.raises(KeyboardInterrupt):
         engine.scale("dp=2")
     assert asked == []
     del engine.core.executor.wait
-    engine.core.generations = None
     assert finish(engine)["r"].outputs[0].token_ids == expected_tokens([1, 2], 3)

@@ -22,11 +22,12 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import _refuses_experts, make_step
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_index, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
-from dsjax.model.attention import PagedAttention, Rows
+from dsjax.model.attention import PagedAttention
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.mla import Projections
+from dsjax.model.paging import Rows
 from sharding import MeshSpec, fp8
 
 pytestmark = pytest.mark.slow  # all together

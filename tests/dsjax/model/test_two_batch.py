@@ -9,8 +9,8 @@ from layouts import TINY
 from step_model import Model
 
 from dsjax.config import ModelConfig
+from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.rows import GroupShape
-from dsjax.model.two_batch import TwoBatchOverlap
 
 ALWAYS = TwoBatchOverlap(1, 1)
 CONFIG = ModelConfig.from_dict(TINY)

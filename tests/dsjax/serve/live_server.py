@@ -19,7 +19,8 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.serve.front_ends.shared_engine import EngineServer, SharedEngine
+from dsjax.serve.front_ends.engine_server import EngineServer
+from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import Server, bind, bind_shared
 from dsjax.serve.serving import Phase, Serving

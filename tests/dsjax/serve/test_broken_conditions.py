@@ -22,7 +22,7 @@ from dsjax import descriptors
 from dsjax.engine.device import process
 from dsjax.errors import UserError
 from dsjax.messaging.cluster_key import local_key
-from dsjax.serve.front_ends import processes, shared_engine
+from dsjax.serve.front_ends import engine_server, processes
 from dsjax.serve.front_ends.processes import FrontEnds
 from dsjax.serve.serving import Phase
 
@@ -123,7 +123,7 @@ def temporary(monkeypatch):
             return real(prefix=prefix, dir=dir)
 
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        monkeypatch.setattr(shared_engine.tempfile, "mkdtemp", make)
+        monkeypatch.setattr(engine_server.tempfile, "mkdtemp", make)
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
     return only
@@ -136,7 +136,7 @@ def test_a_missing_temporary_folder_or_one_with_a_long_path_is_refused_before_we
     for folder, message in ((tmp_path / "missing", missing), (long, "too long for a socket")):
         temporary(folder)
         with pytest.raises(UserError, match=message):
-            shared_engine.check_private_listener()
+            engine_server.check_private_listener()
     assert list(long.iterdir()) == []
 
 
@@ -152,12 +152,12 @@ def test_another_folder_for_temporary_files_is_taken_where_the_first_has_a_long_
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    with shared_engine.private_listener() as listener:
+    with engine_server.private_listener() as listener:
         folder = Path(listener.getsockname()).parent
         assert folder.parent == short
         assert folder.stat().st_mode & 0o777 == 0o700
-    shared_engine.shutil.rmtree(folder)
-    shared_engine.check_private_listener()
+    engine_server.shutil.rmtree(folder)
+    engine_server.check_private_listener()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_few_descriptors_are_raised_warned_of_or_refused(monkeypatch, caplog, li
 def test_a_front_end_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
     tried, failures = [], []
     engine = SimpleNamespace(front_ends=None, on_death=lambda: None, fail=failures.append)
-    with shared_engine.socket.socket() as listener:
+    with engine_server.socket.socket() as listener:
         front_ends = FrontEnds(engine, [listener], lambda index, address: None)
         front_ends._phase = Phase.READY
 

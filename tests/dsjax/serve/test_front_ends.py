@@ -34,8 +34,8 @@ from test_openai_client import (
 )
 
 from dsjax.errors import UserError
+from dsjax.serve.front_ends.link import FrontEnd
 from dsjax.serve.front_ends.messages import Welcome
-from dsjax.serve.front_ends.processes import FrontEnd
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import bind_shared

@@ -13,13 +13,13 @@ from live_server import wait_until
 from typer.testing import CliRunner
 
 from dsjax.cli import app
-from dsjax.dynamo.command import _follow
+from dsjax.dynamo.arguments import _follow
 from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from dsjax.serve import connections
-from dsjax.serve.front_ends.shared_engine import _welcome
+from dsjax.serve.front_ends.engine_server import _welcome
 from dsjax.serve.headless import Headless, HeadlessExperts
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions, check_listener, is_loopback

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dsjax.bench.accept.kinds.kind import Measured, NotTestedError
+from dsjax.bench.accept.errors import NotTestedError
+from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.load import LoadMeasurement, percentile
 
 if TYPE_CHECKING:

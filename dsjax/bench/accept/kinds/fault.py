@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dsjax.bench.accept.kinds.kind import Measured, NotTestedError, RandomLengths
+from dsjax.bench.accept.errors import NotTestedError
+from dsjax.bench.accept.kinds.kind import Measured, RandomLengths
 from dsjax.bench.accept.kinds.load import tokens_between
 from dsjax.bench.serve.load import run_sessions
 from dsjax.bench.serve.records import RequestRecord

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from dsjax.bench.accept.test_bed import TestBed
 from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:
-    from dsjax.bench.accept.test_bed import TestBed
-
 Verdict = Literal["met", "missed", "not tested"]
-
-
-class NotTestedError(Exception):
-    """A measurement, or some of its values, cannot be had here; the message says why, and what would make it testable."""
 
 
 @dataclass

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dsjax.bench.accept.kinds.kind import Measured, Measurement, NotTestedError
+from dsjax.bench.accept.errors import NotTestedError
+from dsjax.bench.accept.kinds.kind import Measured, Measurement
 from dsjax.plan.measured_network import SEND_RECEIVE
 
 if TYPE_CHECKING:

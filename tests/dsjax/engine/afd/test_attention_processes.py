@@ -128,7 +128,7 @@ def experts_at():
 
     def make(address: str, processes=(0, 1)) -> list[RemoteExperts]:
         for process in processes:
-            side = RemoteExperts(MeshSpec(dp_size=1), {}, [address], [KEY], waits=True, patience=600, silence=30)
+            side = RemoteExperts(MeshSpec(dp_size=1), [address], [KEY], waits=True, patience=600, silence=30)
             side.member = process, 2
             made.append(side)
         return made
@@ -182,12 +182,10 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
 ):
     monkeypatch.setattr(loading, "expert_space", lambda *_: {})
     two, sides = groups(2), experts_at(f"127.0.0.1:{free_port()}")
-    steps = [
-        SimpleNamespace(apart=side, placement=SimpleNamespace(physical_to_logical=side.placement)) for side in sides
-    ]
+    step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=sides[0].placement))
     started = [
-        pool.submit(loading._connect_experts, None, step, Path(), b"side", group, True)
-        for step, group in zip(steps, two, strict=True)
+        pool.submit(loading._connect_experts, None, step, side, Path(), b"side", group, True)
+        for side, group in zip(sides, two, strict=True)
     ]
     two[0].on_change = lambda error: None
     until(lambda: caplog.text.count("it is waited for") >= 2)

@@ -28,7 +28,7 @@ class Side(RemoteExperts):
     """An expert side without links. connecting: replaces its connection."""
 
     def __init__(self, connecting=lambda side: None):
-        super().__init__(MeshSpec(dp_size=4), {}, [], [], waits=True, patience=1, silence=1)
+        super().__init__(MeshSpec(dp_size=4), [], [], waits=True, patience=1, silence=1)
         self._connecting = connecting
         self.closed = threading.Event()
 
@@ -46,20 +46,21 @@ class Process:
     def __init__(self, others, another=Side, number=0):
         self.now, self.made, self.number = Side(), [], number
         self.now.others = others
-        self.device = SimpleNamespace(model=SimpleNamespace(apart=self.now), programs=SimpleNamespace(of=lambda m: m))
+        programs = SimpleNamespace(experts=self.now, of=lambda model, experts: SimpleNamespace(experts=experts))
+        self.device = SimpleNamespace(model="model", programs=programs)
         self.device.placements = SimpleNamespace(physical_to_logical=ROWS)
-        self.device.go_on_with = lambda model, programs: setattr(self.device, "model", model)
+        self.device.go_on_with = lambda model, programs: setattr(self.device, "programs", programs)
 
-        def make(expert_mesh, afd_address, model):
+        def make(expert_mesh, afd_address, model, before):
             self.made.append(another())
-            return SimpleNamespace(apart=self.made[-1])
+            return model, self.made[-1]
 
         self.part, self.table = RemoteExpertsPart(self.device, make), CommandTable()
         self.part.register(self.table)
 
     @property
     def side(self):
-        return self.device.model.apart
+        return self.device.programs.experts
 
     def change(self):
         """Carry the command out; return why the current side stays."""

@@ -1,4 +1,7 @@
-"""Another executor under running requests: none is lost, none is answered otherwise, and what a lost step made is never seen."""
+"""Another executor under running requests: none is lost, none is answered otherwise, and what a lost step made is never seen.
+
+These are the tests of `schedule/mesh_changer.py` too.
+"""
 
 import sys
 import threading
@@ -16,6 +19,7 @@ from dsjax.engine.elastic import generations
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.group import GroupError
@@ -46,7 +50,7 @@ class FakeGenerations:
 
     def to(self, wanted):
         executor = self.executors.pop(0)
-        return SimpleNamespace(executor=executor, config=config_of(executor), facts=None, larger_is_wanted=False)
+        return Generation(executor, config_of(executor))
 
     def after(self, error):
         self.errors.append(error)
@@ -93,8 +97,9 @@ class Serving:
 
     def __init__(self, *executors: FakeExecutor):
         first, *others = executors
-        self.engine = LLMEngine(EngineParts(first, tiny_tokenizer(), config_of(first)))
-        self.engine.core.generations = self.generations = FakeGenerations(others)
+        self.generations = FakeGenerations(others)
+        parts = EngineParts(first, tiny_tokenizer(), config_of(first), generations=self.generations)
+        self.engine = LLMEngine(parts)
         self.token_ids: dict[str, list[int]] = {}
         params = SamplingParams(temperature=0, max_tokens=20, output_kind=OutputKind.DELTA)
         for name, prompt in PROMPTS.items():
@@ -140,7 +145,8 @@ def test_an_engine_without_threads_goes_on_with_processes_that_come_back(due):
 
 def test_generations_say_once_that_a_process_has_gone_or_come_back_and_that_one_leaves_until_it_is_decided():
     seen, woken = AfterALoss(), []
-    seen._has_changed, seen._group, seen.wake = False, SimpleNamespace(leavers=[]), lambda: woken.append(1)
+    seen._has_changed, seen._group, seen.failure = False, SimpleNamespace(leavers=[]), None
+    seen.watch(lambda: woken.append(1))
     assert not seen.take_change()
     seen._note_change(None)
     assert [seen.take_change(), seen.take_change(), woken] == [True, False, [1]]
@@ -178,16 +184,17 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
 def test_an_error_that_nothing_survives_is_raised_as_it_was():
     executor = FakeExecutor()
     executor.fail_at_step = 1
-    serving = Serving(executor)
-    serving.engine.core.generations = None
+    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor)))
+    engine.add_request("0", PROMPTS["0"], SamplingParams(temperature=0, max_tokens=20))
+    engine.step()
     with pytest.raises(RuntimeError, match="the fake device is lost"):
-        serving.take()
+        engine.step()
 
 
 def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_one_without_max_tokens_is_shortened():
     executor = FakeExecutor(pages_per_rank=33)
-    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor)))
-    engine.core.generations = FakeGenerations([FakeExecutor(pages_per_rank=5)])
+    generations = FakeGenerations([FakeExecutor(pages_per_rank=5)])
+    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor), generations=generations))
     params = {"temperature": 0, "ignore_eos": True, "output_kind": OutputKind.FINAL_ONLY}
     engine.add_request("long", [1] * 10, SamplingParams(max_tokens=40, **params))
     engine.add_request("open", [2] * 3, SamplingParams(max_tokens=None, **params))
@@ -317,7 +324,7 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
         assert counts["read"] == 0  # what either side holds goes on to the other devices
         there = counts["kept"] + counts["moved"]
         assert there - before == sum(
-            array.nbytes for array in (*device.params.values(), *device.model.apart.params.values())
+            array.nbytes for array in (*device.params.values(), *device.programs.experts.params.values())
         )
         before = there
     assert running.answers() == alone

@@ -13,6 +13,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from dsjax.engine.contract.commands import from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.landing_area import MOST_LANDED, LandingArea
+from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.page_source import Lookup, RankPages
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
@@ -168,7 +169,7 @@ def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there
         pair.turn()
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, max_rows_decode=4, transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    pair.core.change(lambda: SimpleNamespace(executor=executor, config=config, facts=None, larger_is_wanted=False))
+    pair.core.change(lambda: Generation(executor, config))
     asked = len(pair.asked())
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]

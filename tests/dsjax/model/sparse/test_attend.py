@@ -14,9 +14,10 @@ from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import PallasKernels
 from dsjax.kernels.table import Kernels
 from dsjax.model import attention as attention_module
-from dsjax.model.attention import PagedAttention, Rows
+from dsjax.model.attention import PagedAttention
 from dsjax.model.forms import INDEX_ARRAYS
 from dsjax.model.mla import Projections
+from dsjax.model.paging import Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.sparse import IndexProjections, IndexScores
 from dsjax.model.sparse import attend as sparse_attend

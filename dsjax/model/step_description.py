@@ -1,0 +1,209 @@
+"""``StepDescription``: what a step is, and what its parts are made of; nothing here runs layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from dsjax.config import ModelConfig
+from dsjax.kernels.table import Kernels
+from dsjax.model.attention import PagedAttention
+from dsjax.model.expert_dispatch import ExpertDispatch, ExpertsApart
+from dsjax.model.forms import Form, common_layout
+from dsjax.model.fp8_product import WIDEN, ActivationScheme
+from dsjax.model.in_place import MatricesInPlace
+from dsjax.model.layer_parts import LayerParts
+from dsjax.model.layer_values import Tokens
+from dsjax.model.micro_batches import TwoBatchOverlap, count_micro_batches
+from dsjax.model.parameters import ParameterTable
+from dsjax.model.rope import Rotation
+from dsjax.model.rows import GroupShape, RowGroup, flatten
+from dsjax.model.sparse import IndexScores
+from dsjax.model.stage import Stage
+from dsjax.model.token_sharding import TokenSharding
+from sharding import MeshSpec, Rules
+from sharding.dispatch import DispatchConfig
+from sharding.layer_placement import LayerPlacements
+
+
+@dataclass(frozen=True, eq=False)
+class StepDescription:
+    """What a step is, in plain values: model, mesh, placement, forms, kernels. ``ModelStep`` is what computes it.
+
+    stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them.
+    """
+
+    config: ModelConfig
+    table: ParameterTable
+    spec: MeshSpec
+    mesh: Mesh
+    rules: Rules
+    placement: LayerPlacements
+    dispatch: DispatchConfig
+    dtype: jnp.dtype
+    cache_dtype: jnp.dtype
+    prefill_form: Form = "CC"
+    decode_form: Form = "A_CC_ME"
+    page_size: int = 16
+    block_tokens: int | None = None
+    kernels: Kernels = Kernels()
+    shared_experts_fusion: bool = False
+    nearest_copies: bool = False
+    scheme: ActivationScheme = WIDEN
+    index_scores: IndexScores = IndexScores()
+    overlap: TwoBatchOverlap | None = None
+    apart: ExpertsApart | None = None
+    stage: Stage | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether tokens enter here: the step has the embedding and the first layers."""
+        return self.stage is None or self.stage.begins
+
+    @property
+    def ends(self) -> bool:
+        """Whether tokens are made here: the step has the last layers, the head and the MTP module."""
+        return self.stage is None or self.stage.ends
+
+    @property
+    def stored_placement(self) -> LayerPlacements:
+        """Which expert each slot of the parameters holds: ``placement``, and what ``stored`` adds to it."""
+        return self.stored(self.placement)
+
+    def stored(self, placement: LayerPlacements) -> LayerPlacements:
+        """A placement of the routed experts, with the shared expert behind those of each rank where it is one of them."""
+        return placement.with_one_of_all(self.spec.ep_size) if self.shared_experts_fusion else placement
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk, in each of the two MLA forms.
+
+        True where all products are native: each sum has one order then (``docs/exactness.md``).
+        """
+        parts = set(self.kernels.names(self.prefill_form, self.decode_form).values())
+        return parts == {"native"}
+
+    @property
+    def attention(self) -> PagedAttention:
+        """Attention against this step's cache."""
+        layout = common_layout(self.prefill_form, self.decode_form)
+        return PagedAttention(
+            self.mesh,
+            self.spec,
+            self.config,
+            layout,
+            self.cache_dtype,
+            self.block_tokens,
+            self.kernels,
+            self.index_scores,
+        )
+
+    @property
+    def sharding(self) -> TokenSharding:
+        """How this step's tokens lie over the mesh."""
+        return TokenSharding(self.spec, self.mesh)
+
+    @property
+    def in_place(self) -> MatricesInPlace:
+        """The products with a layer's matrices."""
+        return MatricesInPlace(
+            self.config,
+            self.table.infos,
+            self.spec,
+            self.mesh,
+            self.rules,
+            self.attention.layout,
+            self.kernels,
+            self.scheme,
+        )
+
+    @property
+    def experts(self) -> ExpertDispatch:
+        """How this step's tokens find their routed experts."""
+        return ExpertDispatch(
+            self.placement,
+            self.dispatch,
+            self.nearest_copies,
+            self.shared_experts_fusion,
+            self.in_place,
+            self.sharding,
+        )
+
+    @property
+    def parts(self) -> LayerParts:
+        """The four parts of each of this step's layers."""
+        return LayerParts(self.attention, self.in_place, self.experts, self.sharding, self.apart is not None)
+
+    @property
+    def has_module(self) -> bool:
+        """Whether the parameters of an MTP module are among this step's."""
+        return any(path.startswith("mtp.") for path in self.table.infos)
+
+    @property
+    def cache_layers(self) -> int:
+        """Layers of the cache: the model's, and behind them the MTP module's where the step has one."""
+        return self.config.num_hidden_layers + self.has_module
+
+    @property
+    def moe_layers_with_module(self) -> int:
+        """Layers that have routed experts: the model's, and behind them the MTP module's where the step has one."""
+        return self.config.num_moe_layers + (self.has_module and self.config.is_moe)
+
+    def abstract_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
+        return {
+            path: jax.ShapeDtypeStruct(
+                info.shape, info.storage_dtype, sharding=self.rules.sharding(self.mesh, info.logical_axes, info.shape)
+            )
+            for path, info in self.table.infos.items()
+        }
+
+    def slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
+        """Cache slot of each token on its DP rank, −1 for padding."""
+        return self.sharding.whole(flatten([group.slots(self.page_size) for group in groups]))
+
+    def logits_spec(self, positions: int) -> P:
+        """How logits ``[B, positions, V]`` are spread over ``tp``: by vocabulary, or by positions where it divides those."""
+        batch, tokens, vocab = self.rules.spec(("ranks", "head_tokens", "vocab"))
+        return P(batch, tokens if positions % self.spec.tp_size == 0 else None, vocab)
+
+    def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
+        """What the layers need to know of these groups' token slots."""
+        ids, positions, active, slots = (
+            self.sharding.whole(flatten(parts))
+            for parts in (
+                [g.tokens for g in groups],
+                [g.positions for g in groups],
+                [g.active for g in groups],
+                [g.slots(self.page_size) for g in groups],
+            )
+        )
+        rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
+        return Tokens(groups, ids, active, slots, rotation)
+
+    @property
+    def rank_by_rank(self) -> bool:
+        """Whether each rank computes its layers in a region of its own, where it leaves out what it has no token for.
+
+        On the emulated devices of CPUs, which share a few cores, and where no sum goes over ``tp``.
+        """
+        alone = self.spec.tp_size * self.spec.expert_width_shards == 1 and self.apart is None
+        return self.in_place.native and alone and self.spec.num_devices > 1
+
+    def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
+        """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""
+        away = self.apart is not None or self.spec.ep_size * self.spec.expert_width_shards > 1
+        travels = self.config.is_moe and away
+        return self.overlap is not None and travels and self.overlap.halves(shapes)
+
+    def micro_batches(self, shapes: Sequence[GroupShape]) -> int:
+        """In how many parts the layers with experts compute a step of these groups."""
+        if not self.in_halves(shapes):
+            return 1
+        return count_micro_batches(shapes, 2 if self.apart is None else self.overlap.stages)
