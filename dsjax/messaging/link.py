@@ -274,7 +274,7 @@ class LinkListener(_Bulk):
     def _look(self) -> None:
         """Find out who is gone, where a connection has ended: a message to it cannot be sent."""
         if zmq.EVENT_DISCONNECTED in self._events():
-            self._sweeps, self._sweep_at = 3, 0.0
+            self._sweeps, self._sweep_at = 20, 0.0
         if self._sweeps and time.monotonic() >= self._sweep_at:
             self._sweeps, self._sweep_at = self._sweeps - 1, time.monotonic() + _LOOK_SECONDS
             for routing_id in list(self._ids):
