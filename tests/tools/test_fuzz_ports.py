@@ -4,11 +4,9 @@ import contextlib
 import os
 import socket
 import socketserver
-import struct
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "elastic
 
 from deployments import KEY
 from fuzz_ports import FUZZES, OPEN_BRIEFLY, Fuzzer, join_request, stage_messages
-from held_processes import groups
 from links_in_threads import CREDENTIALS, links_of
 from processes import free_port
 
-from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.transfer.messages import PullRequest
 from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
 from dsjax.hosts import HostOptions
@@ -130,32 +126,6 @@ def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays)
         hidden = np.arange(6, dtype=np.float32).reshape(2, 3)
         first.pass_on(hidden)
         np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
-
-
-def test_attention_processes_meet_whatever_strangers_say(nothing_stays):
-    two, ports = groups(2), []
-
-    class Told(AttentionProcesses):
-        """Its port can be known while it waits for the others."""
-
-        def _listen(self):
-            listener = super()._listen()
-            ports.append(listener.port)
-            return listener
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Told, two[0])
-        while not ports:
-            time.sleep(0.01)
-        generation = two[0].generation
-        for name, opening in (("of another", (7, 1)), ("nobody", (generation, 2**40)), ("itself", (generation, 0))):
-            said = [struct.pack("<QQ", *opening), struct.pack("<QQ", 0, 1)]
-            address = "127.0.0.1", ports[0]
-            assert Fuzzer(address, "attention", KEY, said, name=name).run(CASES).wrong == []
-        second = pool.submit(AttentionProcesses, two[1]).result(20)
-        with contextlib.closing(second), contextlib.closing(first.result(20)) as first:
-            second.tell(3)
-            assert first.wait(1) == 3
 
 
 def test_every_service_is_fuzzed():

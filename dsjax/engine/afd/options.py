@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dsjax.errors import UserError
-from dsjax.hosts.wire import split_address
+from dsjax.messaging.addresses import split_address
 from dsjax.options import option
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ import jax
 from jax.sharding import Mesh
 
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
-from dsjax.engine.afd.expert_link import check_reachable
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.commands import ConnectExperts
@@ -44,7 +43,7 @@ from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.wire import JoinRequest, split_address
+from dsjax.hosts.wire import JoinRequest
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
@@ -258,8 +257,7 @@ class Generations:
                 f"--expert-mesh {args.expert_mesh} does not divide the {slots} physical experts that this engine was started with; choose "
                 "a number of devices that does, or start it with other --redundant-experts"
             )
-        for address in afd_addresses(args):
-            check_reachable(address, args.credentials.read(split_address(address)[0]))
+        executor.extension(ExpertLinks).check(afd_addresses(args))
         return Wanted(self.wanted, args, connects=True)
 
     def to(self, wanted: Wanted) -> Generation | None:

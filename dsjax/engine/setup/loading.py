@@ -162,7 +162,7 @@ def _load_model(
     if expert_mesh is not None:
         experts = ExpertSide(step.apart, expert_mesh)
     elif of_experts is not None:
-        experts = remote_experts(args, mesh.devices.flat[0].platform)
+        experts = remote_experts(args, mesh.devices.flat[0].platform, group and group.endpoint)
         opened.callback(experts.close)
         _connect_experts(args, step, experts, directory, held.name, group, is_later)
 
@@ -294,7 +294,7 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     ) -> tuple[ModelStep, RemoteExperts]:
         changed = replace(args, expert_mesh=expert_mesh, afd_address=afd_address)
         model = replace(model, apart=experts_apart(changed, model.apart.infos))
-        side = remote_experts(changed, mesh.devices.flat[0].platform)
+        side = remote_experts(changed, mesh.devices.flat[0].platform, before.endpoint)
         side.follows(before)
         side.space = expert_space(changed, model, directory)
         return model, side
@@ -391,6 +391,7 @@ def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str
         "processes with experts": len(afd_addresses(args)),
         "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
         "MTP module": step.has_module,
+        "encrypt_bulk": args.encrypt_bulk,
     }
 
 

@@ -1,16 +1,11 @@
 """Either all attention processes continue with other expert processes, from the same command on, or none does."""
 
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
-from held_processes import groups
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.remote_experts import RemoteExperts
@@ -28,7 +23,7 @@ class Side(RemoteExperts):
     """An expert side without links. connecting: replaces its connection."""
 
     def __init__(self, connecting=lambda side: None):
-        super().__init__(MeshSpec(dp_size=4), [], [], waits=True, patience=1, silence=1)
+        super().__init__(MeshSpec(dp_size=4), [], None, waits=True, patience=1)
         self._connecting = connecting
         self.closed = threading.Event()
 
@@ -73,11 +68,11 @@ class Process:
 
 
 @pytest.fixture
-def group():
+def group(joined):
     """Three attention processes as threads. `make` takes the `another` of each."""
     made = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        others = list(pool.map(AttentionProcesses, groups(PROCESSES)))
+        others = list(pool.map(AttentionProcesses, joined(PROCESSES)))
 
         def make(*another):
             made.extend(map(Process, others, another, range(PROCESSES)))
