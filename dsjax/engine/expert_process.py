@@ -8,11 +8,11 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import msgspec
@@ -29,19 +29,7 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.afd.expert_side import ExpertSide
 from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
 from dsjax.engine.afd.joint_calls import JointCalls, Part
-from dsjax.engine.afd.messages import (
-    COMPILE,
-    OPEN,
-    PLACE,
-    STAGE,
-    Answered,
-    Call,
-    Compile,
-    Open,
-    Opened,
-    Place,
-    Stage,
-)
+from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.afd.options import expert_share
 from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
@@ -56,6 +44,7 @@ from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import put
 
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 _calls = msgspec.msgpack.Decoder(Call)
 _MOST_CELLS = 1 << 24
@@ -104,7 +93,8 @@ class ExpertProcess:
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts-compile")
         self.num_calls = self.num_rows = self.num_products = 0
         self.endpoint, self._listener = endpoint, LinkListener(endpoint)
-        start_thread("expert calls", self._run, name="dsjax-experts", restarts=True, on_failure=self._hang_up_all)
+        hang_up = lambda error: self._hang_up(*self._members)  # noqa: E731
+        start_thread("expert calls", self._run, name="dsjax-experts", restarts=True, on_failure=hang_up)
         endpoint.serve(COMPILE, self._have_compiled, roles=("attention",), kind=Compile)
         for service, kind, do in ((STAGE, Stage, self._stage), (PLACE, Place, self._place), (OPEN, Open, self._open)):
             endpoint.serve(service, partial(self._moves.submit, _answer, do), roles=("attention",), kind=kind)
@@ -304,14 +294,11 @@ class ExpertProcess:
         self._listener.wake()
 
     def _hang_up(self, *names: str) -> None:
+        """End connections, so that attention processes connect and call again."""
         with self._lock:
             peers = [member.peer for name, member in self._members.items() if name in names]
         for peer in peers:
             peer.close()
-
-    def _hang_up_all(self, _: Exception) -> None:
-        """End all connections, where a call may be lost: attention processes ask again."""
-        self._hang_up(*self._members)
 
     def _hear(self, message: Message) -> None:
         """Take a call, or say why it cannot be answered."""
@@ -380,15 +367,9 @@ class ExpertProcess:
         Raises:
             ValueError: such a call cannot be.
         """
-        devices = self._half.size
         if not 0 < call.cells <= _MOST_CELLS:
             raise ValueError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
-        filled = np.frombuffer(call.filled, "<i4") if len(call.filled) % 4 == 0 else np.full(1, -1)
-        if filled.size % devices or filled.size * (call.cells // max(1, filled.size // devices)) > devices * call.cells:
-            raise ValueError(
-                f"a call says how full {filled.size} queues are, of {devices} devices with {call.cells} cells"
-            )
-        filled = filled.reshape(devices, -1)
+        filled = np.frombuffer(call.filled, "<i4").reshape(self._half.size, -1)
         room = call.cells // max(1, filled.shape[1])
         if ((filled < 0) | (filled > room)).any():
             raise ValueError(f"a call fills a queue of {room} cells with {filled.max()} rows")
@@ -405,7 +386,8 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     """
     args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
     share = expert_share(args)
-    _check_address(args, share.address)
+    credentials = args.credentials.read(split_address(share.address)[0])
+    _listen(share.address, _bind)  # before anything is loaded
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     mesh = MeshSpec(dp_size=share.devices).build()
     enable_compile_cache()
@@ -434,7 +416,8 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     if args.eplb:
         writer.rehearse()
     space = expert_space(args, step, checkpoint.directory)
-    return ExpertProcess(step, writer, space, _listen(args, share.address))
+    listen = lambda host, port: Endpoint(host, credentials, port=port, silence=args.heartbeat_timeout)  # noqa: E731
+    return ExpertProcess(step, writer, space, _listen(share.address, listen))
 
 
 def _answer(do: Callable[[Request], Any], request: Request) -> None:
@@ -452,30 +435,21 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _check_address(args: EngineArgs, address: str) -> None:
-    """Say what is wrong with an address before anything is loaded, without letting anybody connect."""
+def _listen(address: str, listen: Callable[[str, int], Result]) -> Result:
+    """Call ``listen(host, port)``, and say what to do where nobody can listen there."""
     host, port = split_address(address)
-    args.credentials.read(host)
-    with _explained(host, port):
-        [(family, kind, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-
-
-def _listen(args: EngineArgs, address: str) -> Endpoint:
-    host, port = split_address(address)
-    with _explained(host, port):
-        return Endpoint(host, args.credentials.read(host), port=port, silence=args.heartbeat_timeout)
-
-
-@contextlib.contextmanager
-def _explained(host: str, port: int) -> Iterator[None]:
-    """Say what to do where an address cannot be listened at."""
     try:
-        yield
+        return listen(host, port)
     except OSError as error:
         raise UserError(
             f"cannot listen at {host} port {port} ({error.strerror}), where attention is to find these experts; give an address or a name "
             "of this host in --afd-address, and a port that is free"
         ) from error
+
+
+def _bind(host: str, port: int) -> None:
+    """Find out whether a port is free, without letting anybody connect."""
+    [(family, kind, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(where)

@@ -12,19 +12,7 @@ from processes import free_port
 from waits import until
 
 from dsjax.engine.afd.expert_slots import NOBODY
-from dsjax.engine.afd.messages import (
-    COMPILE,
-    OPEN,
-    PLACE,
-    STAGE,
-    Answered,
-    Call,
-    Compile,
-    Open,
-    Opened,
-    Place,
-    Stage,
-)
+from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.messaging import Endpoint, Link, RefusedError
