@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine import EngineParts
+from dsjax.engine.engine import EngineParts, mesh_changer_of
 from dsjax.engine.engine_thread import EngineThread, Stepper
 from dsjax.engine.request_streams import OutputStream, RequestStreams
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
@@ -16,8 +16,6 @@ from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import PreparedRequest, Prompt
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.engine.transfer.prefill_links import PrefillLinks
-from dsjax.errors import UserError
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
@@ -181,13 +179,7 @@ class ThreadedEngine:
             UserError, MeshError: the change is not possible, or another one is under way; nothing has changed.
             EngineDeadError: the engine has failed, before or in this.
         """
-        generations = self.core.generations
-        if self.core.part(PrefillLinks) is not None and generations is None:
-            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
-        if generations is None:
-            raise UserError(
-                "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
-            )
+        generations = mesh_changer_of(self.core)
         # A change that has begun ends, whether or not somebody still waits for it; while the mesh is checked too it keeps others out.
         await asyncio.shield(asyncio.ensure_future(self._change_to(generations, mesh, expert_mesh, afd_address)))
         return generations

@@ -138,7 +138,7 @@ class LLMEngine:
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
-        self.tokenizer, self.prefills = parts.tokenizer, parts.prefills
+        self.tokenizer = parts.tokenizer
         self._aborted: list[RequestOutput] = []
 
     def add_request(
@@ -198,7 +198,7 @@ class LLMEngine:
         Raises:
             UserError, MeshError: the change is not possible; nothing has changed.
         """
-        generations = self._generations()
+        generations = mesh_changer_of(self.core)
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
             updates = self.core.change(lambda: generations.to(wanted))
@@ -211,15 +211,6 @@ class LLMEngine:
         if generations.failure is not None:
             raise generations.failure
 
-    def _generations(self) -> MeshChanger:
-        if self.prefills:
-            raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
-        if self.core.generations is None:
-            raise UserError(
-                "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
-            )
-        return self.core.generations
-
     def flush_prefix_cache(self) -> bool:
         """Forget every page that is cached; True, as nothing can prevent it."""
         return self.core.flush_prefix_cache()
@@ -227,6 +218,21 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Give back what the executor holds."""
         self.core.shutdown()
+
+
+def mesh_changer_of(core: EngineCore) -> MeshChanger:
+    """Give what changes the mesh of a core.
+
+    Raises:
+        UserError: nothing can change it.
+    """
+    if core.generations is not None:
+        return core.generations
+    if core.part(PrefillLinks) is not None:
+        raise UserError("the meshes of an engine with --prefill-mesh and --decode-mesh cannot change while it runs")
+    raise UserError(
+        "the mesh of this engine cannot change while it runs: it has stages in several processes, or it was given its executor"
+    )
 
 
 def attachments_of(

@@ -208,10 +208,7 @@ class LayerPass:
         step = self.step
         table = step.table.without([path for path in step.table.infos if path not in params])
         stack = operator.attrgetter(self.stack)(table.bind(params))
-        in_place = step.in_place.names([] if tokens is None else [group.shape.form for group in tokens.groups])
-        graph, whole, sliced = nnx.split(
-            stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...
-        )
+        graph, whole, sliced = step.split(stack, tokens)
         here = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
         block = nnx.merge(graph, whole, jax.tree.map(here, sliced))
         return Layer(block, index, self.first + index, tokens, copies and jax.tree.map(here, copies))

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dsjax.config.weights import WEIGHT_FORMATS, WeightFormat
+from sharding import Rules
 from sharding.host_memory import on_device
 
 Weights = Literal[tuple(WEIGHT_FORMATS)]
@@ -243,6 +245,16 @@ class ParameterTable:
             self.graph,
             jax.tree.unflatten(self.tree, [params[path] if path in self.infos else 0 for path in self.paths]),
         )
+
+
+def describe(parameters: Mapping[str, ParameterInfo], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every parameter as a shape, its storage dtype and its sharding."""
+    return {
+        path: jax.ShapeDtypeStruct(
+            info.shape, info.storage_dtype, sharding=rules.sharding(mesh, info.logical_axes, info.shape)
+        )
+        for path, info in parameters.items()
+    }
 
 
 def component(path: str) -> str:

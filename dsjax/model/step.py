@@ -93,7 +93,7 @@ class ModelStep(StepDescription):
         return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
 
     def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        graph, whole, weights = split = self._split(stack, tokens)
+        graph, whole, weights = split = self.split(stack, tokens)
         own_copies = None if hasattr(stack, "mlp") else copies
 
         def merge(weights) -> DecoderLayer:
@@ -119,17 +119,9 @@ class ModelStep(StepDescription):
         (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
         return x, cache, layer, reports
 
-    def _split(self, stack: DecoderLayer, tokens: Tokens) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        """A stack's graph, what stays whole of it, and what is sliced layer by layer."""
-        # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
-        # first copy a layer's experts on CPU, all of them, for the few that have tokens.
-        # GPUs multiply with the other matrices in place as well, where a kernel can.
-        in_place = self.in_place.names([group.shape.form for group in tokens.groups])
-        return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
-
     def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         """The first layer of a stack, where ranks run each by itself; arrays of reports and copies have a leading axis of 1."""
-        return self._rank_by_rank(self._split(stack, tokens), 1, x, cache, layer, tokens, copies)
+        return self._rank_by_rank(self.split(stack, tokens), 1, x, cache, layer, tokens, copies)
 
     def _rank_by_rank(self, split, layers: int, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         """The first ``layers`` of a stack as one region of each rank. A layer's arrays are sliced in the branches that read them."""

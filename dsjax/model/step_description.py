@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
@@ -21,12 +22,13 @@ from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_parts import LayerParts
 from dsjax.model.layer_values import Tokens
 from dsjax.model.micro_batches import TwoBatchOverlap, count_micro_batches
-from dsjax.model.parameters import ParameterTable
+from dsjax.model.parameters import ParameterTable, describe
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, RowGroup, flatten
 from dsjax.model.sparse import IndexScores
 from dsjax.model.stage import Stage
 from dsjax.model.token_sharding import TokenSharding
+from dsjax.model.transformer import DecoderLayer
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig
 from sharding.layer_placement import LayerPlacements
@@ -70,6 +72,11 @@ class StepDescription:
     def ends(self) -> bool:
         """Whether tokens are made here: the step has the last layers, the head and the MTP module."""
         return self.stage is None or self.stage.ends
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of devices that together hold one copy of the routed experts."""
+        return (self.apart or self).spec.ep_size
 
     @property
     def stored_placement(self) -> LayerPlacements:
@@ -157,12 +164,7 @@ class StepDescription:
 
     def abstract_parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
-        return {
-            path: jax.ShapeDtypeStruct(
-                info.shape, info.storage_dtype, sharding=self.rules.sharding(self.mesh, info.logical_axes, info.shape)
-            )
-            for path, info in self.table.infos.items()
-        }
+        return describe(self.table.infos, self.rules, self.mesh)
 
     def slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
         """Cache slot of each token on its DP rank, −1 for padding."""
@@ -195,6 +197,14 @@ class StepDescription:
         """
         alone = self.spec.tp_size * self.spec.expert_width_shards == 1 and self.apart is None
         return self.in_place.native and alone and self.spec.num_devices > 1
+
+    def split(self, stack: DecoderLayer, tokens: Tokens | None) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """A stack's graph, what stays whole of it, and what is sliced layer by layer. tokens: of attention; None: it is left out."""
+        # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
+        # first copy a layer's experts on CPU, all of them, for the few that have tokens.
+        # GPUs multiply with the other matrices in place as well, where a kernel can.
+        in_place = self.in_place.names([] if tokens is None else [group.shape.form for group in tokens.groups])
+        return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""

@@ -19,6 +19,7 @@ from dsjax.engine.afd.layer_programs import CompiledPass, OnHost, PassPrograms, 
 from dsjax.engine.device.access import DeviceAccess, DevicePart
 from dsjax.model.apart import ExpertWork, LayerPass, Passing, StackExperts, sums_by_choice, wire_of
 from dsjax.model.expert_dispatch import ExpertsApart
+from dsjax.model.parameters import describe
 from dsjax.model.step import ModelStep
 from dsjax.model.window import ParameterWindow
 from sharding import MeshError, MeshSpec, Rules
@@ -144,12 +145,7 @@ class ExpertSide(Side):
 
     def described(self) -> dict[str, Described]:
         """Every parameter as a shape, its storage dtype and its sharding."""
-        return {
-            path: jax.ShapeDtypeStruct(
-                info.shape, info.storage_dtype, sharding=self.rules.sharding(self.mesh, info.logical_axes, info.shape)
-            )
-            for path, info in self.infos.items()
-        }
+        return describe(self.infos, self.rules, self.mesh)
 
     def release(self, step: ModelStep, placements: LayerPlacements, held: HeldWeights | None) -> None:
         """Free the parameters, or leave them to who takes them over."""

@@ -8,7 +8,7 @@ process that has just come back, ``place`` reads from the checkpoint.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,9 @@ from jax import lax
 from jaxtyping import Array
 
 from dsjax.engine.afd.expert_side import ExpertSide
+from dsjax.engine.device.expert_programs import STACKS
 from dsjax.model.expert_dispatch import EXPERTS
+from dsjax.model.parameters import ParameterInfo
 
 Expert = dict[str, Array | np.ndarray]
 """The parameters of one expert by their paths, without the axes of layers and experts."""
@@ -35,12 +37,10 @@ class StackRow(NamedTuple):
     layer: int
 
 
-def stack_rows(infos: Iterable[str], layers: Mapping[str, int]) -> list[StackRow]:
-    """The rows of a placement: the model's MoE layers, and behind them the MTP module's. layers: of each stack that has experts."""
-    stacks = [
-        stack for stack in ("moe_layers", "mtp.layers") if any(path.startswith(stack + EXPERTS) for path in infos)
-    ]
-    return [StackRow(stack, layer) for stack in stacks for layer in range(layers[stack])]
+def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
+    """The rows of a placement: the model's MoE layers, and behind them the MTP module's. infos: of the experts' parameters."""
+    layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in infos.items()}
+    return [StackRow(stack, layer) for stack in STACKS for layer in range(layers.get(stack, 0))]
 
 
 class SlotWriter:
@@ -58,8 +58,7 @@ class SlotWriter:
         self.side, self.rows, self._read = side, np.array(rows, np.int32), read
         self.lock = threading.RLock()
         self._reading = threading.Lock()  # as ``stage`` reads without the other one
-        layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in side.infos.items()}
-        self.stack_rows = stack_rows(side.infos, layers)
+        self.stack_rows = stack_rows(side.infos)
         self._staged: dict[
             tuple[int, int], tuple[int, Expert]
         ] = {}  # by row and slot; which expert, and its parameters

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 from jaxtyping import Array, Int
 
+from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.step import ModelStep
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
@@ -48,7 +49,7 @@ def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
     stacks, first = [], 0
     for stack in STACKS:
-        prefix = f"{stack}.moe.experts."
+        prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
             stacks.append(ExpertLayers(stack, names, first))
@@ -74,6 +75,8 @@ def staging_bytes(step: ModelStep) -> int:
 
 def expert_bytes(step: ModelStep) -> int:
     """Bytes of one expert on one device: the whole of it, or its part where its width is split."""
+    if step.apart is not None:
+        return step.apart.expert_bytes
     return staging_bytes(step) * step.spec.ep_size // step.stored_placement.n_physical
 
 
@@ -82,10 +85,10 @@ def exchange_bytes(step: ModelStep, experts: int) -> int:
     return staging_bytes(step) + experts * expert_bytes(step)
 
 
-def received_bytes(step: ModelStep, experts: int) -> int:
-    """Bytes that a device receives in one run of ``stage``, at most: where the platform gathers, what all ranks send."""
-    native = step.mesh.devices.flat[0].platform in NATIVE_PLATFORMS
-    return experts * expert_bytes(step) * (1 if native else step.spec.ep_size - 1)
+def received_bytes(step: ModelStep) -> int:
+    """Bytes that a device receives when each rank is sent one expert, at most: where the platform gathers, what all ranks send."""
+    gathers = step.apart is None and step.mesh.devices.flat[0].platform not in NATIVE_PLATFORMS
+    return expert_bytes(step) * (step.spec.ep_size - 1 if gathers else 1)
 
 
 def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
@@ -204,11 +207,7 @@ def lower_place(
 
     def place(stack, staging, copies, loads, marked, tables, layer, row):
         changed = lax.with_sharding_constraint(run(stack, staging, marked, layer), shardings)
-        copies = jax.tree.map(
-            lambda whole, layer_table: lax.dynamic_update_index_in_dim(whole, layer_table, row, 0), copies, tables
-        )
-        retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
-        loads = lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0)
+        copies, loads, retired = put_tables(copies, loads, tables, row)
         pinned = lax.with_sharding_constraint((copies, loads), jax.tree.map(lambda a: a.sharding, described))
         return changed, *pinned, retired, lax.with_sharding_constraint(row + 0, everywhere)
 
@@ -217,6 +216,13 @@ def lower_place(
     marked = jax.ShapeDtypeStruct((group.size, step.placement.n_physical // group.size), np.int32, sharding=everywhere)
     tables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=everywhere), copies)
     return jax.jit(place, donate_argnums=(0, 2, 3)).lower(stack, staging, copies, loads, marked, tables, number, number)
+
+
+def put_tables(copies: CopyTables, loads: Array, tables: CopyTables, row: Array) -> tuple[CopyTables, Array, Array]:
+    """Put a layer's tables in force, and give what its row had counted, which begins anew."""
+    copies = jax.tree.map(lambda whole, own: lax.dynamic_update_index_in_dim(whole, own, row, 0), copies, tables)
+    retired = lax.dynamic_index_in_dim(loads, row, keepdims=False)
+    return copies, lax.dynamic_update_index_in_dim(loads, jnp.zeros_like(retired), row, 0), retired
 
 
 def _word(dtype: np.dtype) -> np.dtype:

@@ -40,7 +40,12 @@ class ExpertRecorder:
         self._step = step
         self._held: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
         self._read_at = 0.0
-        self._sums: DispatchSums | None = None
+        self._placements: LayerPlacements | None = None  # of the last launch that was read
+        # Sums over the launches that were read.
+        self._tokens: np.ndarray | int = 0
+        self._logical: np.ndarray | int = 0
+        self._rows: np.ndarray | int = 0
+        self._rounds = self._payload = self._wire = 0
 
     def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
         """Enter a launch's reports.
@@ -57,7 +62,18 @@ class ExpertRecorder:
 
     def counts(self) -> ExpertCounts | None:
         """Since recording began, but for the last launches; None before the first ones."""
-        return self._sums.counts() if self._sums is not None else None
+        if self._placements is None:
+            return None
+        padding = 1.0 - self._payload / self._wire if self._wire else 0.0
+        return ExpertCounts(
+            np.array(self._tokens),
+            np.array(self._rows),
+            np.array(self._logical),
+            self._placements.physical_to_logical[: len(self._tokens)],
+            rounds=int(self._rounds),
+            dispatch_bytes=int(self._wire),
+            padding_share=float(padding),
+        )
 
     def read(self) -> ExpertCounts | None:
         """All since recording began; None before the first launch."""
@@ -77,10 +93,16 @@ class ExpertRecorder:
             self._enter([reports[number] for number in numbers], size, placements)
 
     def _enter(self, reports: list[Mapping[str, np.ndarray]], size: _Size, placements: LayerPlacements) -> None:
-        counts = {name: np.concatenate([one[name] for one in reports]) for name in reports[0]}
-        if self._sums is None:
-            self._sums = DispatchSums(placements)
-        self._sums.add(self._statistics(counts, size), len(reports), placements)
+        """Add launches of one size, all under one placement."""
+        more = self._statistics({name: np.concatenate([one[name] for one in reports]) for name in reports[0]}, size)
+        tokens = more.tokens_per_expert.reshape(len(reports), -1, more.tokens_per_expert.shape[1]).sum(axis=0)
+        self._tokens = self._tokens + tokens
+        self._logical = self._logical + placements.logical_load(tokens)
+        self._rows = self._rows + more.rows_sent_per_rank
+        self._rounds += more.rounds
+        self._payload += more.payload_bytes
+        self._wire += more.wire_bytes
+        self._placements = placements
 
     def _statistics(self, counts: Mapping[str, np.ndarray], size: _Size) -> DispatchStatistics:
         step = self._step
@@ -97,40 +119,4 @@ class ExpertRecorder:
             top_k=step.config.num_experts_per_tok,
             dtype=step.dtype,
             platform=step.mesh.devices.flat[0].platform,
-        )
-
-
-class DispatchSums:
-    """Sums over launches."""
-
-    def __init__(self, placements: LayerPlacements):
-        self._placements = placements
-        self._tokens: np.ndarray | int = 0
-        self._logical: np.ndarray | int = 0
-        self._rows: np.ndarray | int = 0
-        self._rounds = self._payload = self._wire = 0
-
-    def add(self, more: DispatchStatistics, launches: int, placements: LayerPlacements) -> None:
-        """Add launches, whose layers stand one behind the other in ``more``, all under one placement."""
-        per_launch = more.tokens_per_expert.reshape(launches, -1, more.tokens_per_expert.shape[1])
-        tokens = per_launch.sum(axis=0)
-        self._placements = placements
-        self._tokens = self._tokens + tokens
-        self._logical = self._logical + placements.logical_load(tokens)
-        self._rows = self._rows + more.rows_sent_per_rank
-        self._rounds += more.rounds
-        self._payload += more.payload_bytes
-        self._wire += more.wire_bytes
-
-    def counts(self) -> ExpertCounts:
-        """A copy that stays as it is."""
-        padding = 1.0 - self._payload / self._wire if self._wire else 0.0
-        return ExpertCounts(
-            np.array(self._tokens),
-            np.array(self._rows),
-            np.array(self._logical),
-            self._placements.physical_to_logical[: len(self._tokens)],
-            rounds=int(self._rounds),
-            dispatch_bytes=int(self._wire),
-            padding_share=float(padding),
         )

@@ -294,13 +294,12 @@ class Generations:
         if refused is not None:
             self.failure = UserError(refused)
             return None
-        side = self.executor.model.apart
-        self._args = args
+        step, self._args = self.executor.model, args
         self.facts = replace(
             self.facts,
-            expert_mesh=f"ep={side.spec.ep_size}",
-            physical_experts_per_device=self.executor.model.placement.n_physical // side.spec.ep_size,
-            expert_weight_bytes=side.bytes_of_device,
+            expert_mesh=f"ep={step.expert_ranks}",
+            physical_experts_per_device=step.placement.n_physical // step.expert_ranks,
+            expert_weight_bytes=step.apart.bytes_of_device,
         )
         self.counts.last_parts = self._parts
         self.counts.last_seconds = sum(self._parts.values())

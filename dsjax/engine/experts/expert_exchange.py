@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from dsjax.config import ModelConfig
-from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
+from dsjax.engine.contract.commands import PlaceExperts, StageExperts
 from dsjax.engine.device import expert_programs
-from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.engine.device.access import DeviceAccess, Pending, Running
 from dsjax.engine.device.expert_programs import ExpertLayers, expert_layers, pack_moves, pack_slots
-from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
-from dsjax.model.parameter_counts import parameter_counts
+from dsjax.engine.experts.expert_part import ExpertPart
 from sharding.dispatch.statistics import tokens_per_physical_expert
 from sharding.layer_placement import LayerPlacements, copy_tables
 from sharding.mesh import hosts_of_experts
@@ -30,7 +26,7 @@ Reload = Callable[[list[str], LayerPlacements], Mapping[str, Array]]
 _log = logging.getLogger(__name__)
 
 
-class ExpertExchange(DevicePart):
+class ExpertExchange(ExpertPart):
     """Moves experts of one executor, whose parameters and state it changes.
 
     Args:
@@ -39,41 +35,18 @@ class ExpertExchange(DevicePart):
     """
 
     def __init__(self, device: DeviceAccess, experts: int, reload: Reload | None = None):
-        self._device, self._step, self._reload = device, device.model, reload
-        self._per_exchange = experts
-        self._layers = expert_layers(self._step)
-        self._ranks = self._step.spec.ep_size
+        super().__init__(device, experts)
+        self._step, self._reload = device.model, reload
+        self._layers, self._ranks = expert_layers(self._step), self._step.expert_ranks
+        self.rehearsed = [layers.first for layers in self._layers]
+        self.hosts = hosts_of_experts(self._step.mesh.devices, self._ranks)
         self._per_rank = device.placements.n_physical // self._ranks
         self._staging = self._allocate()
         self._staged: tuple[int, frozenset[int]] = (-1, frozenset())  # a layer, and its slots that have come
-        self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
-        self._seconds: tuple[float, float] | None = None
 
-    def register(self, table: CommandTable) -> None:
-        """Add the commands that read loads and move experts."""
-        table.add(ReadLoads, Handler(self._read, lambda pending: self._window(pending.kept)))
-        table.add(StageExperts, Handler(self._stage, _exchanged))
-        table.add(PlaceExperts, Handler(self._place, _exchanged))
-
-    def extension(self, kind: type) -> Any:
-        """Offer the balancer where experts are."""
-        return self if kind is ExpertMover else None
-
-    @property
-    def slots(self) -> ExpertSlots:
-        """Where experts are now."""
-        config = self._step.config
-        return ExpertSlots(
-            physical_to_logical=self._device.placements.physical_to_logical,
-            n_logical=self._device.placements.n_logical,
-            ranks=self._ranks,
-            hosts=hosts_of_experts(self._step.mesh.devices, self._ranks),
-            groups=config.n_group,
-            expert_share=expert_share(config),
-            expert_bytes=expert_programs.expert_bytes(self._step),
-            per_exchange=self._per_exchange,
-            seconds=self._seconds,
-        )
+    def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
+        """Tokens of each physical expert, of what each device has counted of its own slots."""
+        return tokens_per_physical_expert(self._step.spec, counts)
 
     def _stage(self, pending: Pending, command: StageExperts) -> Running:
         """Send a layer's experts to where they are staged."""
@@ -127,55 +100,9 @@ class ExpertExchange(DevicePart):
                 return
             device.params |= {path: stack[name] for name, path in layers.names.items()}
             device.state = dataclasses.replace(device.state, copies=copies, loads=loads)
-            before = self._device.placements.physical_to_logical[command.layer]
-            self._device.placements = self._device.placements.with_layer(command.layer, placement)
-            yield done
-            retired = device.programs.gather(retired)
-            self._retired.append((command.layer, before, retired))
-            yield retired
+            yield from self._put_in_force(command.layer, placement, done, retired)
 
         return run()
-
-    def _read(self, pending: Pending, _: ReadLoads) -> Running:
-        """Take the loads off the devices, without waiting for them."""
-        state = self._device.state
-        counts, loads = self._device.programs.read_loads()(state.loads)
-        self._device.state = dataclasses.replace(state, loads=loads)
-        placements, retired, self._retired = self._device.placements, self._retired, []
-        yield counts
-        counts = self._device.programs.gather(counts)
-        pending.kept = (placements, counts, retired)
-        yield counts
-
-    def _window(self, taken: tuple[LayerPlacements, Array, list]) -> LoadWindow:
-        """Sum what ``_read`` has taken by logical expert and by rank; each count under the placement that it was made with."""
-        placements, counts, retired = taken
-        physical = tokens_per_physical_expert(self._step.spec, np.asarray(counts).astype(np.int64))
-        logical = placements.logical_load(physical)
-        for layer, row, array in retired:
-            more = tokens_per_physical_expert(self._step.spec, np.asarray(array).astype(np.int64)[None])[0]
-            logical[layer] += np.bincount(row, more, minlength=logical.shape[1]).astype(np.int64)
-            physical[layer] += more
-        return LoadWindow(logical, physical.reshape(len(physical), self._ranks, -1).sum(axis=2))
-
-    def rehearse(self, run: Callable[[Command], Any]) -> None:
-        """Run each program on nothing, twice, and keep how long the second run took.
-
-        The first may copy: arrays that were made from the host's memory are not XLA's own, and cannot be changed where they are.
-        """
-        nothing = b""
-        for layers in self._layers:
-            row = self._device.placements.physical_to_logical[layers.first].astype("<i4").tobytes()
-            for _ in range(2):
-                seconds = []
-                for command in (StageExperts(layers.first, nothing), PlaceExperts(layers.first, nothing, row)):
-                    began = time.monotonic()
-                    run(command)
-                    seconds.append(time.monotonic() - began)
-                self._seconds = seconds[0], seconds[1]
-        if self._device.programs.shared:
-            run(ReadLoads())  # compiles what gathers the loads
-        self._retired = []
 
     def _recover(self, layers: ExpertLayers, layer: int) -> None:
         """Make again what was given to a program that failed and is lost, from the checkpoint and the placement in force."""
@@ -212,16 +139,5 @@ class ExpertExchange(DevicePart):
         return jax.block_until_ready(make())
 
 
-def expert_share(config: ModelConfig) -> float:
-    """Give the routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
-    counts = parameter_counts(config)
-    used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
-    return used / (counts["active"] - counts["embedding"])
-
-
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _exchanged(pending: Pending) -> Exchanged:
-    return Exchanged(pending.ended - pending.started, pending.error)

@@ -13,7 +13,7 @@ from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, Sta
 from dsjax.engine.contract.executor import Kind
 from dsjax.engine.device.access import Pending
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
-from dsjax.engine.experts.expert_exchange import expert_share
+from dsjax.engine.experts.expert_part import expert_share
 from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
 from dsjax.engine.pipeline.stage_executor import StageExecutor

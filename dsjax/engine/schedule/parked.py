@@ -31,8 +31,8 @@ class ParkedRequests:
         outcomes: what became of those that have waited: `resumed`, `expired`, `aborted`.
     """
 
-    def __init__(self, seconds: float = 0.0):
-        self.seconds, self.larger_is_wanted = seconds, False
+    def __init__(self):
+        self.seconds, self.larger_is_wanted = 0.0, False
         self.outcomes: Counter[str] = Counter()
         self._parked: dict[str, ParkedRequest] = {}
 

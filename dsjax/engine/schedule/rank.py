@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -46,51 +46,6 @@ class RankLoad(NamedTuple):
     tiers: Mapping[str, Any] = {}
 
 
-class NoLoads:
-    """What a rank has in place of `PageLoads` where no page is anywhere but on the devices."""
-
-    def __contains__(self, name: bytes) -> bool:
-        return False
-
-    def begin(self, now: float) -> None:
-        """Place nothing."""
-
-    def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
-        """Let every request start."""
-        return Admittance.START
-
-    def hits(self, request: Request) -> dict[str, int]:
-        """Count all cached tokens for the device."""
-        return {"device": request.num_cached_tokens}
-
-    def num_computed_elsewhere(self, request: Request) -> int:
-        """Count none."""
-        return 0
-
-    def sealed(self, request: Request) -> None:
-        """Tell nobody."""
-
-    def forget(self, names: Iterable[bytes]) -> None:
-        """Forget nothing."""
-
-    def cancel(self) -> None:
-        """Cancel nothing."""
-
-    clear = invalidate = cancel
-
-    def release(self, request: Request) -> None:
-        """Release nothing."""
-
-    preempted = release
-
-    def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
-        """Say that nothing is held."""
-        return False
-
-
-NO_LOADS = NoLoads()
-
-
 class Rank:
     """One attention replica's queue, pages and slots.
 
@@ -115,8 +70,8 @@ class Rank:
             tier that had them.
     """
 
-    def __init__(self, pool: PagePool, config: SchedulerConfig):
-        self.pool, self.config = pool, config
+    def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
+        self.pool, self.config, self.loads = pool, config, loads
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.load = self.waiting_tokens = self.backlog = 0
@@ -125,7 +80,6 @@ class Rank:
         self.hits: Counter[str] = Counter(device=0)
         self.dirty: list[int] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self.loads: PageLoads | NoLoads = NO_LOADS
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""

@@ -49,7 +49,7 @@ class Scheduler:
             `take_page_events`.
 
     Attributes:
-        pages: the loads of all ranks from the source; None without one.
+        pages: the loads of all ranks from the source.
     """
 
     def __init__(
@@ -60,14 +60,11 @@ class Scheduler:
         source: PageSource | None = None,
         page_events: bool = False,
     ):
-        self.config, self.source = config, source
+        self.config, self._is_sourced, self.source = config, source is not None, source or PageSource()
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
-        self.ranks = [Rank(self._pool(rank), config) for rank in range(num_ranks)]
-        self.pages: SourcedPages | None = None
-        if source is not None:
-            self.pages = SourcedPages(source, [rank.pool for rank in self.ranks], self.events)
-            for rank, loads in zip(self.ranks, self.pages.ranks, strict=True):
-                rank.loads = loads
+        pools = [self._pool(rank) for rank in range(num_ranks)]
+        self.pages = SourcedPages(self.source, pools, self.events)
+        self.ranks = [Rank(pool, config, loads) for pool, loads in zip(pools, self.pages.ranks, strict=True)]
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -94,7 +91,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step must be planned: a request is unfinished, or a page source has something to do."""
-        return bool(self._requests) or (self.source is not None and self.source.has_work())
+        return bool(self._requests) or self.source.has_work()
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
@@ -104,7 +101,7 @@ class Scheduler:
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
-        return [] if self.pages is None else self.pages.take_waits()
+        return self.pages.take_waits()
 
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
@@ -120,7 +117,7 @@ class Scheduler:
                 standing_cost(rank),
                 dict(rank.hits),
                 rank.prefix_queries,
-                {} if self.source is None else self.source.counts(index),
+                self.source.counts(index),
             )
             for index, rank in enumerate(self.ranks)
         ]
@@ -143,8 +140,7 @@ class Scheduler:
         request.order = (priority, request.arrival_time, self._arrivals)
         self._arrivals += 1
         _check_fits(request, self.config)
-        if self.source is not None:
-            self.source.added(request)
+        self.source.added(request)
         self._requests[request.request_id] = request
         self._give(request)
 
@@ -162,8 +158,7 @@ class Scheduler:
         if request is None:
             return None
         self.rank_of(request).remove(request)
-        if self.source is not None:
-            self.source.ended(request)
+        self.source.ended(request)
         request.finish(FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
 
@@ -180,7 +175,7 @@ class Scheduler:
         new = Scheduler(
             config,
             num_ranks,
-            source=self.source,
+            source=self.source if self._is_sourced else None,
             page_events=self.events is not None,
         )
         new._arrivals = self._arrivals
@@ -191,11 +186,11 @@ class Scheduler:
             try:
                 _check_fits(request, config)
             except AdmissionError as error:
-                if self.source is not None and was_here:
+                if was_here:
                     self.source.ended(request)
                 refused.append((request, error))
                 continue
-            if self.source is not None and not was_here:
+            if not was_here:
                 self.source.added(request)
             new._requests[request.request_id] = request
             new._give(request)
@@ -208,11 +203,9 @@ class Scheduler:
         It is empty when no request is unfinished, or all that are have to wait for the step under way.
         """
         num_drafts = self._num_drafts()
-        if self.source is None:
-            return StepPlan([rank.schedule(now, num_drafts) for rank in self.ranks], num_drafts, num_drafts)
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
-        return StepPlan(ranks, num_drafts, num_drafts, self.pages.commands())
+        return StepPlan(ranks, num_drafts, num_drafts, self.pages.commands() if self._is_sourced else ())
 
     def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
         """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
@@ -290,16 +283,14 @@ class Scheduler:
                 rank.remove_finished(finished)
                 for request in finished:
                     del self._requests[request.request_id]
-                    if self.source is not None:
-                        self.source.ended(request)
+                    self.source.ended(request)
         return updates
 
     def withdraw(self, plan: StepPlan) -> None:
         """Take back a plan whose launch failed. Its requests start anew: an executor may have been told a part of it, or nothing."""
-        if self.source is not None:
-            self.source.withdrawn()
+        self.source.withdrawn()
         for rank, (decodes, prefills, _) in zip(self.ranks, plan.ranks, strict=True):
-            if self.source is not None:  # nobody knows which of its commands were carried out
+            if self._is_sourced:  # nobody knows which of its commands were carried out
                 rank.invalidate()
             for request, _, length, sampled in (*decodes, *prefills):
                 request.num_in_flight -= length

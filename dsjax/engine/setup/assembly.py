@@ -17,7 +17,6 @@ from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
-from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
 from dsjax.engine.setup.expert_location import ExpertLocation
@@ -417,25 +416,17 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
     """
     if args.eplb is None or not step.config.is_moe:
         return 0
-    if step.apart is not None:
-        return _moved_at_once(args.eplb, step.apart.expert_bytes, step.placement.n_physical // step.apart.spec.ep_size)
-    if step.spec.ep_size == 1:
+    if step.apart is None and step.spec.ep_size == 1:
         raise UserError(
             f"--enable-eplb is given, but with --mesh {step.spec} every device holds all experts; leave it out, or use a mesh "
             "with a larger ep"
         )
-    least, slots = expert_programs.received_bytes(step, 1), step.placement.n_physical // step.spec.ep_size
-    return _moved_at_once(args.eplb, least, slots)
-
-
-def _moved_at_once(config: EplbConfig, least: int, slots: int) -> int:
-    """Count the experts that a device with so many slots receives at once. least: bytes of one."""
-    most = config.max_bytes_per_step
+    least, most = expert_programs.received_bytes(step), args.eplb.max_bytes_per_step
     if most < least:
         raise UserError(
             f"--eplb-config has max_bytes_per_step {most:,}, but to move one expert a device receives {least:,} bytes; give that or more"
         )
-    return max(1, min(most // max(least, 1), slots))
+    return max(1, min(most // max(least, 1), step.placement.n_physical // step.expert_ranks))
 
 
 def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> str:

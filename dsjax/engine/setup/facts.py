@@ -146,7 +146,7 @@ def describe_engine(
         num_devices=spec.num_devices,
         num_processes=len({device.process_index for device in step.mesh.devices.flat}),
         dp_ranks=spec.dp_size,
-        physical_experts_per_device=step.placement.n_physical // (apart or step).spec.ep_size if config.is_moe else 0,
+        physical_experts_per_device=step.placement.n_physical // step.expert_ranks if config.is_moe else 0,
         dtype=str(step.dtype),
         weights=weights,
         dispatch=_dispatch_methods(step, buckets),

@@ -42,7 +42,7 @@ products of all index heads with a block of the context."""
 
 
 class DenseAttention(Protocol):
-    """Attention to all tokens of a paged cache: fields and methods of ``PagedAttention``."""
+    """Attention to all tokens of a paged cache: what is used here of ``PagedAttention``."""
 
     mesh: Mesh
     spec: MeshSpec
@@ -50,22 +50,8 @@ class DenseAttention(Protocol):
     kernels: Kernels
     index_scores: IndexScores
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
-
-    def block(self, rows: int, chunk: int) -> int:
-        """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries."""
-
-    def attend(
-        self,
-        mla: MLA,
-        form: Form,
-        cache: Cache,
-        layer: Int[Array, ""],
-        rows: Rows,
-        p: Projections,
-        index: Int[Array, ""] | None = None,
-        chosen: UInt32[Array, "B R C _"] | None = None,
-    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
-        """Attention of a row group."""
+    block: Callable[[int, int], int]
+    attend: Callable[..., Array]
 
 
 def attend_to_chosen(

@@ -14,6 +14,7 @@ from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
+from dsjax.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -213,3 +214,16 @@ def test_asking_for_help_makes_no_engine_and_is_no_error():
         with pytest.raises(SystemExit) as ended:
             run(kind.from_args(["--help"]))
         assert ended.value.code == 0
+
+
+def test_a_command_line_makes_the_engine_of_its_mode():
+    from dsjax.dynamo.engine import DsjaxEngine
+    from dsjax.dynamo.prefill import DsjaxPrefillEngine
+
+    prefill = ["--model", "demo", "--disaggregation-mode", "prefill"]
+    for kind in (DsjaxEngine, DsjaxPrefillEngine):
+        engine, worker = run(kind.from_args(prefill))
+        assert (type(engine), worker.component) == (DsjaxPrefillEngine, "prefill")
+    assert type(run(DsjaxEngine.from_args(["--model", "demo"]))[0]) is DsjaxEngine
+    with pytest.raises(UserError, match="--disaggregation-mode is agg, expected prefill"):
+        run(DsjaxPrefillEngine.from_args(["--model", "demo"]))

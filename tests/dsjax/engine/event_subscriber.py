@@ -46,7 +46,7 @@ class Subscriber:
         """It knows what each rank's tiers hold, and no more."""
         for index, (rank, blocks) in enumerate(zip(scheduler.ranks, self.blocks, strict=True)):
             found = {"device": set(rank.pool._page_of), "host": set(), "disk": set()}
-            for source in () if scheduler.source is None else scheduler.source.sources:
+            for source in getattr(scheduler.source, "sources", ()):
                 if getattr(source, "host", None):
                     found["host"] = set(source.host[index]._names)
                 if getattr(source, "disk", None) is not None:

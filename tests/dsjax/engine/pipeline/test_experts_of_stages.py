@@ -24,7 +24,7 @@ from dsjax.engine.contract.commands import ReadLoads, Step
 from dsjax.engine.contract.executor import ExecutorWrapper
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
-from dsjax.engine.experts.expert_exchange import expert_share
+from dsjax.engine.experts.expert_part import expert_share
 from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.engine.stream.leader import is_collected

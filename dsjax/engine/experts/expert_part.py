@@ -1,0 +1,134 @@
+"""``ExpertPart``: the executor's part that reads experts' loads, whoever moves the experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from dsjax.config import ModelConfig
+from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.engine.device.expert_programs import expert_bytes
+from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
+from dsjax.model.parameter_counts import parameter_counts
+
+
+class ExpertPart(DevicePart, ABC):
+    """Reads the loads of one executor, whose experts a subclass moves.
+
+    Args:
+        experts: that a device sends and receives in one ``StageExperts``, at most.
+
+    Attributes:
+        hosts: as of ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
+    """
+
+    hosts: int = 1
+    rehearsed: Sequence[int] = (0,)
+
+    def __init__(self, device: DeviceAccess, experts: int):
+        self._device, self._per_exchange = device, experts
+        self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
+        self._seconds: tuple[float, float] | None = None
+
+    @abstractmethod
+    def _stage(self, pending: Pending, command: StageExperts) -> Running: ...
+
+    @abstractmethod
+    def _place(self, pending: Pending, command: PlaceExperts) -> Running: ...
+
+    def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
+        """Tokens of each physical expert, of what each device has counted."""
+        return counts.sum(axis=1)
+
+    def register(self, table: CommandTable) -> None:
+        """Add the commands that read loads and move experts."""
+        table.add(ReadLoads, Handler(self._read, lambda pending: self._window(*pending.kept)))
+        table.add(StageExperts, Handler(self._stage, _exchanged))
+        table.add(PlaceExperts, Handler(self._place, _exchanged))
+
+    def extension(self, kind: type) -> Any:
+        """Offer the balancer where experts are."""
+        return self if kind is ExpertMover else None
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Where experts are now."""
+        placements, step = self._device.placements, self._device.model
+        return ExpertSlots(
+            physical_to_logical=placements.physical_to_logical,
+            n_logical=placements.n_logical,
+            ranks=step.expert_ranks,
+            hosts=self.hosts,
+            groups=step.config.n_group,
+            expert_share=expert_share(step.config),
+            expert_bytes=expert_bytes(step),
+            per_exchange=self._per_exchange,
+            seconds=self._seconds,
+        )
+
+    def rehearse(self, run: Callable[[Command], Any]) -> None:
+        """Have nothing moved, twice, and keep how long the second time took.
+
+        The first may copy: arrays that were made from the host's memory are not XLA's own, and cannot be changed where they are.
+        """
+        for row in self.rehearsed:
+            placement = self._device.placements.physical_to_logical[row].astype("<i4").tobytes()
+            for _ in range(2):
+                seconds = []
+                for command in (StageExperts(row, b""), PlaceExperts(row, b"", placement)):
+                    began = time.monotonic()
+                    run(command)
+                    seconds.append(time.monotonic() - began)
+                self._seconds = seconds[0], seconds[1]
+        if self._device.programs.shared:
+            run(ReadLoads())  # compiles what gathers the loads
+        self._retired = []
+
+    def _put_in_force(self, row: int, placement: np.ndarray, done: Array, retired: Array) -> Running:
+        """Enter a layer's new placement, and keep what its row had counted. done: of the program that has changed the devices."""
+        device = self._device
+        before = device.placements.physical_to_logical[row]
+        device.placements = device.placements.with_layer(row, placement)
+        yield done
+        retired = device.programs.gather(retired)
+        self._retired.append((row, before, retired))
+        yield retired
+
+    def _read(self, pending: Pending, _: ReadLoads) -> Running:
+        """Take the loads off the devices, without waiting for them."""
+        device = self._device
+        counts, loads = device.programs.read_loads()(device.state.loads)
+        device.state = dataclasses.replace(device.state, loads=loads)
+        placements, retired, self._retired = device.placements, self._retired, []
+        yield counts
+        counts = device.programs.gather(counts)
+        pending.kept = placements, device.model.expert_ranks, counts, retired
+        yield counts
+
+    def _window(self, placements: Any, ranks: int, counts: Array, retired: list) -> LoadWindow:
+        """Sum what was counted by logical expert and by rank; each count under the placement that it was made with."""
+        physical = self.physical(np.asarray(counts).astype(np.int64))
+        logical = placements.logical_load(physical)
+        for layer, row, array in retired:
+            more = self.physical(np.asarray(array).astype(np.int64)[None])[0]
+            logical[layer] += np.bincount(row, more, minlength=logical.shape[1]).astype(np.int64)
+            physical[layer] += more
+        return LoadWindow(logical, physical.reshape(len(physical), ranks, -1).sum(axis=2))
+
+
+def expert_share(config: ModelConfig) -> float:
+    """Give the routed experts' part of the parameters that act on a token, the embedding left out: a look-up takes no time."""
+    counts = parameter_counts(config)
+    used = config.num_moe_layers * config.num_experts_per_tok * counts["expert"]
+    return used / (counts["active"] - counts["embedding"])
+
+
+def _exchanged(pending: Pending) -> Exchanged:
+    return Exchanged(pending.ended - pending.started, pending.error)
