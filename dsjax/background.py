@@ -45,7 +45,6 @@ WORK = (
     "observers",
     "request text",
     "transfer connection",
-    "transfer messages",
     "welcome",
 )
 """The names of background work: values of the metric's label `work`."""

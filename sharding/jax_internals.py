@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -33,6 +33,37 @@ def distributed_state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
+
+
+def start_coordination_service(address: str, num_processes: int, heartbeat_seconds: int) -> Any:
+    """Start JAX's coordination service at `HOST:PORT`.
+
+    Raises:
+        JaxRuntimeError: it cannot listen there.
+    """
+    from jax._src.lib import _jax
+
+    return _jax.get_distributed_runtime_service(
+        address,
+        num_processes,
+        heartbeat_timeout=heartbeat_seconds,
+        shutdown_timeout=heartbeat_seconds,
+        recoverable=True,
+    )
+
+
+@contextlib.contextmanager
+def using_coordination_service(service: Any) -> Iterator[None]:
+    """Have `jax.distributed.initialize` take a service that was started already; None: it starts one where it needs one."""
+    from jax._src.lib import _jax
+
+    make = _jax.get_distributed_runtime_service
+    if service is not None:
+        _jax.get_distributed_runtime_service = lambda *args, **options: service
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_service = make
 
 
 def make_cpu_clients_with(make_collectives: Callable[[], Any]) -> None:

@@ -132,20 +132,8 @@ def circle_in(edges: dict[str, set[str]]) -> list[str]:
     return []
 
 
-KNOWN_CIRCLES = (
-    # Issue 41 makes one `Membership` of the group and the parts that it is cut into, and messaging of the rendezvous.
-    {"agreement", "announcement", "comers", "group", "leavers", "link_monitor", "links"},
-    {"join_listener", "rendezvous"},
-)
-"""Modules of ``dsjax.hosts`` that still import each other in circles. Nothing is added here."""
-
-
 def test_no_modules_import_each_other_in_a_circle():
-    edges = imports_of(("dsjax", "sharding"))
-    for known in ({f"dsjax.hosts.{name}" for name in names} for names in KNOWN_CIRCLES):
-        assert circle_in({name: edges[name] & known for name in known}), f"take these from the list: {sorted(known)}"
-        edges |= {name: edges[name] - known for name in known}
-    assert circle_in(edges) == []
+    assert circle_in(imports_of(("dsjax", "sharding"))) == []
 
 
 @pytest.mark.parametrize("room", ENGINE)

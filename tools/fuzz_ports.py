@@ -1,44 +1,41 @@
-"""Send the internal ports of running engines what strangers, old versions and tampered connections would, and see that nothing comes of it.
+"""Send the internal ports of running engines what strangers, other programs and confused members would, and see that nothing comes of it.
 
     python tools/fuzz_ports.py                           # 5,000 cases a port
     python tools/fuzz_ports.py --cases 200 --seed 7 --only experts
 
-It starts what it needs, with a tiny model and a cluster key of its own, and takes the ports one after the other:
+It starts what it needs, with a tiny model and a cluster key of its own, and takes every ZeroMQ port of every process, one after the other:
 
-    | what runs                       | ports                                                                                        |
-    |---------------------------------|----------------------------------------------------------------------------------------------|
-    | a group of two servers          | rendezvous while the group forms and once it has formed; links, for both services there      |
-    | a group with a stage a process  | stages, of both                                                                              |
-    | a prefill and a decode engine   | transfers, chunks                                                                            |
-    | attention, and a process with   | experts: as a member with another model, as another attention side, and as another process   |
-    | experts                         | with experts                                                                                 |
+    | what runs                                 | ports                                                             |
+    |-------------------------------------------|-------------------------------------------------------------------|
+    | process 0 of a group of two servers       | its endpoint and its log, while the group forms                   |
+    | the group of two servers                  | those of both                                                     |
+    | a group with a stage a process            | those, and the links between the stages                           |
+    | a prefill and a decode engine             | those of prefill                                                  |
+    | attention, and a process with experts     | those of both, and the link for experts' calls                    |
 
-The port between the processes of an attention side is open only while a mesh changes, which is too short a time for this:
-`tests/tools/test_fuzz_ports.py` fuzzes it in one process.
+A case is a connection, or many. A stranger sends random bytes, a greeting that ends somewhere or is of another version or mechanism, a
+HELLO that is none, has no end or has another key, messages before the handshake, a byte now and then, or floods the port. A member sends
+frames that are no message, requests to every service that it should not make, answers that nobody has asked for, or frames that are too
+long. Meanwhile requests are answered over HTTP, prompts go from prefill to decode, rows to experts, and hidden states from stage to stage.
 
-A case is a connection, or many: random bytes, a greeting that ends somewhere, one of another version, one with a wrong or an old proof, one
-that comes byte by byte, a flood; or a member's connection whose frames were changed, cut off, replayed, put into another order, or say that
-they are 4 GiB long. Meanwhile requests are answered over HTTP, prompts go from prefill to decode, rows from attention to experts, and
-hidden states from stage to stage.
-
-It exits with 1 unless all of this holds: every such connection is closed, and a stranger has heard no more than a listener's nonce. Every
-answer is what it was before. Every process lives, with no more threads and open files than before, and at most 16 MiB more memory. One
-seed makes the same cases again. Linux.
+It exits with 1 unless all of this holds: every stranger's connection is closed, and has heard no more than a greeting. Members are let in
+within a flood, and the endpoint answers them. Every answer is what it was before. Every process lives, with no more threads and open files
+than before, and at most 16 MiB more memory. One seed makes the same cases again. Linux.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import errno
 import functools
 import json
 import os
 import random
 import re
 import secrets
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -49,49 +46,53 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), *(str(TESTS / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
 
 import msgspec
-import numpy as np
+import zmq
 from listening_sockets import listening_addresses
 from serve_process import serve_process
+from zmq.utils.monitor import recv_monitor_message
 
+from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Credentials, Endpoint
 from dsjax.messaging.cluster_key import VARIABLE, ClusterKey
-from dsjax.messaging.credentials import Credentials
-from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError, RefusedError, connect
+from dsjax.messaging.curve import ROLES, connect_with_curve
+from dsjax.messaging.endpoint import CONNECT_SECONDS, PING
+from dsjax.messaging.wire import Kind, decode, encode
 
 PATIENCE = 20.0
-"""Seconds in which a listener must have ended a connection; it gives a greeting 5."""
-MOST_GROWTH = 16 * 2**20
-_NONCE, _PROOF, _HEADER = 32, 32, 4 + 32
-_MOST_HELD = 24
-_FLOOD = 40
+"""Seconds in which a listener must have ended a connection; it gives a handshake 5."""
+MOST_GROWTH = 16
+"""MiB of a process's memory."""
+SERVICES = (
+    *("join", "prepared", "ready", "leave", "gather", "log", "look", "pulled", PING),
+    *("experts.open", "experts.compile", "experts.stage", "experts.place", "prefill", "pull", "done"),
+)
+"""What members ask for; a name that a process does not serve is a case too."""
+SIZES = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
+_GREETING = 64
+_MOST_HEARD = _GREETING + 16  # behind its greeting a PLAIN listener says ERROR
+_MOST_HELD, _FLOOD = 24, 200
+_NONSENSE = (None, True, -1, 0, 2**63, 0.5, "x", b"x", "x" * 5000, [], {}, [0], [1, 2, 3], ["x", b"x", {"x": [None]}])
 
 
 @dataclass
 class Findings:
-    """What was sent to a port, and what was wrong.
-
-    Attributes:
-        service: that the port is for. kinds: cases by kind. answered: requests under way that were answered as before.
-        figures: of each process, before and after.
-    """
+    """What was sent to a port, by kind, and what was wrong. answered: requests under way that were answered as before."""
 
     port: str
-    service: str
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     answered: int = 0
-    seconds: float = 0.0
-    figures: dict[str, tuple[Figures, Figures]] = field(default_factory=dict)
+    figures: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """What a process takes at a moment."""
 
     memory: int
@@ -99,112 +100,82 @@ class Figures:
     files: int
 
     @classmethod
-    def of(cls, pid: int) -> Figures:
-        """Read them."""
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return cls(int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
+    def at_rest(cls, pid: int, seconds: float = 60.0) -> Figures:
+        """Read them once threads and files are the same for 6 s, and memory nearly so: handshakes that were under way have ended then."""
+        seen: list[Figures] = []
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            memory, threads = int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"])
+            seen.append(cls(memory >> 20, threads, len(os.listdir(f"/proc/{pid}/fd"))))
+            if len(seen) > 12 and len(set(seen[-12:])) == 1:
+                break
+            time.sleep(0.5)
+        return seen[-1]
 
 
 class Fuzzer:
     """Makes cases for one port.
 
     Args:
-        service: that the port is for. messages: what a member may say there that changes nothing, the first ones first.
+        services: that members ask for. said: what a member may also say there, a service and its body, that changes nothing.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
-        service: str,
         credentials: Credentials,
-        messages: Sequence[bytes] = (),
+        *,
+        services: Sequence[str] = SERVICES,
+        said: Sequence[tuple[str, Any]] = (),
         seed: int = 0,
         name: str = "",
     ):
-        self.address, self.service, self._credentials = address, service, credentials
-        self._messages = [*messages, b"\xc0", b"a message that nobody knows"]
-        self._random = random.Random(f"{seed} {name or service}")
+        self.address, self._credentials = address, credentials
+        self._services, self._said = services, said
+        self.mechanism = mechanism_of(address)
+        self.findings = Findings(name or self.mechanism)
+        self._random = random.Random(f"{seed} {name}")
         self._held: list[socket.socket] = []
-        self._old_greeting = b""
-        self.findings = Findings(name or service, service)
-        self._strangers: list[Callable[[], None]] = [
-            self._random_bytes,
-            self._truncated_greeting,
-            self._other_version,
-            self._wrong_proof,
-            self._old_proof,
-            self._own_proof,
-            self._endless_name,
-            self._slow_greeting,
-        ]
-        self._changes: list[Callable[[list[bytes]], list[bytes]]] = [
-            self._flipped,
-            self._replayed,
-            self._reordered,
-            self._dropped,
-            self._oversized,
-            self._truncated,
-            self._random_frame,
-        ]
 
     def run(self, cases: int) -> Findings:
         """Send so many cases."""
-        begun = time.monotonic()
-        for number in range(cases):
-            choice = self._random.random()
-            if choice < 0.005:
-                case, arguments = self._flood, ()
-            elif choice < 0.55:
-                case, arguments = self._random.choice(self._strangers), ()
-            elif choice < 0.6:
-                case, arguments = self._nonsense, ()
-            else:
-                case, arguments = self._tampered, (self._random.choice(self._changes),)
-            kind = (arguments[0] if arguments else case).__name__.strip("_").replace("_", " ")
-            self.findings.kinds[kind] += 1
-            try:
-                case(*arguments)
-            except Exception as error:
-                self.findings.wrong.append(f"case {number}, {kind}: {type(error).__name__}: {error}")
-        for held in self._held:
-            held.close()
-        self._held.clear()
-        self.findings.seconds += time.monotonic() - begun
+        with contextlib.closing(Endpoint("127.0.0.1", self._credentials)) as self._endpoint:
+            # A log lets in subscribers alone, and a link answers no ping.
+            self._kinds = [kind for kind in (zmq.DEALER, zmq.XSUB) if self.mechanism == "CURVE" and self._admits(kind)]
+            self._answers = self._kinds == [zmq.DEALER] and self._ping(1)
+            if self.mechanism == "CURVE" and not self._kinds:
+                self.findings.wrong.append("no member is let in")
+            for number in range(cases):
+                choice = self._random.random()
+                kinds = MEMBERS if choice > 0.7 and self._kinds else STRANGERS
+                kind = self._random.choice(list(kinds))
+                case = functools.partial(self._say if kinds is MEMBERS else self._send_and_end, kind)
+                if choice < 0.1:
+                    kind, case = ("flood", self._flood) if choice < 0.005 else ("slow greeting", self._slow_greeting)
+                self.findings.kinds[kind] += 1
+                try:
+                    case()
+                except Exception as error:
+                    self.findings.wrong.append(f"case {number}, {kind}: {type(error).__name__}: {error}")
+            while self._held:
+                self._held.pop().close()
+            if self._answers and not self._ping(PATIENCE):
+                self.findings.wrong.append("a member is not answered at the end")
         return self.findings
 
     # Strangers.
 
-    def _random_bytes(self) -> None:
-        self._send_and_end(self._random.randbytes(int(2 ** self._random.uniform(0, 13))))
-
-    def _truncated_greeting(self) -> None:
-        greeting = self._greeting(self._random.randbytes(_PROOF))
-        self._send_and_end(greeting[: self._random.randrange(len(greeting))])
-
-    def _other_version(self) -> None:
-        version = PROTOCOL[:-1] + bytes([self._random.choice([b for b in range(256) if b != PROTOCOL[-1]])])
-        self._send_and_end(self._greeting(self._random.randbytes(_PROOF), version))
-
-    def _wrong_proof(self) -> None:
-        self._send_and_end(self._greeting(self._random.randbytes(_PROOF)))
-
-    def _old_proof(self) -> None:
-        """A greeting that a member has sent before, with its frames."""
-        if not self._old_greeting:
-            with self._as_member() as wire:
-                self._old_greeting = b"".join(wire.sent)
-        self._send_and_end(self._old_greeting)
-
-    def _own_proof(self) -> None:
-        """The listener's own bytes come back to it."""
+    def _send_and_end(self, kind: str) -> None:
+        heard = 0
         with socket.create_connection(self.address, PATIENCE) as stranger:
-            heard = stranger.recv(len(PROTOCOL) + _NONCE, socket.MSG_WAITALL)
-            stranger.sendall(heard + bytes([len(self.service)]) + self.service.encode() + heard[-_PROOF:])
-            self._expect_silence(stranger, len(heard))
-
-    def _endless_name(self) -> None:
-        head = PROTOCOL + self._random.randbytes(_NONCE) + b"\xff"
-        self._send_and_end(head + self._random.randbytes(self._random.randrange(1 << 18)))
+            with contextlib.suppress(OSError):  # it may be closed already; what is wrong is seen below
+                stranger.sendall(STRANGERS[kind](self._random, self.mechanism))
+                stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while said := stranger.recv(1 << 16):
+                    heard += len(said)
+        assert heard <= _MOST_HEARD, f"a stranger heard {heard} bytes"
 
     def _slow_greeting(self) -> None:
         """Connections that say a byte now and then, and are left open."""
@@ -213,110 +184,157 @@ class Fuzzer:
         self._held.append(socket.create_connection(self.address, PATIENCE))
         for held in self._held:
             with contextlib.suppress(OSError):
-                held.send(PROTOCOL[:1])
+                held.send(b"\xff")
 
     def _flood(self) -> None:
+        """Many strangers at once: a member comes in beside them."""
         with contextlib.ExitStack() as stack:
-            for _ in range(_FLOOD):
-                stack.enter_context(socket.create_connection(self.address, PATIENCE))
+            for number in range(_FLOOD):
+                stranger = stack.enter_context(socket.create_connection(self.address, PATIENCE))
+                with contextlib.suppress(OSError):
+                    stranger.sendall(STRANGERS["wrong hello"](self._random, self.mechanism)[: 200 * (number % 2)])
+            assert all(map(self._admits, self._kinds)), "no member is let in beside strangers"
+            assert not self._answers or self._ping(CONNECT_SECONDS), "a member is not answered beside strangers"
 
-    def _greeting(self, proof: bytes, version: bytes = PROTOCOL) -> bytes:
-        return version + self._random.randbytes(_NONCE) + bytes([len(self.service)]) + self.service.encode() + proof
-
-    def _send_and_end(self, data: bytes) -> None:
-        with socket.create_connection(self.address, PATIENCE) as stranger:
-            with _may_be_closed():
-                stranger.sendall(data)
-                stranger.shutdown(socket.SHUT_WR)
-            self._expect_silence(stranger)
-
-    def _expect_silence(self, stranger: socket.socket, heard: int = 0) -> None:
-        with contextlib.suppress(ConnectionResetError):
-            while data := stranger.recv(1 << 16):
-                heard += len(data)
-        assert heard <= len(PROTOCOL) + _NONCE, f"a stranger heard {heard} bytes"
-
-    # Members, whose frames somebody changes.
+    # Members.
 
     @contextlib.contextmanager
-    def _as_member(self) -> Iterator[_Wire]:
-        with connect(self.address, self.service, self._credentials, PATIENCE) as channel:
-            channel.settimeout(PATIENCE)
-            wire = channel._stream = _Wire(channel._stream)
-            for message in self._messages[: self._random.randrange(1, len(self._messages) + 1)]:
-                channel.send(message)
-            while len(wire.sent) < 2:
-                channel.send(self._random.choice(self._messages))
-            yield wire
+    def _as_member(self, kind: int = 0) -> Iterator[zmq.Socket | None]:
+        """A socket of a member that is let in; None where it is not."""
+        host, port = self.address
+        member = self._endpoint.socket(kind or self._kinds[0], host)
+        connect_with_curve(member, self._credentials.key, self._random.choice(ROLES))
+        monitor = self._endpoint.watch(member)
+        member.connect(f"tcp://{host}:{port}")
+        try:
+            ended, event = time.monotonic() + CONNECT_SECONDS, zmq.EVENT_CONNECTED
+            while event == zmq.EVENT_CONNECTED and monitor.poll(max(0.0, ended - time.monotonic()) * 1000):
+                event = recv_monitor_message(monitor)["event"]
+            yield member if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else None
+        finally:
+            Endpoint.unwatch(member, monitor, linger=1.0)
 
-    def _tampered(self, change: Callable[[list[bytes]], list[bytes]]) -> None:
-        with self._as_member() as wire:
-            wire.send_and_end(change(wire.sent))
+    def _admits(self, kind: int) -> bool:
+        with self._as_member(kind) as member:
+            return member is not None
 
-    def _nonsense(self) -> None:
-        """A member that says what nobody understands."""
-        with self._as_member() as wire:
-            wire.send_and_end(wire.sent)
+    def _ping(self, seconds: float) -> bool:
+        """Whether the port answers a member, as an endpoint does."""
+        with self._as_member() as member:
+            number = self._random.randrange(2**40)
+            if member is not None:
+                member.send_multipart(encode(Kind.REQUEST, PING, number, ["ping", number]))
+                while member.poll(seconds * 1000):
+                    header, data = decode(member.recv_multipart())
+                    if header.number == number:
+                        return header.kind is Kind.REPLY and msgspec.msgpack.decode(data) == ["ping", number]
+        return False
 
-    def _flipped(self, frames: list[bytes]) -> list[bytes]:
-        which = self._random.randrange(len(frames))
-        frame = bytearray(frames[which])
-        frame[self._random.randrange(4, len(frame))] ^= 1 << self._random.randrange(8)
-        return [*frames[:which], bytes(frame), *frames[which + 1 :]]
-
-    def _replayed(self, frames: list[bytes]) -> list[bytes]:
-        return [*frames, self._random.choice(frames)]
-
-    def _reordered(self, frames: list[bytes]) -> list[bytes]:
-        return frames[::-1]
-
-    def _dropped(self, frames: list[bytes]) -> list[bytes]:
-        return frames[1:]
-
-    def _oversized(self, frames: list[bytes]) -> list[bytes]:
-        return [*frames[:-1], b"\xff\xff\xff\xff" + frames[-1][4:]]
-
-    def _truncated(self, frames: list[bytes]) -> list[bytes]:
-        return [*frames[:-1], frames[-1][: self._random.randrange(1, len(frames[-1]))]]
-
-    def _random_frame(self, frames: list[bytes]) -> list[bytes]:
-        return [self._random.randbytes(self._random.randrange(1, 4096))]
-
-
-@contextlib.contextmanager
-def _may_be_closed() -> Iterator[None]:
-    """The other side may have ended the connection before this one."""
-    try:
-        yield
-    except TimeoutError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
-            raise
+    def _say(self, kind: str) -> None:
+        with self._as_member() as member:
+            assert member is not None, "a member is not let in"
+            for _ in range(4):
+                frames = MEMBERS[kind](self._random, self._services)
+                if kind == "nonsense request" and self._said and self._random.random() < 0.3:
+                    service, body = self._random.choice(self._said)
+                    frames = encode(Kind.REQUEST, service, 1, body)
+                with contextlib.suppress(zmq.Again):  # its connection was ended
+                    member.send_multipart(frames, zmq.NOBLOCK)
 
 
-class _Wire:
-    """What a member's frames go to: they are kept instead of sent."""
+def greeting(mechanism: str) -> bytes:
+    """How a connection begins in ZMTP 3.1."""
+    return b"\xff" + bytes(7) + b"\1\x7f\3\1" + mechanism.encode().ljust(20, b"\0") + bytes(32)
 
-    def __init__(self, stream: socket.socket):
-        self._stream, self.sent = stream, []
 
-    def sendall(self, data: bytes) -> None:
-        """Keep a frame."""
-        self.sent.append(bytes(data))
+def frame(body: bytes, is_command: bool = False) -> bytes:
+    """A frame of ZMTP, as it goes over the wire."""
+    flags = 4 * is_command
+    return (bytes([flags, len(body)]) if len(body) < 256 else bytes([flags | 2]) + struct.pack(">Q", len(body))) + body
 
-    def recv_into(self, view: memoryview) -> int:
-        """Receive."""
-        return self._stream.recv_into(view)
 
-    def send_and_end(self, frames: list[bytes]) -> None:
-        """Send frames as they are, and wait until the listener has ended the connection."""
-        with _may_be_closed():
-            self._stream.sendall(b"".join(frames))
-            self._stream.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            while self._stream.recv(1 << 16):
-                pass
+def _hello(rng: random.Random, mechanism: str) -> bytes:
+    """A HELLO of somebody who does not know the key or the ticket."""
+    said = [rng.randbytes(rng.randrange(40)) for _ in range(2)]
+    plain = b"".join(bytes([len(one)]) + one for one in said)
+    return frame(b"\5HELLO" + (plain if mechanism == "PLAIN" else b"\1\0" + bytes(72) + rng.randbytes(120)), True)
+
+
+def _changed(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + rng.randbytes(1) + data[at + 1 :]
+
+
+_EARLY = (
+    frame(b"\5READY\x0bSocket-Type\0\0\0\6DEALER", True),
+    frame(b"\4PING\0\1", True),
+    *(frame(b"\1"), frame(encode(Kind.REQUEST, PING, 1, None)[0])),
+)
+STRANGERS: dict[str, Callable[[random.Random, str], bytes]] = {
+    "random bytes": lambda rng, _: rng.randbytes(int(2 ** rng.uniform(0, 13))),
+    "cut greeting": lambda rng, mechanism: (greeting(mechanism) + _hello(rng, mechanism))[: rng.randrange(264)],
+    "other version": lambda rng, mechanism: _changed(rng, greeting(mechanism)[:12]) + greeting(mechanism)[12:],
+    "other mechanism": lambda rng, mechanism: (
+        greeting(rng.choice(["NULL", "PLAIN", "CURVE", "GSSAPI", "curve", "", "X" * 20])) + _hello(rng, mechanism)
+    ),
+    "wrong hello": lambda rng, mechanism: greeting(mechanism) + _hello(rng, mechanism),
+    "misshapen hello": lambda rng, mechanism: (
+        greeting(mechanism)
+        + frame(
+            rng.choice([b"\5HELLO", b"\x08INITIATE", b"\5ERROR", b"\xff", b""]) + rng.randbytes(rng.randrange(300)),
+            True,
+        )
+    ),
+    "frame without end": lambda rng, mechanism: (
+        greeting(mechanism)
+        + rng.choice([b"\2", b"\3", b"\6"])
+        + struct.pack(">Q", int(2 ** rng.uniform(8, 63)))
+        + rng.randbytes(rng.randrange(1 << 16))
+    ),
+    "early messages": lambda rng, mechanism: greeting(mechanism) + b"".join(rng.choices(_EARLY, k=4)),
+}
+"""What somebody says who does not belong to the deployment, by the port's mechanism."""
+
+
+def _request(rng: random.Random, services: Sequence[str]) -> list[bytes]:
+    return encode(rng.choice([Kind.REQUEST, Kind.ONE_WAY]), rng.choice(services), 2**40, rng.choice(_NONSENSE))
+
+
+MEMBERS: dict[str, Callable[[random.Random, Sequence[str]], list[bytes]]] = {
+    "random frames": lambda rng, _: [rng.randbytes(rng.randrange(4096)) for _ in range(rng.randrange(1, 5))],
+    "cut message": lambda rng, services: [(head := _request(rng, services)[0])[: rng.randrange(len(head))]],
+    "changed message": lambda rng, services: [_changed(rng, _request(rng, services)[0])],
+    "wrong number of frames": lambda rng, services: rng.choice(
+        [[*_request(rng, services), b"more"], encode(Kind.REQUEST, PING, 1, bytes(2**20 + 1))[:1], [b""] * 3]
+    ),
+    "deep nesting": lambda rng, _: [b"\x81" * rng.randrange(1, 5000)],
+    "nonsense request": _request,
+    "nonsense answer": lambda rng, _: encode(
+        rng.choice([Kind.REPLY, Kind.REFUSAL, Kind.FAILURE, Kind.GOODBYE]),
+        "",
+        rng.choice([0, 2**40, -1]),
+        rng.choice(_NONSENSE),
+    ),
+    "frame that is too long": lambda rng, _: [bytes((2 << 20) + 1 if rng.random() < 0.1 else 2 << 20)],
+}
+"""What a member says that it should not, by the services that it knows."""
+
+
+def mechanism_of(address: tuple[str, int]) -> str:
+    """How a ZeroMQ port wants others to show who they are; empty: it is no such port."""
+    with contextlib.suppress(OSError), socket.create_connection(address, 5) as probe:
+        probe.settimeout(2)
+        probe.sendall(greeting("NULL")[:12])  # with another mechanism behind it some hear nothing
+        heard = probe.makefile("rb").read(_GREETING)
+        if len(heard) == _GREETING and (heard[0], heard[9]) == (0xFF, 0x7F):
+            return heard[12:32].rstrip(b"\0").decode()
+    return ""
+
+
+def ports_of(pid: int) -> list[tuple[str, int]]:
+    """The ports of a process that belong to the deployment."""
+    addresses = [(host, port) for port, host in sorted(listening_addresses(pid).items())]
+    return [address for address in addresses if mechanism_of(address) in ("CURVE", "PLAIN")]
 
 
 class UnderWay:
@@ -351,168 +369,98 @@ class UnderWay:
             self.answered += 1
 
 
-def fuzz(
-    fuzzer: Fuzzer,
-    cases: int,
-    pids: dict[str, int],
-    ask: Callable[[int], Any] | None = None,
-    count: int = 1,
-    warm_requests: int = 60,
-) -> Findings:
-    """Send cases to a port, and hold what the processes take and answer against what it was before.
+@dataclass
+class Running:
+    """Processes that run, by name.
 
-    warm_requests: after which a process takes what requests make it take: an engine that is not warmed up compiles at first use.
+    Attributes:
+        ask: answers one of `count` requests. said: what a member may say to them. warm_requests: after which a process takes what requests
+            make it take: an engine that is not warmed up compiles at first use. failures: gives what must not grow meanwhile.
     """
-    with UnderWay(ask, count) if ask else contextlib.nullcontext() as warming:
-        warm = fuzzer.run(max(50, cases // 10))  # threads that are made once, memory that a first time takes
-        while warming and warming.answered < warm_requests and not warming.wrong:
-            time.sleep(0.1)
-    under_way = UnderWay(ask, count) if ask else None
-    before = {name: _settled(pid) for name, pid in pids.items()}
-    with under_way or contextlib.nullcontext():
-        findings = fuzzer.run(cases)
-    assert findings is warm
-    if under_way:
-        findings.wrong += under_way.wrong
-        findings.answered = under_way.answered
-        if not under_way.answered:
-            findings.wrong.append("no request was answered meanwhile")
-    for name, pid in pids.items():
-        after = _settled(pid, before[name])
-        findings.figures[name] = before[name], after
-        if after.memory > before[name].memory + MOST_GROWTH:
-            findings.wrong.append(f"{name} has grown by {(after.memory - before[name].memory) / 2**20:.1f} MiB")
-        if after.threads > before[name].threads or after.files > before[name].files:
-            findings.wrong.append(f"{name} had {before[name]} and has {after}")
-    return findings
+
+    name: str
+    pids: dict[str, int]
+    ask: Callable[[int], Any] | None = None
+    count: int = 6
+    said: Sequence[tuple[str, Any]] = ()
+    warm_requests: int = 60
+    failures: Callable[[], Any] = lambda: None
+
+    def fuzz(self, cases: int, seed: int, key: Credentials) -> Iterator[Findings]:
+        """Fuzz all ports of all processes."""
+        for process, pid in self.pids.items():
+            ports = ports_of(pid)
+            assert ports, f"{process} has no port"
+            for number, address in enumerate(ports):
+                name = f"{self.name}, {process}, port {number + 1} of {len(ports)} ({mechanism_of(address)})"
+                yield self._fuzz(Fuzzer(address, key, said=self.said, seed=seed, name=name), cases)
+                self.warm_requests = 1
+        for process, pid in self.pids.items():
+            assert Path(f"/proc/{pid}/exe").exists(), f"{process} has ended"
+
+    def _fuzz(self, fuzzer: Fuzzer, cases: int) -> Findings:
+        """Send cases to a port, and hold what the processes take and answer against what it was before."""
+        with self._under_way() as warming:
+            fuzzer.run(max(50, cases // 10))  # threads that are made once, memory that a first time takes
+            while warming and warming.answered < self.warm_requests and not warming.wrong:
+                time.sleep(0.1)
+        before = {name: Figures.at_rest(pid) for name, pid in self.pids.items()}
+        failures = self.failures()
+        with self._under_way() as under_way:
+            findings = fuzzer.run(cases)
+        if under_way:
+            findings.wrong += under_way.wrong or ([] if under_way.answered else ["no request was answered meanwhile"])
+            findings.answered = under_way.answered
+        if self.failures() != failures:
+            findings.wrong.append(f"failures: {failures} before, {self.failures()} after")
+        for name, pid in self.pids.items():
+            was, now = before[name], Figures.at_rest(pid)
+            findings.figures.append(f"{name}: before {was}, after {now} (MiB)")
+            if now.memory > was.memory + MOST_GROWTH or now.threads > was.threads or now.files > was.files:
+                findings.wrong.append(findings.figures[-1])
+        return findings
+
+    def _under_way(self) -> contextlib.AbstractContextManager[UnderWay | None]:
+        return UnderWay(self.ask, self.count) if self.ask else contextlib.nullcontext()
 
 
-def _settled(pid: int, before: Figures | None = None, seconds: float = 60.0) -> Figures:
-    """What a process takes once it has come to rest, and greetings that were under way have ended.
-
-    before: what it took when it was at rest before; it is at rest again when it has no more threads and files.
-    """
-    deadline, seen = time.monotonic() + seconds, [Figures.of(pid)]
-    while time.monotonic() < deadline:
-        time.sleep(0.5)
-        seen.append(Figures.of(pid))
-        now, recent = seen[-1], seen[-12:]
-        if before is not None and now.threads <= before.threads and now.files <= before.files:
-            break
-        memory = [figures.memory for figures in recent]
-        if before is None and len(recent) == 12 and max(memory) - min(memory) < 2**20:
-            break
-    return seen[-1]
+def run_group(folder: Path) -> Iterator[Running]:
+    """A group of two servers: process 0 while the group forms, then both."""
+    said = [("join", JoinRequest(*ids, "fuzz", 1, "127.0.0.1", "fuzz")) for ids in ((1, 99), (7, 2))]
+    with group_of(folder, "dp=4") as (group, pids):
+        group.processes[1].send_signal(signal.SIGSTOP)
+        _until(lambda: ports_of(pids["process 0"]))
+        yield Running("a group that forms", {"process 0": pids["process 0"]}, said=said)
+        group.processes[1].send_signal(signal.SIGCONT)
+        yield Running("a group", pids, functools.partial(ask_server, url_of(group)), said=said)
 
 
-def port_for(service: str, pid: int, credentials: Credentials) -> tuple[str, int]:
-    """Where a process listens for a service."""
-    for port, host in listening_addresses(pid).items():
-        try:
-            with socket.create_connection((host, port), 5) as probe:
-                probe.settimeout(2)
-                if probe.recv(len(PROTOCOL)) != PROTOCOL:
-                    continue
-            connect((host, port), service, credentials).close()
-            return host, port
-        except (OSError, RefusedError, NotAMemberError):
-            continue
-    raise RuntimeError(f"process {pid} has no port for {service}")
+def run_stages(folder: Path) -> Iterator[Running]:
+    """Two processes with a stage of a model each."""
+    with group_of(folder, "pp=2,dp=2") as (group, pids):
+        yield Running("stages", pids, functools.partial(ask_server, url_of(group)))
 
 
-def join_request(process_id: int, num_processes: int) -> bytes:
-    """What a process says that no group takes in."""
-    from dsjax.hosts.wire import JoinRequest
-
-    return msgspec.msgpack.encode(JoinRequest(process_id, num_processes, "fuzz", 1, "127.0.0.1", "fuzz"))
-
-
-def fuzz_group(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
-    """Fuzz the rendezvous, before and after a group of two servers has formed, and the links of both."""
+@contextlib.contextmanager
+def group_of(folder: Path, mesh: str) -> Iterator[tuple[Any, dict[str, int]]]:
+    """Two processes that serve a tiny model on a mesh, and their ids. Where something fails, what they have said is shown."""
     from processes import Group
     from worded_checkpoint import write_worded_checkpoint
 
-    class Late(Group):
-        """Process 1 is started when it is asked for."""
-
-        def _start(self, index: int) -> subprocess.Popen | None:
-            return super()._start(index) if index == 0 or len(self.processes) == 2 else None
-
-        def _reader(self, index: int) -> threading.Thread | None:
-            return super()._reader(index) if self.processes[index] is not None else None
-
-    group = Late(serve_command(write_worded_checkpoint(folder), "dp=4"), 2, timeout=3600)
+    group = Group(serve_command(write_worded_checkpoint(folder), mesh), 2, timeout=3600)
     try:
-        at = group._arguments[0].index("--coordinator-address") + 1
-        host, port = group._arguments[0][at].rsplit(":", 1)
-        rendezvous = host, int(port)
-        _until(lambda: _listens(rendezvous))
-        pids = {"process 0": group.processes[0].pid}
-        messages = [join_request(1, 99), join_request(7, 2)]
-        yield fuzz(Fuzzer(rendezvous, "rendezvous", key, messages, seed, "rendezvous, forming"), cases, pids)
-
-        group.processes[1] = Group._start(group, 1)
-        group._threads[1] = Group._reader(group, 1)
-        ask = functools.partial(ask_server, url_of(group))
-        pids["process 1"] = group.processes[1].pid
-        messages = [join_request(1, 2), join_request(1, 99)]
-        yield fuzz(Fuzzer(rendezvous, "rendezvous", key, messages, seed, "rendezvous, formed"), cases, pids, ask, 6)
-        for name, pid in pids.items():
-            links = port_for("links", pid, key)
-            yield fuzz(Fuzzer(links, "links", key, [], seed, f"links of {name}"), cases, pids, ask, 6)
-        probes = port_for("probes", pids["process 1"], key)
-        yield fuzz(Fuzzer(probes, "probes", key, [bytes(64), b""], seed), cases, pids, ask, 6)
-        assert group.processes[0].poll() is None, group.last_words()
-        assert group.processes[1].poll() is None, group.last_words()
-    except Exception:
-        print(group.last_words(), file=sys.stderr)
-        raise
-    finally:
-        group.processes = [process for process in group.processes if process is not None]
-        group.end()
-
-
-def fuzz_stages(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
-    """Fuzz the ports at which two processes, with a stage of a model each, wait for each other's hidden states and results."""
-    from processes import Group
-    from worded_checkpoint import write_worded_checkpoint
-
-    group = Group(serve_command(write_worded_checkpoint(folder), "pp=2,dp=2"), 2, timeout=3600)
-    try:
-        ask = functools.partial(ask_server, url_of(group))
-        pids = {f"process {index}": process.pid for index, process in enumerate(group.processes)}
-        for name, pid in pids.items():
-            stages = port_for("stages", pid, key)
-            for role, messages in stage_messages().items():
-                fuzzer = Fuzzer(stages, "stages", key, messages, seed, f"stages of {name}, {role}")
-                yield fuzz(fuzzer, cases, pids, ask, 6)
-        assert all(process.poll() is None for process in group.processes), group.last_words()
-    except Exception:
+        yield group, {f"process {index}": process.pid for index, process in enumerate(group.processes)}
+    except BaseException:
         print(group.last_words(), file=sys.stderr)
         raise
     finally:
         group.end()
-
-
-def stage_messages() -> dict[str, list[bytes]]:
-    """What a member says at a port for stages, by role. It has none of the tickets that the stages of a generation have."""
-    from dsjax.engine.pipeline.process_links import FOUND, HIDDEN, RESULTS, Opening, Results
-
-    encode = msgspec.msgpack.encode
-    results = [encode(Results([], [([2**40], "float32")])), encode(Results([["no row"]], []))]
-    said = {
-        HIDDEN: [encode(([2**40, 2**40], "float32")), encode(([1], "no dtype"))],
-        RESULTS: results,
-        FOUND.format(1): results,
-    }
-    return {role: [encode(Opening(role, secrets.token_bytes(16))), *messages] for role, messages in said.items()}
 
 
 def serve_command(model: Path, mesh: str) -> list[str]:
     """Python's arguments that serve a tiny model on a mesh."""
-    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96 --kernels plain"
     named = ["--model", str(model), "--served-model-name", "tiny", "--port", "0"]
-    return ["-m", "dsjax.serve", *named, "--mesh", mesh, *sizes.split()]
+    return ["-m", "dsjax.serve", *named, "--mesh", mesh, "--kernels", "plain", *SIZES.split()]
 
 
 def url_of(group: Any) -> str:
@@ -536,144 +484,70 @@ def ask_server(url: str, number: int) -> str:
         return json.load(response)["choices"][0]["text"]
 
 
-class Side:
-    """An engine of `side_process.py`, and its first line."""
+@contextlib.contextmanager
+def side(**options: Any) -> Iterator[tuple[int, Callable[..., dict[str, Any]]]]:
+    """An engine of `side_process.py`: its process id, and what asks it something."""
+    from quick_compilation import QUICK_COMPILATION
 
-    def __init__(self, **options: Any):
-        from quick_compilation import QUICK_COMPILATION
+    script = TESTS / "dsjax" / "engine" / "transfer" / "side_process.py"
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
+    command = [sys.executable, str(script), json.dumps(options)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=os.environ | environment, **pipes)
 
-        script = TESTS / "dsjax" / "engine" / "transfer" / "side_process.py"
-        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
-        self.first = json.loads(self.process.stdout.readline())
+    def ask(**request: Any) -> dict[str, Any]:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Ask something, and wait for the answer."""
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def end(self) -> None:
-        """Leave nothing behind."""
-        self.process.kill()
-        self.process.wait()
+    try:
+        process.stdout.readline()
+        yield process.pid, ask
+    finally:
+        process.kill()
+        process.wait()
 
 
-def fuzz_sides(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
-    """Fuzz the ports of a prefill engine, while a decode engine has its prompts computed there."""
+def run_sides(folder: Path) -> Iterator[Running]:
+    """A prefill engine, and a decode engine that has its prompts computed there."""
     from drafting_checkpoint import write_drafting_checkpoint
-
-    from dsjax.engine.transfer.messages import CancelTransfer, PullRequest, ReleaseChunk
-    from dsjax.engine.transfer.page_channel import VERSION, Greeting
 
     write_drafting_checkpoint(folder)
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 96}
     options = {"model": str(folder), "dtype": "float32", "local_prefill_tokens": 1, "transfer_timeout": 60, **sizes}
-    with contextlib.ExitStack() as stack:
-        prefill = Side(mesh="dp=1", disaggregation_mode="prefill", **options)
-        stack.callback(prefill.end)
-        decode = Side(mesh="dp=1", disaggregation_mode="decode", **options)
-        stack.callback(decode.end)
-        pids = {"prefill": prefill.process.pid, "decode": decode.process.pid}
-        prompts = [
-            [2 + (7 * number + token * (3 + number)) % 280 for token in range(30 + 5 * number)] for number in range(6)
-        ]
+    prompts = [
+        [2 + (7 * number + token * (3 + number)) % 280 for token in range(30 + 5 * number)] for number in range(6)
+    ]
+    with (
+        side(mesh="dp=1", disaggregation_mode="prefill", **options) as (pid, ask_prefill),
+        side(mesh="dp=1", disaggregation_mode="decode", **options) as (_, ask_decode),
+    ):
 
         def ask(number: int) -> list[int]:
-            said = prefill.ask(tokens=prompts[number])
-            return decode.ask(requests=[["0", prompts[number], said]])["token_ids"]["0"]
+            said = ask_prefill(tokens=prompts[number])
+            return ask_decode(requests=[["0", prompts[number], said]])["token_ids"]["0"]
 
-        host, port = prefill.first["address"].rsplit(":", 1)
-        ask(0)
-        encode = msgspec.msgpack.encode
-        greeting = encode(Greeting(VERSION, prefill.first["space"]))
-        # Names and numbers of nobody's: what a member may do with its own is not what is tried here.
-        said = [
-            encode(CancelTransfer("nobody's")),
-            encode(ReleaseChunk(2**40)),
-            encode(PullRequest(2**40, "no ticket")),
-        ]
-        for service in ("pages", "chunks"):
-            address = (host, int(port)) if service == "pages" else port_for("chunks", pids["prefill"], key)
-            fuzzer = Fuzzer(address, service, key, [greeting, *said], seed)
-            before = decode.ask()
-            findings = fuzz(fuzzer, cases, pids, ask, len(prompts), warm_requests=400)
-            after = decode.ask()
-            if after["given_up"] != before["given_up"] or after["completed"] - before["completed"] < findings.answered:
-                findings.wrong.append(f"transfers were given up: before {before}, after {after}")
-            yield findings
+        yield Running("sides", {"prefill": pid}, ask, warm_requests=400, failures=lambda: ask_decode()["given_up"])
 
 
-def fuzz_experts(cases: int, seed: int, key: Credentials, folder: Path) -> Iterator[Findings]:
-    """Fuzz the port of a process with experts, while a server has its tokens' experts computed there."""
-    from layouts import TINY
+def run_experts(folder: Path) -> Iterator[Running]:
+    """A process with experts, and a server that has its tokens' experts computed there."""
     from processes import free_port
     from worded_checkpoint import write_worded_checkpoint
 
-    from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
-
-    experts_of_layer, layers, devices = TINY["n_routed_experts"], 2, 4
     address = "127.0.0.1", free_port()
-    sizes = "--max-num-seqs 4 --max-num-batched-tokens 16 --prefill-chunk 16 --page-size 4 --max-model-len 96"
-    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *sizes.split()]
+    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *SIZES.split()]
     options += ["--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", "{}:{}".format(*address)]
     command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert", "--port", "0"]
     experts = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)
     try:
-        _until(lambda: _listens(address), 300)
+        _until(lambda: mechanism_of(address), 300)
         with serve_process([*options, "--afd-role", "attention"]) as server:
-            space, row = expert_space(address, key), np.arange(experts_of_layer, dtype="<i4")
-            calls = [Call("moe_layers", 0, 8, 8, bytes(4 * devices)), Call("nothing", -1, 8, 8, b"")]
-            calls += [
-                Call("moe_layers", 0, 2**40, 2**40, bytes(4)),
-                Call("moe_layers", layers, 8, 8, bytes(4 * devices)),
-            ]
-            # Nobody may move experts while another attention side is connected.
-            moves = [Stage(0, np.array([0, 9], "<i4").tobytes()), Place(0, row[::-1].tobytes()), Place(10**6, bytes(4))]
-            placement = np.tile(row, layers).tobytes()
-            members = {
-                "with another model": [Hello(VERSION, {}, b"", b"somebody"), *calls, *moves],
-                "as an attention side": [Hello(VERSION, space, placement, b"somebody"), *calls, *moves],
-                "without a name": [Hello(VERSION, space), *calls, Hello(VERSION, space, b"no places", b"me")],
-            }
-            pids = {"attention": server.pid, "experts": experts.pid}
-            ask = functools.partial(ask_server, server.url)
-            for name, messages in members.items():
-                said = list(map(msgspec.msgpack.encode, messages))
-                yield fuzz(Fuzzer(address, "experts", key, said, seed, f"experts, {name}"), cases, pids, ask, 6)
-        assert experts.poll() is None, f"the process with experts ended with {experts.returncode}"
+            pids = {"experts": experts.pid, "attention": server.pid}
+            yield Running("experts", pids, functools.partial(ask_server, server.url))
     finally:
         experts.kill()
         experts.wait()
-
-
-def expert_space(address: tuple[str, int], key: Credentials) -> dict[str, Any]:
-    """What a process with experts wants an attention side to have alike: it says so where it refuses one, and welcomes one that has it."""
-    from dsjax.engine.afd.messages import VERSION, Hello, Welcome, receive, send
-
-    def greeted(space: dict[str, Any]) -> str:
-        with connect(address, "experts", key) as channel:
-            send(channel, Hello(VERSION, space))
-            return receive(channel, Welcome).error
-
-    told = re.findall(r"([A-Za-z_ ]+) ('[^']*'|[\w.]+) here and None there", greeted({}).partition("differ in ")[2])
-    space = {name.strip(): ast.literal_eval(value) for name, value in told}
-    if refusal := greeted(space):
-        raise RuntimeError(f"the process with experts refuses what it asks for: {refusal}")
-    return space
-
-
-def _listens(address: tuple[str, int]) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection(address, 1).close()
-        return True
-    return False
 
 
 def _until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -689,57 +563,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=5000, help="of each port")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--only",
-        choices=FUZZES,
-        help="the ports of a group, of stages, of a prefill engine, or of a process with experts, alone",
-    )
+    parser.add_argument("--only", choices=RUNS, help="the ports of this alone")
     args = parser.parse_args()
     text = secrets.token_hex(32)
     os.environ[VARIABLE] = text
     key = Credentials(ClusterKey(text, "this tool"))
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, (services, run) in FUZZES.items():
-            if args.only not in (None, name):
-                continue
-            (place := Path(folder) / name).mkdir()
-            fuzzed = set()
-            for findings in run(args.cases, args.seed, key, place):
-                fuzzed.add(findings.service)
-                wrong += len(findings.wrong)
-                _print(findings)
-            if fuzzed != services:
-                raise RuntimeError(f"{name} has fuzzed the ports for {sorted(fuzzed)}, expected {sorted(services)}")
+        for name, run in RUNS.items():
+            if args.only in (None, name):
+                (place := Path(folder) / name).mkdir()
+                with contextlib.closing(run(place)) as states:
+                    for running in states:
+                        for findings in running.fuzz(args.cases, args.seed, key):
+                            wrong += len(findings.wrong)
+                            _print(findings)
     return 1 if wrong else 0
 
 
-FUZZES = {
-    "group": ({"rendezvous", "links", "probes"}, fuzz_group),
-    "stages": ({"stages"}, fuzz_stages),
-    "sides": ({"pages", "chunks"}, fuzz_sides),
-    "experts": ({"experts"}, fuzz_experts),
-}
-"""For what runs, the services whose ports it has, and what fuzzes them."""
-OPEN_BRIEFLY = {"attention"}
-"""Services whose ports `tests/tools/test_fuzz_ports.py` alone fuzzes."""
+RUNS = {"group": run_group, "stages": run_stages, "sides": run_sides, "experts": run_experts}
 
 
 def _print(findings: Findings) -> None:
     count = sum(findings.kinds.values())
-    print(
-        f"{findings.port}: {count:,} cases in {findings.seconds:.0f} s, {len(findings.wrong)} wrong; "
-        f"{findings.answered:,} requests answered meanwhile as before"
-    )
-    for name, (before, after) in findings.figures.items():
-        print(
-            f"  {name}: memory {before.memory / 2**20:.1f} → {after.memory / 2**20:.1f} MiB, threads {before.threads} → {after.threads}, "
-            f"open files {before.files} → {after.files}"
-        )
-    print(f"  {', '.join(f'{count} {kind}' for kind, count in findings.kinds.most_common())}")
-    for wrong in findings.wrong[:10]:
-        print(f"  wrong: {wrong}")
-    sys.stdout.flush()
+    print(f"{findings.port}: {count:,} cases, {findings.answered:,} requests answered meanwhile as before")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in findings.kinds.most_common())
+    print(*findings.figures, kinds, *(f"wrong: {wrong}" for wrong in findings.wrong[:10]), sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def _explained(group: HostGroup, error: Exception) -> Exception:
 
     if group.is_leader:
         return error if isinstance(error, GroupError) else group.lost_by(error) or error
-    last = group.announcements.next(group.options.heartbeat_timeout + 2.0)
+    last = group.next_announcement(group.options.heartbeat_timeout + 2.0)
     if last is None:
         return error
     return GroupError(f"{group.members[0].name} has ended" + (f": {last.reason}" if last.reason else ""))

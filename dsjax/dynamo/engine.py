@@ -158,7 +158,7 @@ class DsjaxEngine(Worker):
             return
         engine.wait_for_no_mesh()
         if self._group is not None:
-            self._group.leavers.needs_all = True
+            self._group.needs_all = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.shutdown_timeout
         while engine.num_unfinished and loop.time() < deadline:

@@ -19,8 +19,7 @@ from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import is_loopback
-from dsjax.hosts.wire import split_address
+from dsjax.messaging.addresses import is_loopback, split_address
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_parts import add_background_metrics, add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar

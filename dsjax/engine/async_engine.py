@@ -1,21 +1,18 @@
-"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio; and `EngineClient`, what a server needs of an engine."""
+"""`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
 
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, mesh_changer_of
-from dsjax.engine.engine_thread import EngineThread, Stepper
-from dsjax.engine.request_streams import OutputStream, RequestStreams
-from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
+from dsjax.engine.engine_thread import EngineThread, Listener
+from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
-from dsjax.engine.text.input_processor import PreparedRequest, Prompt
-from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
-from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.engine.text.input_processor import PreparedRequest
+from dsjax.engine.text.outputs import EngineDeadError
 
 if TYPE_CHECKING:  # they bring JAX in
     from dsjax.engine.elastic.generations import Generations
@@ -23,57 +20,12 @@ if TYPE_CHECKING:  # they bring JAX in
 Result = TypeVar("Result")
 
 
-class EngineClient(Protocol):
-    """What a server needs of an engine, in its event loop: `AsyncEngine`, or in a front end `RemoteEngine`.
-
-    Attributes:
-        error: why the engine has failed; None while it has not. on_death: called when it does.
-        observers: told of every step and output. Add them before `start`.
-        num_unfinished: requests that have not ended.
-        num_ranks: DP ranks of the mesh.
-        num_waiting, waiting_tokens: completions that wait for a slot or for pages, and their known tokens.
-        running: whether a thread of this process may be in a step.
-        change_under_way: what is being done to go on on another mesh; None while nothing is.
-    """
-
-    tokenizer: Tokenizer | None
-    error: BaseException | None
-    on_death: Callable[[], None] | None
-    observers: list[EngineObserver]
-    num_unfinished: int
-    num_ranks: int
-    num_waiting: int
-    waiting_tokens: int
-    running: bool
-    change_under_way: str | None
-
-    def start(self) -> None:
-        """Begin. Call it in the event loop that will use the engine."""
-
-    async def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> OutputStream:
-        """Check all prompts, then queue them all."""
-
-    async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run a function of the core between two steps."""
-
-    def abort_all(self) -> None:
-        """End every request; each client gets an error."""
-
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the engine."""
-
-
 class ThreadedEngine:
     """An engine's core in a dedicated thread, seen from asyncio. What a step did, and the thread's death, are handed to who inherits.
 
     Attributes:
         observers: told of every step. Add them before `start`.
+        on_death: called when the engine has failed.
         on_change: called in the event loop's thread when the mesh has changed.
     """
 
@@ -85,7 +37,7 @@ class ThreadedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(parts.core, _LoopListener(self))
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
-        self._closing = False
+        self.closing = False
 
     error: BaseException | None
     observers: list[EngineObserver]
@@ -95,11 +47,11 @@ class ThreadedEngine:
         """End every request; each client gets an error."""
 
     @abstractmethod
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
         """Take what a step did, in the event loop's thread."""
 
     @abstractmethod
-    def _fail_requests(self, error: BaseException) -> None:
+    def fail_requests(self, error: BaseException) -> None:
         """Tell all who wait that nothing goes on."""
 
     @property
@@ -118,12 +70,12 @@ class ThreadedEngine:
         return self._thread.waiting_tokens
 
     @property
-    def steppers(self) -> dict[str, Stepper]:
+    def steppers(self) -> dict[str, EngineThread]:
         """What takes steps in this process, by its name in messages: the engine, or the decode and the prefill engine."""
         if not self._parts.prefills:
             return {"the engine": self._thread}
         [prefill] = self._parts.prefill_engines
-        return {"the decode engine": self._thread, "the prefill engine": prefill}
+        return {"the decode engine": self._thread, "the prefill engine": prefill.thread}
 
     @property
     def running(self) -> bool:
@@ -154,7 +106,7 @@ class ThreadedEngine:
         Raises:
             EngineDeadError: the engine has failed, or ends before it comes to this.
         """
-        if self.error is not None or self._closing or not self._thread.alive:
+        if self.error is not None or self.closing or not self._thread.alive:
             raise EngineDeadError("the engine does not run")
         future = self._loop.create_future()
         self._calls.add(future)
@@ -193,7 +145,7 @@ class ThreadedEngine:
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
-        self._closing = True
+        self.closing = True
         self.abort_all()
         self._thread.end()
         await asyncio.to_thread(self._thread.join, timeout)
@@ -201,7 +153,7 @@ class ThreadedEngine:
 
     def fail(self, error: BaseException) -> None:
         """Tell every request that nothing can go on, and call `on_death`."""
-        self._fail_requests(error)
+        self.fail_requests(error)
         self._fail_calls()
         if self.on_death is not None:
             self.on_death()
@@ -217,65 +169,24 @@ class ThreadedEngine:
             _resolve(future, None, EngineDeadError("the engine has ended"))
 
 
-class AsyncEngine(ThreadedEngine):
+class AsyncEngine(RequestStreams, ThreadedEngine):
     """Runs an engine's core in a dedicated thread; makes text in the event loop, while the devices compute.
 
     When the thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
     """
 
     def __init__(self, parts: EngineParts):
-        super().__init__(parts)
-        self._streams = RequestStreams(parts.inputs, parts.outputs, self._admit, self._thread.abort)
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the engine has failed; None while it has not."""
-        return self._streams.error
-
-    @property
-    def observers(self) -> list[EngineObserver]:
-        """Who is told of every step and output, in the event loop's thread. Add them before `start`."""
-        return self._streams.observers
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that have not ended."""
-        return self._streams.num_unfinished
-
-    async def submit(
-        self,
-        request_id: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> OutputStream:
-        """Check all prompts, then queue them all; raises as `RequestStreams.submit`."""
-        return await self._streams.submit(request_id, prompts, params, options)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
-        self._streams.abort(request_ids)
-
-    def abort_all(self) -> None:
-        """End every request; each stream gets an `EngineClosingError`."""
-        self._streams.abort_all()
-
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all requests and the thread. After `timeout` seconds in a step that hangs, the thread is left behind."""
-        self._streams.closing = True
-        await super().shutdown(timeout)
+        RequestStreams.__init__(self, parts.inputs, parts.outputs)
+        ThreadedEngine.__init__(self, parts)
 
     async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         self._thread.add([request for each in prepared for request in each.completions])
 
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        self._streams.deliver(updates, stats)
-
-    def _fail_requests(self, error: BaseException) -> None:
-        self._streams.fail(error)
+    def _end(self, completion_ids: Sequence[str]) -> None:
+        self._thread.abort(completion_ids)
 
 
-class _LoopListener:
+class _LoopListener(Listener):
     """Passes what happens in the engine's thread to the event loop."""
 
     def __init__(self, engine: ThreadedEngine):
@@ -285,7 +196,7 @@ class _LoopListener:
         return bool(self._engine.observers)
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine._deliver, updates, stats)
+        self._engine._loop.call_soon_threadsafe(self._engine.deliver, updates, stats)
 
     def on_change(self) -> None:
         engine = self._engine
@@ -304,6 +215,3 @@ def _resolve(future: asyncio.Future, result: object, error: Exception | None) ->
         future.set_result(result)
     else:
         future.set_exception(error)
-
-
-__all__ = ["AsyncEngine", "EngineClient", "EngineClosingError", "EngineDeadError", "OutputStream", "ThreadedEngine"]

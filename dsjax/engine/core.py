@@ -314,8 +314,8 @@ class EngineCore:
         named = {part.statistics_name: part.statistics() for part in self.attachments if part.statistics_name}
         return {name: counts for name, counts in named.items() if counts is not None}
 
-    def flush_prefix_cache(self) -> bool:
-        """Forget every page that is cached; True, as nothing can prevent it. Running requests keep what they read.
+    def flush_prefix_cache(self) -> None:
+        """Forget every page that is cached. Running requests keep what they read.
 
         Where nothing is under way, the cache's memory is zeroed too.
         """
@@ -325,7 +325,6 @@ class EngineCore:
         if not self.has_unfinished:
             self.executor.collect(self.executor.launch(Flush()))
             self._writer.reset()
-        return True
 
     def _launch(self) -> bool:
         """Plan and launch one step, and what goes before it; False where there is nothing to compute now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,12 +13,10 @@ from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.elastic.generations import Generations
 from dsjax.engine.elastic.transfer_processes import (
-    credentials_of,
-    host_of,
+    endpoint_of,
     keepers_of,
     remote_chunks,
     space_of,
-    tickets_of,
     transport_of,
 )
 from dsjax.engine.engine import attachments_of
@@ -32,14 +30,12 @@ from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.engine.setup.sizes import EngineLayout
 from dsjax.engine.transfer.chunk_network import ChunkServer
 from dsjax.engine.transfer.page_chunks import move_chunk
-from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks
 from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
-
-_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,27 +108,19 @@ def load_prefill(
     """A prefill engine for other processes, its programs compiled at first use; `.warm_up()` compiles them before.
 
     ``emulate_devices`` must have been called before, where devices are to be emulated; or `join_group`, which gives the group that this
-    is process 0 of. port: for messages; 0: a free one. event_sink: is given the events of pages.
+    is process 0 of. port: for messages; 0: that of the group, or a free one. event_sink: is given the events of pages.
 
     Raises:
         UserError, MeshError: options, model, devices or address that do not go together. GroupError: another process could not.
     """
     args, library = replace(args, disaggregation_mode="prefill"), ProgramLibrary()
-    credentials = credentials_of(args, group)
-    tickets = tickets_of(group)
-    model = load_model(args, group, library=library, show_progress=show_progress)
     with ExitStack() as opened:
+        endpoint = endpoint_of(args, group, port)
+        owns_endpoint = group is None or endpoint is not group.endpoint
+        if owns_endpoint:
+            opened.callback(endpoint.close)
+        model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
-        host, space = host_of(args, group), space_of(args, model)
-        chunks = ChunkServer(
-            lambda number, ticket: engine.buffers.open(number, ticket),
-            transport_of(args, host),
-            space,
-            host,
-            args.transfer_timeout,
-            credentials,
-        )
-        opened.callback(chunks.close)
         config = args.scheduler_config(model.executor.limits)
         engine = PrefillEngine(
             model.executor,
@@ -140,20 +128,27 @@ def load_prefill(
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
             attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
-            keepers=keepers_of(chunks.address, group),
-            tickets=tickets,
+            keepers=keepers_of(endpoint.address, group),
             generations=None if group is None else Generations(args, group, model, library),
         )
-        server = PrefillServer(engine, chunks, space, host, port, credentials)
+        transport = transport_of(args, endpoint.host)
+        chunks = ChunkServer(endpoint, engine.buffers.open, transport, args.transfer_timeout)
+        server = PrefillServer(engine, chunks, space_of(args, model), endpoint, owns_endpoint=owns_endpoint)
         opened.pop_all()
     engine.start()
     return server
 
 
-def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None = None) -> Callable[[str], RemoteLink]:
-    """What gives the link to a prefill engine at an address, for a model that was loaded with ``transfers``."""
-    chunks, space, credentials = remote_chunks(args, loaded, group), space_of(args, loaded), credentials_of(args, group)
-    return lambda address: RemoteLink(address, chunks, space, credentials)
+def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None = None) -> RemoteLinks:
+    """Make what connects a decode engine with prefill engines at addresses, for a model that was loaded with ``transfers``."""
+    endpoint = endpoint_of(args, group)
+    with ExitStack() as opened:
+        owns_endpoint = group is None or endpoint is not group.endpoint
+        if owns_endpoint:
+            opened.callback(endpoint.close)
+        links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded), owns_endpoint=owns_endpoint)
+        opened.pop_all()
+    return links
 
 
 def _devices(args: EngineArgs) -> list[jax.Device]:

@@ -2,11 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
+from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
@@ -14,7 +15,9 @@ from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.page_events import EventSink, EventSinks
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.stats import StepStats
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
@@ -22,7 +25,7 @@ from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS, PrefillLink
-from dsjax.engine.transfer.prefill_links import PrefillLinks
+from dsjax.engine.transfer.prefill_links import Dialer, PrefillLinks
 from dsjax.errors import UserError
 
 ENGINE_END = ": "
@@ -40,7 +43,7 @@ class EngineParts:
         async_scheduling: plan a step while the one before computes.
         eplb: how experts are moved after their load; None: they stay where they are.
         kv_events: where events of pages are published; None: nowhere.
-        prefills, connect_prefill: as of `EngineCore`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
+        prefills, prefill_dialer: as of `PrefillLinks`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
         event_sink: is given them too, in the engine's thread.
         stream_interval, page_source: as in `EngineArgs`. generations: as of `EngineCore`.
 
@@ -61,7 +64,7 @@ class EngineParts:
         eplb: EplbConfig | None = None,
         kv_events: KvEventsConfig | None = None,
         prefills: Sequence[PrefillLink] | None = None,
-        connect_prefill: Callable[[str], PrefillLink] | None = None,
+        prefill_dialer: Dialer | None = None,
         local_prefill_tokens: int = 1,
         transfer_timeout: float = TRANSFER_SECONDS,
         event_sink: EventSink | None = None,
@@ -82,7 +85,7 @@ class EngineParts:
             attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
             if prefills is not None:
                 attachments.append(
-                    PrefillLinks(prefills, connect_prefill, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
+                    PrefillLinks(prefills, prefill_dialer, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
                 )
             self.core = EngineCore(
                 executor,
@@ -124,7 +127,7 @@ class EngineParts:
             self.core.generations.has_warmed_up()
 
 
-class LLMEngine:
+class LLMEngine(Listener):
     """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
 
     ::
@@ -139,7 +142,8 @@ class LLMEngine:
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer = parts.tokenizer
-        self._aborted: list[RequestOutput] = []
+        self._thread = EngineThread(parts.core, self)  # never started
+        self._ready: list[RequestOutput] = []
 
     def add_request(
         self,
@@ -162,35 +166,35 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; the next `step` gives its last output. No-op if it has ended."""
-        ids = self.outputs.completion_ids(request_id)
-        updates = [self.core.abort(completion_id) for completion_id in ids]
-        outputs, _ = self.outputs.process(update for update in updates if update)
-        self._aborted += outputs
+        updates = [self.core.abort(request.request_id) for request in self.outputs.unfinished(request_id)]
+        self.on_done([update for update in updates if update])
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and give the outputs of the requests it changed, as their `output_kind` says.
 
-        Where a process has gone, leaves or has come back, the mesh changes in place of the step.
+        Where a process has gone, leaves or has come back, the mesh changes before the step.
         """
-        generations, scheduler = self.core.generations, self.core.scheduler
-        if generations is not None and generations.take_change() and generations.due:
-            updates = self.core.change(generations.regroup)
-        else:
-            updates = self.core.step()
-        if self.core.scheduler is not scheduler:  # the mesh has changed
-            self.inputs.change(self.core.scheduler.config)
+        generations = self.core.generations
+        if generations is not None and generations.take_change():
+            self._thread.look_at_processes()
+        self._thread.turn(wait=False)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def on_done(self, updates: list[Update], stats: StepStats | None = None) -> None:
+        """Make outputs of what a step did, for `step` to give; end requests whose text has a stop string."""
         outputs, to_abort = self.outputs.process(updates)
-        self._end(to_abort)
-        aborted, self._aborted = self._aborted, []
-        return aborted + outputs
+        self._ready += outputs
+        for completion_id in to_abort:
+            self.core.abort(completion_id)
+
+    def on_change(self) -> None:
+        """Check requests by another mesh's limits from now on."""
+        self.inputs.change(self.core.scheduler.config)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits, runs, or has an output to give."""
-        return self.core.has_unfinished or bool(self._aborted)
-
-    def _end(self, completion_ids: Sequence[str]) -> None:
-        for completion_id in completion_ids:
-            self.core.abort(completion_id)
+        return self.core.has_unfinished or bool(self._ready)
 
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
         """Continue on another mesh, or with other expert processes; see ``LLM.scale``.
@@ -204,16 +208,14 @@ class LLMEngine:
             updates = self.core.change(lambda: generations.to(wanted))
         finally:
             generations.forget()
-        self.inputs.change(self.core.scheduler.config)
-        outputs, to_abort = self.outputs.process(updates)
-        self._end(to_abort)
-        self._aborted += outputs
+        self.on_change()
+        self.on_done(updates)
         if generations.failure is not None:
             raise generations.failure
 
-    def flush_prefix_cache(self) -> bool:
-        """Forget every page that is cached; True, as nothing can prevent it."""
-        return self.core.flush_prefix_cache()
+    def flush_prefix_cache(self) -> None:
+        """Forget every page that is cached."""
+        self.core.flush_prefix_cache()
 
     def shutdown(self) -> None:
         """Give back what the executor holds."""

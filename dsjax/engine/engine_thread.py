@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.schedule.mesh_changer import Generation
@@ -19,11 +18,12 @@ from dsjax.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Who is told of what a core does, in its thread. A `RuntimeError` says that nobody listens any more."""
+class Listener:
+    """Who is told of what a core does, in its thread: here, nobody. A `RuntimeError` says that nobody listens any more."""
 
     def wants_stats(self) -> bool:
         """Whether somebody watches steps."""
+        return False
 
     def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
         """A step did this, or a change of the mesh."""
@@ -33,19 +33,6 @@ class Listener(Protocol):
 
     def on_death(self, error: BaseException) -> None:
         """The thread ends by an error."""
-
-
-class Stepper(Protocol):
-    """What takes steps in a thread of its own. Both may be asked from any thread, also while a step hangs.
-
-    Attributes:
-        step_started: when the step under way began, on the monotonic clock; None between steps.
-    """
-
-    step_started: float | None
-
-    def running_requests(self) -> list[list[Request]]:
-        """Give, rank by rank, the requests that hold a slot."""
 
 
 MOST_IDLE = 3
@@ -77,7 +64,7 @@ class EngineThread:
 
     @property
     def step_started(self) -> float | None:
-        """When the step under way began, on the monotonic clock; None between steps."""
+        """When the step under way began, on the monotonic clock; None between steps. Any thread may ask, also while the step hangs."""
         return self.core.step_started
 
     @property
@@ -96,7 +83,7 @@ class EngineThread:
         return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
 
     def running_requests(self) -> list[list[Request]]:
-        """The requests that hold a slot, of every rank."""
+        """The requests that hold a slot, of every rank; as `step_started`."""
         return [list(rank.running) for rank in self.core.scheduler.ranks]
 
     def start(self) -> None:
@@ -152,7 +139,7 @@ class EngineThread:
     def turn(self, wait: bool = True) -> bool:
         """Take commands, and compute a step; False where the thread is to end.
 
-        wait: for a command, where nothing is to be computed.
+        wait: for a command, where nothing is to be computed. False, without a thread: hand over what the step did before this returns.
         """
         at_rest = not self.core.has_unfinished
         if wait and (at_rest or self._is_stuck):
@@ -172,6 +159,8 @@ class EngineThread:
             return False
         if self.core.has_unfinished:
             self._step(ahead=not at_rest or not wait)
+            if not wait:
+                self._hand_over()
         elif self.core.attachments or self.core.parked:
             updates = self.core.look()
             if updates:

@@ -22,7 +22,7 @@ from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.text.input_processor import Prompt
+from dsjax.engine.text.input_processor import EncodedPrompt, Prompt
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
@@ -110,7 +110,7 @@ class LLM:
         from dsjax.engine.setup.loading import load_model
 
         library = ProgramLibrary()
-        links, connect = None, None
+        links, dialer = None, None
         stages = MeshSpec.parse(self.args.mesh).pp_size
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
@@ -135,7 +135,8 @@ class LLM:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
         if self.args.disaggregation_mode == "decode":
-            connect = remote_links(self.args, loaded, group)
+            dialer = remote_links(self.args, loaded, group)
+            opened.callback(dialer.close)
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
@@ -153,7 +154,7 @@ class LLM:
             eplb=self.args.eplb,
             kv_events=self.args.kv_events,
             prefills=links,
-            connect_prefill=connect,
+            prefill_dialer=dialer,
             local_prefill_tokens=self.args.local_prefill_tokens,
             transfer_timeout=self.args.transfer_timeout,
             event_sink=event_sink,
@@ -259,8 +260,8 @@ class LLM:
             raise UserError(f"chat_template_kwargs is {chat_template_kwargs!r}, expected a dict")
         variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.chat_template.render(one, **variables) for one in _conversations(messages)]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate([{"prompt_token_ids": one} for one in ids], sampling_params)
+        prompts = [EncodedPrompt(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return self.generate(prompts, sampling_params)
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
@@ -328,10 +329,6 @@ class LLM:
         return sequence
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
-    return dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY)
-
-
 def _listed(name: str, given: object, wanted: str) -> list:
     """Make a list of what several things were given as. Bytes would be integers, and a set would have no order.
 
@@ -353,7 +350,7 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
     for params in given:
         if not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params has {params!r}, expected SamplingParams")
-    return [_final_only(params) for params in given]
+    return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in given]
 
 
 def _conversations(messages: object) -> list[list[Mapping]]:

@@ -2,19 +2,20 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 
 from dsjax.background import contained, note_failure
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError, RequestOutput
 
-_INLINE_LENGTH = 2048
+INLINE_LENGTH = 2048
 """Characters or tokens that are prepared in the event loop: up to here a thread costs more than it saves."""
 
 
@@ -131,31 +132,30 @@ class OutputStream:
             self._abort(sorted(self._open))
 
 
-class RequestStreams:
-    """Follows requests from their check to the last of their text, whoever computes them.
+class RequestStreams(ABC):
+    """Follows requests from their check to the last of their text. A subclass has them computed, in a thread or in another process.
 
     Belongs to the event loop's thread.
 
-    Args:
-        admit: sends checked requests to whoever computes them; it may refuse. end: ends completions there, by their ids.
-
     Attributes:
-        error: why nothing goes on. closing: whether no more requests are taken.
-        observers: told of every step and output.
+        error: why the engine has failed; None while it has not. closing: whether no more requests are taken.
+        observers: told of every step and output, in the event loop's thread. Add them before `start`.
     """
 
-    def __init__(
-        self,
-        inputs: InputProcessor,
-        outputs: OutputProcessor,
-        admit: Callable[[Sequence[PreparedRequest]], Awaitable[None]],
-        end: Callable[[Sequence[str]], None],
-    ):
-        self._inputs, self._outputs, self._admit, self._end = inputs, outputs, admit, end
+    def __init__(self, inputs: InputProcessor, outputs: OutputProcessor):
+        self._inputs, self._outputs = inputs, outputs
         self.error: BaseException | None = None
         self.closing = False
         self.observers: list[EngineObserver] = []
         self._streams: dict[str, OutputStream] = {}
+
+    @abstractmethod
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
+        """Have checked requests computed; raise where they are refused."""
+
+    @abstractmethod
+    def _end(self, completion_ids: Sequence[str]) -> None:
+        """Have these completions computed no further."""
 
     @property
     def num_unfinished(self) -> int:
@@ -163,7 +163,11 @@ class RequestStreams:
         return self._outputs.num_unfinished
 
     async def submit(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> OutputStream:
         """Check all prompts, then queue them all.
 
@@ -172,21 +176,50 @@ class RequestStreams:
             EngineDeadError: the engine has failed.
             EngineClosingError: the engine takes no more requests.
         """
-        arrival_time = time.monotonic()
         ids = [f"{request_id}-{index}" for index in range(len(prompts))] if len(prompts) > 1 else [request_id]
-
         # Draw seeds in the order of arrival; threads may prepare prompts in any order.
         seeds = [self._inputs.draw_seed() if params.seed is None else None for _ in prompts]
+        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
+        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= INLINE_LENGTH
+        return await self._submit(ids, lambda: (prompts, params), seeds, options, not short)
+
+    async def submit_rendered(
+        self,
+        request_id: str,
+        render: Callable[[], tuple[Prompt, SamplingParams]],
+        options: RequestOptions,
+        *,
+        in_thread: bool,
+    ) -> OutputStream:
+        """Queue the prompt that `render` makes, with the parameters that follow from it; raises as `submit`, and what `render` raises.
+
+        in_thread: render and prepare in a worker thread, since that takes long.
+        """
+
+        def make() -> tuple[list[Prompt], SamplingParams]:
+            prompt, params = render()
+            return [prompt], params
+
+        return await self._submit([request_id], make, [self._inputs.draw_seed()], options, in_thread)
+
+    async def _submit(
+        self,
+        ids: Sequence[str],
+        make: Callable[[], tuple[Sequence[Prompt], SamplingParams]],
+        seeds: Sequence[int | None],
+        options: RequestOptions,
+        in_thread: bool,
+    ) -> OutputStream:
+        arrival_time = time.monotonic()
 
         def prepare() -> list[PreparedRequest]:
+            prompts, params = make()
             return [
                 self._inputs.prepare(id_, prompt, params, options, arrival_time, seed)
                 for id_, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
 
-        # A long text takes long to tokenise, and so does a grammar to read; both libraries let others run meanwhile.
-        short = params.structured_outputs is None and params.n * sum(map(_length, prompts)) <= _INLINE_LENGTH
-        prepared = prepare() if short else await asyncio.to_thread(prepare)
+        prepared = await asyncio.to_thread(prepare) if in_thread else prepare()
         if self.error is not None:
             raise EngineDeadError("the engine has failed") from self.error
         if self.closing:
@@ -261,8 +294,8 @@ class RequestStreams:
                 if outputs:
                     observer.on_outputs(outputs)
 
-    def fail(self, error: BaseException) -> None:
-        """Give every stream an error: nothing goes on."""
+    def fail_requests(self, error: BaseException) -> None:
+        """Give every stream an error: the engine has failed."""
         self.error = error
         for stream in set(self._streams.values()):
             stream.put(EngineDeadError("the engine has failed"))

@@ -1,39 +1,109 @@
-"""`Agreement`: what all processes of a generation say to each other's questions, over the coordination service's store."""
+"""`Agreement`: what all processes of a generation say to each other's questions, which process 0 gathers."""
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
-from dsjax.hosts.rendezvous import GroupError, JoinRequest
-
-if TYPE_CHECKING:
-    from dsjax.hosts.group import HostGroup
+from dsjax.hosts.membership import GroupError, Membership, gone
+from dsjax.hosts.wire import JoinRequest
+from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
 
 Result = TypeVar("Result")
 
-_LOOK_SECONDS = 1.0
+_SERVICE = "gather"
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a process says to a question: a plain value, or why it cannot go on."""
+    """What a process says to the `number`-th question of a name in a generation: a plain value, or why it cannot go on."""
 
+    generation: int
+    stage: str
+    number: int
     value: Any = None
     error: str | None = None
 
 
-class Agreement:
-    """Questions of one process to all that are in its generation. Each process asks the same ones in the same order."""
+class _Gather:
+    """What was said to a question so far, and who waits for all of it."""
 
-    def __init__(self, group: HostGroup):
-        self._group = group
-        self._told: dict[str, int] = {}
+    def __init__(self):
+        self.said: dict[int, Any] = {}
+        self.error: str | None = None
+        self.waiting: list[tuple[Callable[[Any], object], Callable[[str], object]]] = []
+
+    def settle(self, present: list[int]) -> None:
+        if self.error is None and not self.said.keys() >= set(present):
+            return
+        waiting, self.waiting = self.waiting, []
+        for reply, refuse in waiting:
+            if self.error is not None:
+                refuse(self.error)
+            else:
+                reply([self.said[process_id] for process_id in present])
+
+
+class Agreement:
+    """Questions of one process to all that are in its generation. Each process asks the same ones in the same order.
+
+    Args:
+        leader: the connection to process 0; None: this is process 0. member_of: there, gives the member that has connected.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        endpoint: Endpoint,
+        leader: Peer | None,
+        member_of: Callable[[Peer], JoinRequest | None] = lambda peer: None,
+    ):
+        self._membership, self._leader, self._member_of = membership, leader, member_of
+        self._numbers: dict[str, itertools.count] = defaultdict(itertools.count)
+        self._gathers: dict[tuple[str, int], _Gather] = defaultdict(_Gather)
+        if leader is None:
+            endpoint.serve(_SERVICE, self._hear, roles=("member",), kind=Said)
 
     def begin(self) -> None:
-        """Forget what was said: a generation has begun, and its questions are new."""
-        self._told = {}
+        """A generation has begun: whoever waits for an answer of the one before gives up, and questions are new."""
+        with self._membership.changed:
+            self._numbers.clear()
+            gathers, self._gathers = self._gathers, defaultdict(_Gather)
+        self._fail(gathers.values(), "another generation has begun")
+
+    def lose(self, error: GroupError) -> None:
+        """A member of the generation is gone: nothing that is asked in it has an answer any more."""
+        with self._membership.changed:
+            gathers = list(self._gathers.values())
+        self._fail(gathers, str(error))
+
+    def tell(self, stage: str, value: Any = None, error: str | None = None) -> Future[list[Any]]:
+        """Say a plain value, or why this process cannot go on. The result is what all say."""
+        said = Said(self._membership.generation, stage, next(self._numbers[stage]), value, error)
+        if self._leader is not None:
+            return self._leader.request(_SERVICE, said, kind=list[Any])
+        answer: Future[list[Any]] = Future()
+        said = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Said)  # as the others' come
+        self._enter(0, said, answer.set_result, lambda reason: answer.set_exception(RefusedError(reason)))
+        return answer
+
+    def ask(self, stage: str, value: Any = None) -> list[Any]:
+        """Tell all present processes a plain value; give everybody's, in the order of their ids. All ask the same in the same order.
+
+        Raises:
+            GroupError: somebody says that it cannot go on, or is gone; or another generation has begun.
+        """
+        try:
+            return self.tell(stage, value).result()
+        except RefusedError as error:
+            self._membership.check(error)
+            raise GroupError(str(error)) from error
+        except PeerLostError as error:
+            raise GroupError(gone(self._membership.members[0])) from error
 
     def run(self, stage: str, act: Callable[[], Result]) -> Result:
         """Do something that all present processes do. Return its result when all have done it.
@@ -49,28 +119,6 @@ class Agreement:
         self.ask(stage)
         return result
 
-    def tell(self, stage: str, value: Any = None, error: str | None = None) -> None:
-        """Say a plain value, or why this process cannot go on, to whoever asks for it."""
-        number = self._told[stage] = self._told.get(stage, -1) + 1
-        group = self._group
-        said = msgspec.msgpack.encode(Said(value, error))
-        group.store.set(group.key("agree", stage, number, group.options.process_id), said)
-
-    def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all present processes a plain value; give everybody's, in the order of their ids. All ask the same in the same order.
-
-        Raises:
-            GroupError: somebody says that it cannot go on, or is gone; or, not in process 0, another generation has begun.
-        """
-        self.tell(stage, value)
-        values = []
-        for member in self._group.present:
-            said = self._hear(stage, member)
-            if said.error is not None:
-                raise GroupError(f"{member.name}: {said.error}")
-            values.append(said.value)
-        return values
-
     def alike(self, stage: str, what: str, value: Any) -> None:
         """Make sure that all have the same value of `what`.
 
@@ -78,18 +126,41 @@ class Agreement:
             GroupError: one has another.
         """
         values = self.ask(stage, value)
-        for member, members_value in zip(self._group.present, values, strict=True):
+        for member, members_value in zip(self._membership.present, values, strict=True):
             if members_value != values[0]:
                 raise GroupError(
                     f"{member.name} has {what} {members_value}, process 0 has {values[0]}; install all hosts alike"
                 )
 
-    def _hear(self, stage: str, member: JoinRequest) -> Said:
-        group = self._group
-        generation = group.generation
-        key = group.key("agree", stage, self._told[stage], member.process_id)
-        while True:
-            value = group.store.get(key, _LOOK_SECONDS)
-            if value is not None:
-                return msgspec.msgpack.decode(value, type=Said)
-            group.check_generation(generation, f"{member.name} was waited for")
+    def _hear(self, request: Request) -> None:
+        member = self._member_of(request.peer)
+        if member is None:
+            request.refuse("this process is not in the group")
+        else:
+            self._enter(member.process_id, request.body, request.reply, request.refuse)
+
+    def _enter(
+        self, process_id: int, said: Said, reply: Callable[[Any], object], refuse: Callable[[str], object]
+    ) -> None:
+        membership = self._membership
+        with membership.changed:
+            if said.generation != membership.generation:
+                refuse(f"generation {said.generation} was given up")
+                return
+            gather = self._gathers[said.stage, said.number]
+            gather.said[process_id] = said.value
+            gather.waiting.append((reply, refuse))
+            if said.error is not None and gather.error is None:
+                gather.error = f"{membership.member(process_id).name}: {said.error}"
+            for member in membership.present:
+                if gather.error is None and (error := membership.loss_of(member)) is not None:
+                    gather.error = str(error)
+            gather.settle([member.process_id for member in membership.present])
+            if not gather.waiting and len(gather.said) == len(membership.present):
+                del self._gathers[said.stage, said.number]
+
+    @staticmethod
+    def _fail(gathers: Any, error: str) -> None:
+        for gather in gathers:
+            gather.error = gather.error or error
+            gather.settle([])

@@ -1,11 +1,11 @@
-"""`HostGroup`: this process's face of a started group: who is alive, and which generation it is."""
+"""`HostGroup`: this process's place in a started group: its connections, the log of commands, and generations."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import socket
+import queue
 import sys
 import threading
 import time
@@ -14,215 +14,186 @@ from typing import Any
 
 import msgspec
 
-from dsjax.background import contained, start_thread
-from dsjax.hosts import announcement, coordination
+from dsjax.background import contained
+from dsjax.hosts import coordination
 from dsjax.hosts.agreement import Agreement
-from dsjax.hosts.announcement import Announcement, Announcements
-from dsjax.hosts.comers import Comers
 from dsjax.hosts.gloo.collectives import Collectives
-from dsjax.hosts.leavers import Leavers
 from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.links import Links
+from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import GroupError, JoinRequest, Rendezvous, located, meet
-from dsjax.messaging import Credentials, Endpoint
+from dsjax.hosts.rendezvous import Door, attend, located, open_endpoint, say_ready
+from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
+from dsjax.messaging import Credentials, Endpoint, Peer, Request
+from dsjax.messaging.addresses import join_address
+from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
+__all__ = ["GroupError", "HostGroup"]
+
+Heard = bytes | Announcement
+"""What a process hears in a generation: commands, and the announcement that ends it."""
+
+_LEAVE = "leave"
+_ANNOUNCEMENT, _COMMAND = b"a", b"c"
 _LOOK_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 3.0
+"""In which whoever waits in Python says what has happened. JAX aborts a process three seconds later."""
+_TOGETHER_SECONDS = 0.5
+"""Processes that ask to leave within it make one change of the mesh."""
 
 
-class HostGroup:
+class HostGroup(Membership):
     """A group whose processes are all there. `start` forms it; `leave` must be called, or happens when Python ends.
 
-    Process 0 sees a process go when its connection ends, or when it has given no sign of life for the heartbeat's timeout, whether it died
-    or hangs. Compiling, loading or a long step never counts: signs of life come from threads of their own. What is to be done
-    then is decided by process 0 alone, which announces a new generation; the others wait for that. Where process 0 goes, all end.
+    A process is gone when its connection to process 0 has ended, or when it was silent for the heartbeat's timeout, whether it died
+    or hangs. Compiling, loading or a long step never counts as silence. What is to be done then is decided by process 0 alone, which
+    announces a new generation; the others wait for that. Where process 0 goes, all end.
+
+    Args:
+        endpoint: this process's. door: process 0's. leader: any other's connection to process 0.
+        response: what process 0 has told all, or this process where the group had formed before.
 
     Attributes:
-        members: all processes, in the order of their ids, as they came last.
-        present: those of the generation of now.
-        generation: keys in the store begin with it. It changes when the mesh does.
-        lost: members that are gone, with what is said of them.
-        membership: the lock around `members`, `lost`, `ended` and who is excused. ended: ids of processes that have gone or leave, and
-            whose groups of devices are to be given up.
-        agreement: what all in it say. leavers: who has asked to go. comers: who comes back.
-        seen: notified when it was looked who lives. unseen: ids of those that gave no sign of life when they were looked for last.
-        on_change: process 0's: called in another thread when a member has gone (with the error) or come back (with None).
-        announcements: of generations, for every other process.
-        collectives: this process's connections for them.
-        links: whom of them it reaches. monitor: how its links to them are; None where nobody looks.
-        credentials: by which this process shows that it belongs to them. endpoint: its control connections.
+        on_change: process 0's: called in another thread when a member has gone (with the error), has come back or wants to leave (None).
+        has_ended: whether process 0 has said that nothing more will come.
+        agreement: what all in the generation say. collectives: this process's connections for them.
+        links: whom of the others it reaches. monitor: how its links to them are; None where nobody looks.
     """
 
     def __init__(
         self,
         options: HostOptions,
-        members: Sequence[JoinRequest],
-        store: coordination.Store | None = None,
-        rendezvous: Rendezvous | None = None,
-        credentials: Credentials | None = None,
-        endpoint: Endpoint | None = None,
+        response: JoinResponse,
+        endpoint: Endpoint,
+        *,
+        door: Door | None = None,
+        log: BroadcastLog | None = None,
+        leader: Peer | None = None,
     ):
-        self.endpoint = endpoint
-        self.options, self.members, self.credentials = options, list(members), credentials
-        self.present = list(members)
-        self.generation = 0
+        super().__init__(options.process_id, response.members)
+        self.options, self.endpoint, self.leader = options, endpoint, leader
+        self.generation, self.wanted, self._response = response.generation, response.wanted, response
+        self._door, self._log = door, log
         self.on_change: Callable[[GroupError | None], None] | None = None
-        self.lost: dict[int, GroupError] = {}
-        self.agreement, self.leavers, self.comers = Agreement(self), Leavers(self), Comers(self)
-        self.store = store or coordination.Store()
-        self.announcements: Announcements | None = None
+        self.on_end: Callable[[], object] = lambda: None
+        self.agreement = Agreement(self, endpoint, leader, door.member_of if door is not None else lambda peer: None)
         self.collectives = Collectives()
-        self.links = Links(self, self.drop)
+        self.links = Links(self, endpoint, self.collectives.cut, self.peer_of)
         self.monitor: LinkMonitor | None = None
-        self._rendezvous = rendezvous
-        self.unseen: set[int] = set()
-        self.seen = threading.Condition()
-        self.membership = threading.Lock()
-        self.ended: set[int] = set()
-        self.leaving = False
-        self._watching: threading.Thread | None = None
-        self._alone = threading.Event()
-        self._end: Callable[[str | None], None] | None = None
+        self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
+        if response.generation == 0:
+            self._inboxes[0] = queue.SimpleQueue()
+        self._announced: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
+        self._latest, self._why_ended = response.generation - 1, None
+        self.has_ended = False
+        self._leave_requests: dict[JoinRequest, Request] = {}
+        self._leave_soon: threading.Timer | None = None
+        if door is not None:
+            endpoint.serve(_LEAVE, self._asked_to_leave_by, roles=("member",), kind=None)
+            door.open(self, self._left, self._say_changed)
+        else:
+            leader.on_lost(lambda: self._left(self.members[0]))
+            fail = lambda error: self._left(self.members[0])  # noqa: E731
+            name = JoinRequest.of(options, endpoint.port).identity.encode()
+            self._reader = LogReader(endpoint, leader, response.log, name, self._take, fail)
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
-        """Meet the others and join them; see `meet`. JAX must not have started, and starts with all devices of the group.
+        """Meet the others and join them; see `Door.meet`. JAX must not have started, and starts with all devices of the group.
 
         Where the group has formed already, and this process's id is that of one that is gone, `generation` is the first one that this
         process may be in: it waits for its announcement.
 
         Raises:
-            GroupError, UserError: there is no group, as `meet` says; or a link between two of its processes is cut.
+            GroupError, UserError: there is no group, as `Door.meet` says; or a link between two of its processes is cut.
         """
         options = located(options)
-        credentials = options.read_credentials()
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port open
-            endpoint = Endpoint(options.address, credentials, silence=options.heartbeat_timeout)
-            opened.callback(endpoint.close)
-            rendezvous = meet(options, prepare, endpoint.port, credentials)
-            opened.callback(rendezvous.close)
-            group = cls(
-                options, rendezvous.members, rendezvous=rendezvous, credentials=credentials, endpoint=endpoint
-            )
+            endpoint = open_endpoint(options)
+            opened.callback(endpoint.close, linger=1.0)
+            if options.is_leader:
+                log = BroadcastLog(endpoint)
+                door = Door(options, endpoint, log.address)
+                group = cls(options, door.meet(prepare), endpoint, door=door, log=log)
+            else:
+                response, leader = attend(options, endpoint, prepare)
+                group = cls(options, response, endpoint, leader=leader)
+            opened.callback(setattr, group, "leaving", True)  # it has lost nobody
             group._join()
             opened.pop_all()
         return group
 
     def _join(self) -> None:
-        """Start JAX with the devices of the group, and watch the others."""
-        options, rendezvous = self.options, self._rendezvous
-        if rendezvous.generation > 0:
-            self.links.check(rendezvous.here)
-        coordination.join(options, rendezvous.service, self.collectives)
-        self.generation = rendezvous.generation
-        if self.is_leader:
-            rendezvous.listener.watch(self._left, self.comers.let_in)
-        else:
-            coordination.on_abort(self._end_on_abort)
-            self.hear(max(1, rendezvous.generation))
-        self._watching = start_thread("host watch", self._watch, name="dsjax-hosts", restarts=True)
+        """Start JAX with the devices of the group."""
+        options, response = self.options, self._response
+        if response.generation > 0:
+            self.links.check(response.here)
+        if not self.is_leader:
+            coordination.delay_aborts()
+        service = self._door.service if self._door is not None else None
+        coordination.join(options, response.service, self.collectives, service)
         if options.link_monitor_interval:
-            self.monitor = LinkMonitor(self, options.link_monitor_interval)
+            self.monitor = LinkMonitor(self, self.endpoint, options.link_monitor_interval)
             self.monitor.start()
         atexit.register(self.leave)
-        if rendezvous.generation == 0:
-            self.agreement.run("links", lambda: self.links.check([one.process_id for one in rendezvous.members]))
+        if response.generation == 0:
+            self.agreement.run("links", lambda: self.links.check([one.process_id for one in self.members]))
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this is process 0."""
-        return self.options.is_leader
+    def credentials(self) -> Credentials:
+        """By which this process shows that it belongs to the others."""
+        return self.endpoint.credentials
 
-    @property
-    def is_present(self) -> bool:
-        """Whether this process has a part in the generation of now."""
-        return any(member.process_id == self.options.process_id for member in self.present)
-
-    @property
-    def live(self) -> list[JoinRequest]:
-        """Who can be in the next generation; outside process 0, who seems to be able to."""
-        gone = self.lost if self.is_leader else self.unseen
-        return [
-            member for member in self.members if member.process_id not in gone and member not in self.leavers.excused
-        ]
-
-    @property
-    def live_ids(self) -> list[int]:
-        """The ids of `live`."""
-        return [member.process_id for member in self.live]
-
-    @property
-    def reachable_ids(self) -> list[int]:
-        """Process 0's: the ids of members that are not known to be gone, also of those that are about to leave."""
-        return [member.process_id for member in self.members if member.process_id not in self.lost]
-
-    @property
-    def wanted(self) -> str:
-        """The mesh that was asked for last, for a process that came back; empty: that of the start."""
-        return self._rendezvous.wanted if self._rendezvous is not None else ""
-
-    @property
-    def me(self) -> JoinRequest:
-        """This process, as the others know it. A process id of the system would not do: in containers each process may have the same."""
-        return next(member for member in self.members if member.process_id == self.options.process_id)
-
-    def key(self, *parts: object) -> str:
-        """A key of the generation of now."""
-        return "/".join(["dsjax", str(self.generation), *map(str, parts)])
+    def peer_of(self, process_id: int) -> Peer | None:
+        """Process 0's connection to a member; None: it has ended."""
+        return None if self._door is None else self._door.peer_of(process_id)
 
     # Generations.
 
     def announce(self, news: Announcement) -> None:
         """Process 0's: begin a generation, and tell all others."""
-        if self._rendezvous is not None:
-            self._rendezvous.listener.wanted = news.wanted
-        self.enter(news)
-        news = msgspec.structs.replace(news, members=self.members)
-        self.store.set(announcement.key(news.number), msgspec.msgpack.encode(news))
-
-    def hear(self, first: int) -> None:
-        """Begin to listen for announcements, from this generation's on."""
-        self.announcements = Announcements(self, first)
-
-    def enter(self, news: Announcement) -> None:
-        """Be in a generation: its questions and its stream are new."""
-        self.generation = news.number
-        self.present = [member for member in self.members if member.process_id in news.process_ids]
+        if self._door is not None:
+            self._door.wanted = news.wanted
+        self.enter(news.number, news.process_ids)
         self.agreement.begin()
+        news = msgspec.structs.replace(news, members=self.members, live_ids=self.live_ids)
+        self._log.append(news.number, _ANNOUNCEMENT + msgspec.msgpack.encode(news))
+
+    def begin(self, news: Announcement) -> None:
+        """Be in a generation that process 0 has announced."""
+        self.enter(news.number, news.process_ids, news.live_ids)
+        self.agreement.begin()
+
+    def command(self, generation: int, data: bytes) -> None:
+        """Process 0's: tell all others of a generation something, in order."""
+        self._log.append(generation, _COMMAND + data)
+
+    def commands(self, number: int) -> queue.SimpleQueue[Heard]:
+        """What process 0 tells a generation that has begun."""
+        with self.changed:
+            self._inboxes = {each: inbox for each, inbox in self._inboxes.items() if each >= number}
+            return self._inboxes.setdefault(number, queue.SimpleQueue())
+
+    def next_announcement(self, seconds: float | None = None) -> Announcement | None:
+        """Wait for the latest announcement that was not given yet; None where none comes in time."""
+        try:
+            heard = self._announced.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        while not self._announced.empty():  # generations that broke before this process came to them
+            heard = self._announced.get()
+        return heard
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another generation than the one of now was announced."""
+        return self._latest > self.generation
 
     def connect(self, device_ids: Sequence[int]) -> None:
         """Agree, with all processes of the generation, on where its collectives' connections will be. device_ids: of its mesh, in order."""
         endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
         self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
-
-    # Who is lost.
-
-    def take_ended(self) -> set[int]:
-        """Process 0's: the ids of processes that have gone or leave since this was asked last."""
-        with self.membership:
-            ended, self.ended = self.ended, set()
-        return ended
-
-    def loss_of(self, member: JoinRequest) -> GroupError | None:
-        """Why nothing more is to be expected of a member; None: it is not known to be gone. Another one may have its id by now."""
-        with self.membership:
-            error = self.lost.get(member.process_id)
-            return error or (None if member in self.members else GroupError(gone(member)))
-
-    def give_up(self, process_id: int, error: GroupError) -> None:
-        """Process 0's: go on without a process that lives."""
-        with self.membership:
-            self.lost[process_id] = error
-            self.ended.add(process_id)
-
-    def check(self, failure: BaseException | None = None) -> None:
-        """Raise the `GroupError` of a member of this generation that is gone. failure: what has come of that."""
-        for member in self.present:
-            error = self.loss_of(member)
-            if error is not None:
-                raise error from failure
 
     def check_generation(self, number: int, doing: str) -> None:
         """Raise where a generation has failed or has been superseded. doing: what is given up then, for the message.
@@ -233,11 +204,40 @@ class HostGroup:
         self.check()
         if 0 in self.lost:
             raise self.lost[0]
-        news = self.announcements
-        if news is not None and news.why_ended is not None:
-            raise GroupError(f"process 0 has ended the group: {news.why_ended}; its own messages say more")
-        if (news is not None and news.latest > number) or self.generation != number:
+        if self._why_ended is not None:
+            raise GroupError(f"process 0 has ended the group: {self._why_ended}; its own messages say more")
+        if self._latest > number or self.generation != number:
             raise GroupError(f"generation {number} was given up while {doing}")
+
+    def _take(self, epoch: int, body: bytes) -> None:
+        """Take an entry of the log, in the messaging thread."""
+        if body[:1] == _COMMAND:
+            with self.changed:
+                inbox = self._inboxes.get(epoch)
+            if inbox is not None:
+                inbox.put(body[1:])
+            return
+        news = msgspec.msgpack.decode(body[1:], type=Announcement)
+        if news.ended:
+            self.has_ended, self._why_ended = True, news.reason or None
+        else:
+            self._latest = news.number
+        if news.members:
+            self.members = news.members
+        if news.broken is not None:
+            with contained("messaging", "A collective that has broken is waited for until its own limit."):
+                self.collectives.cut(news.broken)
+        with self.changed:
+            inboxes = list(self._inboxes.values())
+        for inbox in (*inboxes, self._announced):
+            inbox.put(news)
+        if self._own in news.process_ids:
+            with self.changed:
+                self._inboxes[news.number] = queue.SimpleQueue()
+        if news.ended:
+            self.on_end()
+
+    # Who is lost, who leaves.
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
         """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
@@ -247,36 +247,103 @@ class HostGroup:
             return None
         seconds = self.options.heartbeat_timeout + 2 * _LOOK_SECONDS if seconds is None else seconds
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                self.check()
-            except GroupError as error:
-                return error
-            time.sleep(0.05)
-        return None
+        with self.changed:
+            while True:
+                try:
+                    self.check()
+                except GroupError as error:
+                    return error
+                if not self.changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
 
-    def replace(self, member: JoinRequest) -> None:
-        """Process 0's: count on a process that has come back in the place of the one that had its id."""
-        with self.membership:
-            self.members = [member if each.process_id == member.process_id else each for each in self.members]
-            self.lost.pop(member.process_id, None)
-            self.leavers.welcome(member)
-            self.links.left_out.pop(member.process_id, None)
+    def lose(self, member: JoinRequest, error: GroupError | None = None) -> GroupError | None:
+        """Enter that a member is gone, and go on without it; where this process cannot, end it."""
+        error = super().lose(member, error)
+        if error is None or self.leaving:
+            return error
+        if any(each.process_id == member.process_id for each in self.present):
+            self.agreement.lose(error)
+            # Its thread may wait for that process in one, or for another that does.
+            with contained("messaging", "A collective without that process is waited for until its own limit."):
+                self.collectives.cut(self.generation)
+        if self._door is not None:
+            self._door.drop(member.process_id)
+        if self.on_change is not None:
+            self.on_change(error)
+            return error
+        # Nothing goes on without that member, and a thread of this process may wait for it in a collective for ever.
+        threading.Thread(target=self._end_process, args=[error], name="dsjax-last-words", daemon=True).start()
+        return error
 
-    def is_connected(self, member: JoinRequest) -> bool:
-        """Process 0's: whether a process's connection to the listener has not ended."""
-        return self._rendezvous.listener.has(member)
+    def _end_process(self, error: GroupError) -> None:
+        """Say why nothing goes on, and end this process, unless whoever waits in Python has raised it meanwhile."""
+        if not self.is_leader:
+            with contextlib.suppress(OSError, ValueError):
+                self.endpoint.connect(join_address(*self.options.coordinator), "member", 1.0)
+                error = self.lost[0] = GroupError(
+                    "process 0 lives, and goes on without this process, which it did not hear from for too long; "
+                    "start this process again"
+                )
+        time.sleep(_GRACE_SECONDS)
+        if not self.leaving:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
-    def drop(self, process_id: int) -> None:
-        """Process 0's: end a process's connection to the listener."""
-        if self._rendezvous is not None:
-            self._rendezvous.listener.drop(process_id)
+    def _left(self, member: JoinRequest) -> None:
+        """A member's connection has ended, in the messaging thread."""
+        if not self.leaving:
+            self.lose(member)
+
+    def _say_changed(self) -> None:
+        if self.on_change is not None and not self.leaving:
+            self.on_change(None)
+
+    def say_ready(self) -> None:
+        """Say, as a process that comes back, that this one can be in the next generation."""
+        say_ready(self.leader)
+
+    def ask_process_0_to_leave(self) -> bool:
+        """Ask process 0 to go on without this process; whether it may go now. Else it goes when a generation without it has begun.
+
+        Raises:
+            RefusedError: it cannot be spared. PeerLostError: process 0 is gone.
+        """
+        return self.leader.request(_LEAVE, kind=bool).result()
+
+    def excuse(self, member: JoinRequest) -> None:
+        """Count on a member no more, and tell it when it may go."""
+        super().excuse(member)
+        self._leave_requests.pop(member).reply(member not in self.present)
+
+    def keep(self, member: JoinRequest, reason: str) -> None:
+        """Tell a member that has asked to leave why it cannot be spared."""
+        self._leave_requests.pop(member).refuse(reason)
+
+    def _asked_to_leave_by(self, request: Request) -> None:
+        member = self._door.member_of(request.peer)
+        if member is None:
+            request.reply(True)
+            return
+        self._leave_requests[member] = request
+        self.ask_to_leave(member)
+        if self._leave_soon is not None:
+            self._leave_soon.cancel()
+        self._leave_soon = threading.Timer(_TOGETHER_SECONDS, self._say_changed)
+        self._leave_soon.daemon = True
+        self._leave_soon.start()
 
     # The end.
 
-    def at_end(self, tell: Callable[[str | None], None]) -> None:
-        """Have `tell(reason)` called when the leader leaves; None: as it should be. It takes the place of what was to be called before."""
-        self._end = tell
+    def end(self, reason: str | None = None) -> None:
+        """Process 0's: tell the others that nothing more will come. reason: why, where that is a fault."""
+        if self._log is not None and not self.has_ended:
+            self.has_ended = True
+            last = Announcement(self.generation + 1, reason=reason or "", ended=True)
+            self._log.append(last.number, _ANNOUNCEMENT + msgspec.msgpack.encode(last))
+
+    def end_here(self) -> None:
+        """Have the one who waits for the next announcement hear that there is none for this process, which leaves."""
+        self._announced.put(Announcement(self._latest, ended=True))
 
     def leave(self, reason: str | None = None) -> None:
         """Leave the group; the leader tells the others, and waits until they have gone. reason: why it ends, where that is a fault."""
@@ -284,105 +351,19 @@ class HostGroup:
             return
         self.leaving = True
         try:
-            if self.is_leader:
-                if self._end is not None:
-                    self._end(reason)
-                last = Announcement(self.generation + 1, reason=reason or "", ended=True)
-                self.store.set(announcement.key(last.number), msgspec.msgpack.encode(last))
-                if len(self.reachable_ids) > 1:
-                    self._alone.clear()  # what was seen before may be old
-                    self._alone.wait(_LEAVE_SECONDS)
-            else:
-                # A thread that waits in C++ when Python ends is ended by force there, which aborts the process.
-                if self.announcements is not None:
-                    self.announcements.close(_LEAVE_SECONDS)
-                if self._watching is not None:
-                    self._watching.join(_LEAVE_SECONDS)
-            coordination.leave()
-            if self._rendezvous is not None:
-                self._rendezvous.close()
+            if self._door is not None:
+                self._door.is_closing = True
+                self.end(reason)
+                self._door.wait_until_alone(_LEAVE_SECONDS)
+            if 0 not in self.lost:
+                coordination.leave()
             if self.monitor is not None:
                 self.monitor.close()
-            if self.endpoint is not None:
-                self.endpoint.close()
+            self.links.close()
+            self.endpoint.close(linger=1.0)
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
-
-    # Who is there.
-
-    def _watch(self) -> None:
-        ids = [member.process_id for member in self.members]
-        while True:
-            try:
-                alive = coordination.live(ids)
-            except ConnectionError:
-                if not self.leaving:
-                    self._lose(self.members[0])
-                return
-            if alive == {self.options.process_id}:
-                self._alone.set()
-            with self.seen:
-                self.unseen = set(ids) - alive
-                self.seen.notify_all()
-            if not self.leaving:
-                self._look(alive)
-            elif not self.is_leader or self._alone.is_set():
-                return
-            time.sleep(0.05 if self.leaving else min(_LOOK_SECONDS, self.options.heartbeat_timeout / 4))
-
-    def _look(self, alive: set[int]) -> None:
-        if not self.is_leader:
-            return  # process 0 says who is to go on
-        coming = self.comers.ids
-        for member in list(self.members):
-            if member.process_id not in alive:
-                if member.process_id not in coming:
-                    self.drop(member.process_id)
-                self._lose(member)
-        self.leavers.hear()
-
-    def _left(self, member: JoinRequest) -> None:
-        """A member's connection has ended, in a thread of the listener."""
-        self.comers.forget(member)
-        if not self.leaving:
-            self._lose(member)
-
-    def _lose(self, member: JoinRequest) -> None:
-        with self.membership:  # the listener's thread and the one that watches may see it in the same moment
-            if member.process_id in self.lost or member not in self.members:
-                return  # it is known; or it is of a process in whose place another one is by now
-            error = self.lost[member.process_id] = GroupError(gone(member))
-            self.ended.add(member.process_id)
-        if any(each.process_id == member.process_id for each in self.present):
-            # Its thread may wait for that process in one, or for another that does.
-            with contained("host watch", "A collective without that process is waited for until its own limit."):
-                self.collectives.cut(self.generation)
-        if self.on_change is not None:
-            self.on_change(error)
-            return
-        # Nothing goes on without that member, and a thread of this process may wait for it in a collective for ever.
-        time.sleep(_GRACE_SECONDS)  # whoever waits in Python raises it
-        if not self.leaving:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    def _end_on_abort(self) -> None:
-        """The last words of a follower that C++ code aborts; Python gets no further chance."""
-        text = f"process {self.options.process_id} was aborted; the message above says why"
-        try:
-            socket.create_connection(self.options.coordinator, timeout=1.0).close()
-        except OSError:
-            text = gone(self.members[0])
-        os.write(2, f"\nerror: {text}\n".encode())
-        os._exit(1)
 
 
 def _endpoint(said: Any) -> tuple[str, int] | None:
     return None if said is None else (said[0], said[1])
-
-
-def gone(member: JoinRequest) -> str:
-    """What is said of a member that died or hangs."""
-    if member.process_id == 0:
-        return f"{member.name} has gone away, and with it the group; start all processes again"
-    return f"{member.name} has gone away; its own messages say why"

@@ -11,17 +11,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dsjax.background import start_thread
 from dsjax.errors import UserError
+from dsjax.hosts.membership import Membership
 from dsjax.hosts.wire import JoinRequest
 from dsjax.messaging import Endpoint, Peer
 from dsjax.messaging.addresses import join_address
 from dsjax.messaging.endpoint import PING
-
-if TYPE_CHECKING:
-    from dsjax.hosts.group import HostGroup
 
 _PROBES = 5
 _SECONDS = 1.0
@@ -61,15 +59,15 @@ class LinkMonitor:
     """Looks at the links of a group in a thread, until it is closed.
 
     Args:
-        group: whose present processes are looked at.
+        membership: whose present processes are looked at, from this process's endpoint.
         interval: seconds between two looks.
 
     Attributes:
         links: process id to the state of the link to it.
     """
 
-    def __init__(self, group: HostGroup, interval: float):
-        self._group, self._interval = group, interval
+    def __init__(self, membership: Membership, endpoint: Endpoint, interval: float):
+        self._membership, self._endpoint, self._interval = membership, endpoint, interval
         self.links: dict[int, LinkState] = {}
         self._peers: dict[JoinRequest, tuple[Peer, KernelCounts | None]] = {}
         self._closed = threading.Event()
@@ -86,10 +84,9 @@ class LinkMonitor:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
-            others = [m for m in self._group.present if m.process_id != self._group.options.process_id]
-            self.look(self._group.endpoint, others)
+            self.look([member for member in self._membership.present if member != self._membership.me])
 
-    def look(self, endpoint: Endpoint, members: Sequence[JoinRequest]) -> None:
+    def look(self, members: Sequence[JoinRequest]) -> None:
         """Probe the links to these, one after another, and forget all others."""
         for member in [one for one in self._peers if one not in members]:
             self._drop(member)
@@ -100,14 +97,14 @@ class LinkMonitor:
             state = self.links[member.process_id]
             state.probes += 1
             try:
-                self._probe(endpoint, member, state)
+                self._probe(member, state)
             except (OSError, TimeoutError, UserError):
                 state.unanswered += 1
                 self._drop(member)
 
-    def _probe(self, endpoint: Endpoint, member: JoinRequest, state: LinkState) -> None:
+    def _probe(self, member: JoinRequest, state: LinkState) -> None:
         if member not in self._peers:
-            peer = endpoint.connect(join_address(member.address, member.port), "member", _SECONDS)
+            peer = self._endpoint.connect(join_address(member.address, member.port), "member", _SECONDS)
             self._peers[member] = peer, kernel_counts(peer)
         peer, before = self._peers[member]
         state.answer = min(_answer_seconds(peer) for _ in range(_PROBES))

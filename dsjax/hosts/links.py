@@ -8,76 +8,83 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from dsjax.background import contained
 from dsjax.errors import UserError
-from dsjax.hosts.announcement import Announcement, key
-from dsjax.hosts.rendezvous import GroupError
-from dsjax.hosts.wire import JoinRequest
-from dsjax.messaging import Endpoint
+from dsjax.hosts.membership import GroupError, Membership
+from dsjax.hosts.wire import Announcement, JoinRequest
+from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
 from dsjax.messaging.addresses import join_address
 from dsjax.messaging.endpoint import PING
 
-if TYPE_CHECKING:
-    from dsjax.hosts.group import HostGroup
-
+_SERVICE = "look"
 SECONDS = 3.0
 """In which a process must have answered. TCP sends the first packet of a connection again after 1 s; a link that loses two is none."""
-_ANSWER_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
 
 
+class Look(msgspec.Struct, frozen=True, array_like=True):
+    """Process 0's question. broken: the generation whose collectives nobody waits in any more. members: to be looked at."""
+
+    broken: int
+    members: list[JoinRequest]
+
+
 class Links:
-    """Which peers a process can reach. Process 0 also decides which peers to exclude. drop: ends a process's connection to the group.
+    """Which peers a process can reach. Process 0 also decides which peers to exclude.
+
+    Args:
+        cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
 
     Attributes:
         left_out: process 0's, as of `Announcement`.
     """
 
-    def __init__(self, group: HostGroup, drop: Callable[[int], None]):
-        self._group, self._drop = group, drop
+    def __init__(
+        self,
+        membership: Membership,
+        endpoint: Endpoint,
+        cut: Callable[[int], object],
+        peer_of: Callable[[int], Peer | None] = lambda process_id: None,
+    ):
+        self._membership, self._endpoint, self._cut, self._peer_of = membership, endpoint, cut, peer_of
         self.left_out: dict[int, tuple[int, str]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-links")
+        endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
 
-    def look(self, news: Announcement) -> tuple[GroupError | None, bool]:
+    def look(self, broken: int) -> tuple[GroupError | None, bool]:
         """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
         answered: then all live.
 
-        news: the announcement that asks.
+        broken: the generation, whose collectives nobody waits in any more.
         """
-        group = self._group
-        asked, present = group.live, group.present
-        group.announce(news)
-        group.present = present  # one of these may still turn out to be gone
+        asked = self._membership.live
+        question = Look(broken, list(asked))
+        peers = {member.process_id: self._peer_of(member.process_id) for member in asked[1:]}
+        replies = {one: peer.request(_SERVICE, question, kind=list[int]) for one, peer in peers.items() if peer}
         deadline, cut = time.monotonic() + SECONDS + _GRACE_SECONDS, {0: self.unreached(asked)}
-        for member in asked[1:]:
-            said, answer = None, _answer_key(news.number, member.process_id)
-            while said is None and member.process_id not in group.lost and time.monotonic() < deadline:
-                said = group.store.get(answer, _ANSWER_SECONDS)
-            if said is not None:
-                cut[member.process_id] = msgspec.msgpack.decode(said, type=list[int])
-        # Whoever has said nothing may only hang; whether it is gone is for its signs of life to say.
+        for process_id, reply in replies.items():
+            with contextlib.suppress(TimeoutError, PeerLostError, RefusedError, RuntimeError):
+                cut[process_id] = reply.result(max(0.0, deadline - time.monotonic()))
+        # Whoever has said nothing may only hang; whether it is gone is for heartbeats to say.
         cut = {one: [other for other in others if other in cut] for one, others in cut.items()}
         error = None
         for process_id in left_out(cut):
             error = self._leave_out(process_id, cut)
         return error, len(cut) == len(asked)
 
-    def tell(self, number: int) -> None:
-        """Every other process's answer to that."""
-        unreached = msgspec.msgpack.encode(self.unreached(self._group.members))
-        self._group.store.set(_answer_key(number, self._group.options.process_id), unreached)
-
     def why_left_out(self, news: Announcement) -> str | None:
         """Why this process is gone on without; None: it is not."""
-        pid, reason = news.left_out.get(self._group.options.process_id, (0, ""))
+        pid, reason = news.left_out.get(self._membership.me.process_id, (0, ""))
         return reason if pid == os.getpid() else None
 
     def check(self, process_ids: Sequence[int]) -> None:
@@ -86,22 +93,33 @@ class Links:
         Raises:
             GroupError: it does not.
         """
-        asked = [member for member in self._group.members if member.process_id in process_ids]
+        asked = [member for member in self._membership.members if member.process_id in process_ids]
         missing = set(self.unreached(asked))
         if missing:
             names = _named([member for member in asked if member.process_id in missing])
             raise GroupError(
-                f"process {self._group.options.process_id} cannot reach {names} within {SECONDS:g} s; check the network between these "
+                f"process {self._membership.me.process_id} cannot reach {names} within {SECONDS:g} s; check the network between these "
                 "hosts and their firewalls (any TCP port), then start it again"
             )
 
     def unreached(self, members: Sequence[JoinRequest]) -> list[int]:
         """The ids of those, but for itself, that do not answer this process."""
-        others = (member for member in members if member.process_id != self._group.options.process_id)
-        return unreached(self._group.endpoint, others)
+        others = (member for member in members if member.process_id != self._membership.me.process_id)
+        return unreached(self._endpoint, others)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, request: Request) -> None:
+        """Answer process 0."""
+        look: Look = request.body
+        with contained("messaging", "A collective that has broken is waited for until its own limit."):
+            self._cut(look.broken)
+        self._pool.submit(lambda: request.reply(self.unreached(look.members)))
 
     def _leave_out(self, process_id: int, cut: Mapping[int, Sequence[int]]) -> GroupError:
-        names = {member.process_id: member for member in self._group.members}
+        names = {member.process_id: member for member in self._membership.members}
         member = names[process_id]
         others = sorted({*cut.get(process_id, ()), *(one for one, lost in cut.items() if process_id in lost)})
         error = GroupError(
@@ -109,8 +127,7 @@ class Links:
             "out, and can come back when the link works"
         )
         self.left_out[process_id] = member.pid, str(error)
-        self._group.give_up(process_id, error)
-        self._drop(process_id)
+        self._membership.lose(member, error)
         return error
 
 
@@ -152,10 +169,6 @@ def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:
         least_reached.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return sorted(least_reached)
-
-
-def _answer_key(number: int, process_id: int) -> str:
-    return f"{key(number)}/links/{process_id}"
 
 
 def _named(members: Sequence[JoinRequest]) -> str:

@@ -1,103 +1,65 @@
 """The processes of a group find each other, and agree that they were started alike, before JAX joins them.
 
 JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be
-reached, and tells no names. So process 0 listens at the coordinator's port itself; the others come there, say what they
-are, prepare (a model may have to be downloaded), and get one response, the same for all: who is there, and where JAX's service will be.
+reached, and tells no names. So process 0's endpoint is at the coordinator's port; the others come there, say what they are, prepare
+(a model may have to be downloaded), and get one response, the same for all: who is there, and where JAX's service is.
 
-The port stays open and the connections stay too (`dsjax/hosts/join_listener.py`): they show at once that a process has died, and
-one that was started again comes in by the same way.
+The `Door` stays while the group lives: the connections show at once that a process has died, and one that was started again comes in by
+the same way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dsjax.background import note_failure
+from dsjax.background import start_thread
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import Credentials
-from dsjax.hosts.options import HostOptions, joined, own_address
-from dsjax.hosts.secure_channel import NotAMemberError, RefusedError, SecureChannel, closed_on_failure, connect
-from dsjax.hosts.secure_listener import MOST_CONNECTIONS, SecureListener, counted
-from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared, decode, encode, receive, send
+from dsjax.hosts import coordination
+from dsjax.hosts.membership import GroupError, Membership
+from dsjax.hosts.options import HostOptions, own_address
+from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared
+from dsjax.messaging import Endpoint, NotAMemberError, Peer, PeerLostError, RefusedError, Request
+from dsjax.messaging.addresses import join_address
+from dsjax.messaging.endpoint import counted
 
 if TYPE_CHECKING:
-    from dsjax.hosts.join_listener import JoinListener
+    from threading import Condition
 
 _log = logging.getLogger(__name__)
 
-_SERVICE = "rendezvous"
+_JOIN, _PREPARED, _READY = "join", "prepared", "ready"
+SERVICES = (_JOIN, _PREPARED, _READY, "gather", "leave", "log")
+"""Of process 0: whoever asks for one while the group is still being made there waits."""
 _RETRY_SECONDS = 0.1
-_PEEK_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 _LINGER_SECONDS = 3.0
 _MOST_REFUSALS = 16
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
 """Seconds until process 0 first reports whom it waits for, and between two reports."""
 
 
-class GroupError(UserError):
-    """The group cannot be formed, or has broken."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """The group that a rendezvous has formed.
-
-    Attributes:
-        members: in the order of their ids.
-        service: `HOST:PORT` at which process 0 starts JAX's coordination service, and the others find it.
-        generation: the first one that this process may be in: not 0 where the group had formed before it came. here: then, the ids of
-            those that live. wanted: as of `JoinResponse`.
-        listener: process 0's. connection: every other one's, to process 0, which sees by it that this process lives.
-    """
-
-    members: list[JoinRequest]
-    service: str
-    generation: int = 0
-    here: Sequence[int] = ()
-    wanted: str = ""
-    listener: JoinListener | None = None
-    connection: SecureChannel | None = None
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        if self.listener is not None:
-            self.listener.close()
-        if self.connection is not None:
-            self.connection.close()
-
-
-def meet(
-    options: HostOptions,
-    prepare: Callable[[], Mapping[str, Any]],
-    port: int = 0,
-    credentials: Credentials | None = None,
-) -> Rendezvous:
-    """Meet the other processes.
-
-    A process that belongs to the deployment, and cannot be in this group as it was started, is refused alone, and the group goes on
-    forming; process 0 logs it, and names it where the group does not form.
-
-    prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come. port: as of
-    `JoinRequest`. credentials: of the deployment; None: as the options have them.
+def open_endpoint(options: HostOptions) -> Endpoint:
+    """Open this process's endpoint: process 0's is at the coordinator's port.
 
     Raises:
-        GroupError: somebody is missing, could not prepare, or was started otherwise: in all processes.
-        UserError: this process's own, from `prepare`; the others are told.
+        GroupError, UserError: it cannot listen there, or there is no cluster key.
     """
-    credentials = credentials or options.read_credentials()
-    if options.is_leader:
-        return _Host(options, port, credentials).meet(prepare)
-    return _attend(options, prepare, port, credentials)
+    credentials = options.read_credentials()
+    port = options.coordinator[1] if options.is_leader else 0
+    try:
+        return Endpoint(
+            options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=SERVICES
+        )
+    except OSError as error:
+        advice = "choose another port" if options.is_leader else "give another --host-address"
+        flag = "--coordinator-address" if options.is_leader else "--host-address"
+        raise GroupError(f"{flag}: cannot listen at {options.address} port {port}: {error.strerror}; {advice}") from error
 
 
 def located(options: HostOptions) -> HostOptions:
@@ -118,39 +80,83 @@ def located(options: HostOptions) -> HostOptions:
     return options
 
 
-class _Host:
-    """Process 0's side: a thread takes connections, one for each reads what comes, and `meet` decides."""
+@dataclasses.dataclass(eq=False)
+class _Caller:
+    """A process that has come. join: its request, which is answered when it is in the group, or cannot be."""
 
-    def __init__(self, options: HostOptions, port: int, credentials: Credentials):
-        self._options = options
+    who: JoinRequest
+    join: Request
+    prepared: Prepared | None = None
+    is_in: bool = False
+
+    @property
+    def peer(self) -> Peer:
+        """The connection to it, which is open as long as it lives."""
+        return self.join.peer
+
+
+class Door:
+    """Process 0's side: who may be in the group, from before it forms until it ends.
+
+    A process that belongs to the deployment, and cannot be in this group as it was started, is refused alone, and the group goes on
+    forming; process 0 logs it, and names it where the group does not form.
+
+    Args:
+        log: `HOST:PORT` of the group's log.
+
+    Attributes:
+        wanted: the mesh that was asked for last, for a process that comes back. service: of JAX, once the group has formed.
+    """
+
+    def __init__(self, options: HostOptions, endpoint: Endpoint, log: str):
+        self._options, self._endpoint, self._log_address = options, endpoint, log
         self._deadline = time.monotonic() + options.start_timeout
-        self._changed = threading.Condition()
-        self._requests: dict[int, JoinRequest] = {0: JoinRequest.of(options, port)}
-        self._prepared: dict[int, Prepared] = {}
+        own = JoinRequest.of(options, endpoint.port)
+        self._membership = Membership(0, [own])
+        self._changed: Condition = self._membership.changed
+        self._callers: dict[int, _Caller] = {}
+        self._own, self._prepared_here = own, Prepared()
+        self._is_prepared = self._has_formed = self.is_closing = False
         self._problem: str | None = None
-        self._channels: dict[int, SecureChannel] = {}
         self._refusals: dict[str, None] = {}  # in the order in which they came
-        self._join_listener: JoinListener | None = None
-        self._listener = SecureListener(
-            _bound(options),
-            credentials,
-            {_SERVICE: self._serve},
-            "dsjax-rendezvous",
-            most_connections=max(MOST_CONNECTIONS, 2 * options.num_processes),
-        )
+        self.service: Any = None
+        self.wanted = self._service_address = ""
+        self._on_left: Callable[[JoinRequest], object] = lambda member: None
+        self._on_return: Callable[[], object] = lambda: None
+        for name, handler, kind in (
+            (_JOIN, self._join, JoinRequest),
+            (_PREPARED, self._prepare, Prepared),
+            (_READY, self._ready, None),
+        ):
+            endpoint.serve(name, handler, roles=("member",), kind=kind)
 
-    def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> Rendezvous:
+    def meet(self, prepare: Callable[[], Mapping[str, Any]]) -> JoinResponse:
+        """Form the group.
+
+        prepare: checks what this process can check alone, and gives what must be alike everywhere. It runs while the others come.
+
+        Raises:
+            GroupError: somebody is missing, could not prepare, or was started otherwise: in all processes. UserError: `prepare`'s own.
+        """
         failure: UserError | None = None
         error: str | None = None
         try:
             try:
-                prepared_here = decode(encode(Prepared(dict(prepare()))))  # as the others' come
+                prepared = Prepared(dict(prepare()))
             except ValueError as caught:  # a UserError or one of the mesh's, which `sharding` has for itself
-                failure, prepared_here = caught, Prepared(error=str(caught))
-            self._enter(self._requests[0], prepared_here)
+                failure, prepared = caught, Prepared(error=str(caught))
+            with self._changed:
+                self._prepared_here = msgspec.msgpack.decode(  # as the others' come
+                    msgspec.msgpack.encode(prepared), type=Prepared
+                )
+                self._is_prepared = True
+                if prepared.error is not None:
+                    self._fail(f"{self._own.name}: {prepared.error}")
             error = self._wait()
+            if error is None:
+                self.service, self._service_address = coordination.start_service(self._options)
         except BaseException as caught:
-            error = f"{self._requests[0].name} ended while the group was forming ({type(caught).__name__})"
+            error = f"{self._own.name} ended while the group was forming ({type(caught).__name__})"
             raise
         finally:
             response = self._tell(error)
@@ -158,99 +164,161 @@ class _Host:
             raise failure
         if error is not None:
             raise GroupError(error)
-        return Rendezvous(response.members, response.service, listener=self._join_listener)
-
-    def _tell(self, error: str | None) -> JoinResponse:
-        """Send the response to all that came. Where there is a group, the listener and its connections stay open."""
-        from dsjax.hosts.join_listener import JoinListener
-
-        with self._changed:
-            service = "" if error else joined(self._options.coordinator[0], _free_port(self._options.address))
-            response = JoinResponse([self._requests[i] for i in sorted(self._requests)], error, service)
-            if error is None:
-                self._join_listener = JoinListener(
-                    self._options, response, self._prepared[0], self._listener, self._channels
-                )
-        if error is not None:
-            self._listener.close()
-        for channel in self._channels.values():
-            with contextlib.suppress(OSError):
-                send(channel, response)
-            if error is not None:
-                channel.close()
         return response
 
-    def _serve(self, channel: SecureChannel) -> None:
-        """Read what one process of the deployment says."""
-        request = None
-        try:
-            channel.settimeout(_PEEK_SECONDS)
-            request = receive(channel)
-            channel.settimeout(None)
-            channel.keep_alive(self._options.heartbeat_timeout)
-            if not isinstance(request, JoinRequest):
-                channel.close()
-                return
-            refusal = self._greet(request, channel)
-            if self._join_listener is not None and self._channels.get(request.process_id) is not channel:
-                self._join_listener.enter(channel, request)
-            elif refusal is not None:
-                self._refuse(refusal, channel)
-            else:
-                prepared = receive(channel)
-                self._enter(request, prepared if isinstance(prepared, Prepared) else Prepared(error="spoke nonsense"))
-                channel.wait_for_end()
-                self._lost(request, channel)
-        except Exception as error:
-            if not isinstance(error, (OSError, EOFError, msgspec.MsgspecError)):
-                note_failure("connection", error, "The process must come again.")
-            channel.close()
-            if isinstance(request, JoinRequest):
-                self._lost(request, channel)
+    def open(
+        self, membership: Membership, on_left: Callable[[JoinRequest], object], on_return: Callable[[], object]
+    ) -> None:
+        """Tell of members of the group that has formed from now on, and let those that were started again come back.
 
-    def _greet(self, request: JoinRequest, channel: SecureChannel) -> str | None:
-        """Take a process into the group that is forming, or say why it cannot be in it. Once the group has formed, do nothing."""
-        here = self._options.num_processes
+        on_left: called with a member whose connection has ended. on_return: called when a process has come back, or did not.
+        """
         with self._changed:
-            if self._join_listener is not None:
-                return None
-            known = self._requests.get(request.process_id)
-            refusal = why_no_place(request, here)
-            if refusal is None and known is not None:
-                refusal = (
-                    f"{known.name} and another on {request.host}, pid {request.pid}, both have --process-id "
-                    f"{request.process_id}; give each its own"
-                )
+            self._membership, self._on_left, self._on_return = membership, on_left, on_return
+            left = [member for member in membership.members[1:] if member.process_id not in self._callers]
+        for member in left:
+            on_left(member)
+
+    def member_of(self, peer: Peer) -> JoinRequest | None:
+        """The member that a connection is of; None: it is of none, or of one that waits to come back."""
+        caller = self._caller_of(peer)
+        return caller.who if caller is not None and caller.is_in else None
+
+    def peer_of(self, process_id: int) -> Peer | None:
+        """The connection to a member; None: it has ended."""
+        caller = self._callers.get(process_id)
+        return None if caller is None or not caller.is_in else caller.peer
+
+    def drop(self, process_id: int) -> None:
+        """End the connection to a process: it must come in again."""
+        caller = self._callers.get(process_id)
+        if caller is not None:
+            caller.peer.close()
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Wait until all others have gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._callers, seconds)
+
+    # In the messaging thread.
+
+    def _caller_of(self, peer: Peer) -> _Caller | None:
+        return next((caller for caller in self._callers.values() if caller.peer is peer), None)
+
+    def _join(self, request: Request) -> None:
+        who: JoinRequest = request.body
+        with self._changed:
+            refusal = why_no_place(who, self._options.num_processes) or self._why_taken(who)
+            if self.is_closing:
+                refusal = self._problem or "process 0 is ending the group; start all processes again"
             if refusal is None:
-                self._requests[request.process_id] = request
-                self._channels[request.process_id] = channel
-            else:
+                caller = self._callers[who.process_id] = _Caller(who, request)
+            elif not self._has_formed:
                 if len(self._refusals) < _MOST_REFUSALS:
                     self._refusals[refusal] = None
                 _log.warning("A process was refused, and the group goes on forming: %s", refusal)
             self._changed.notify_all()
-            return refusal
+        if refusal is not None:
+            request.refuse(refusal)
+        else:
+            request.peer.on_lost(lambda: self._gone(caller))
 
-    def _refuse(self, refusal: str, channel: SecureChannel) -> None:
-        """Tell a process why it cannot be in the group. It reads an answer only when it has prepared."""
-        receive(channel)
-        send(channel, JoinResponse(error=refusal))
-        channel.close()
+    def _why_taken(self, who: JoinRequest) -> str | None:
+        known = self._callers.get(who.process_id)
+        if known is not None and self._endpoint.has_gone(known.peer):  # a moment ago
+            self._gone(known)
+            known = self._callers.get(who.process_id)
+        if known is None:
+            return None
+        if not self._has_formed:
+            return (
+                f"{known.who.name} and another on {who.host}, pid {who.pid}, both have --process-id {who.process_id}; give each its own"
+            )
+        how = "is in the group" if known.is_in else "is coming back to the group"
+        return (
+            f"{known.who.name} {how}, and another on {who.host}, pid {who.pid}, has its --process-id {who.process_id}; give each its own"
+        )
 
-    def _enter(self, request: JoinRequest, prepared: Prepared) -> None:
-        with self._changed:
-            self._prepared[request.process_id] = prepared
-            if prepared.error is not None:
-                self._fail(f"{request.name}: {prepared.error}")
-            self._changed.notify_all()
-
-    def _lost(self, request: JoinRequest, channel: SecureChannel) -> None:
-        if self._join_listener is not None:
-            self._join_listener.left(request, channel)
+    def _prepare(self, request: Request) -> None:
+        caller = self._caller_of(request.peer)
+        if caller is None or caller.prepared is not None:
             return
         with self._changed:
-            if self._channels.get(request.process_id) is channel:
-                self._fail(f"{request.name} has gone away while the group was forming; its own messages say why")
+            caller.prepared = request.body
+            self._changed.notify_all()
+            if not self._has_formed:
+                if caller.prepared.error is not None:
+                    self._fail(f"{caller.who.name}: {caller.prepared.error}")
+                return
+        if caller.prepared.error is not None:
+            return  # it cannot start, and says why itself
+        refusal = unlike_first(caller.who, caller.prepared, self._prepared_here)
+        if refusal is not None:
+            caller.join.refuse(refusal)
+            caller.peer.close()
+            return
+        start_thread(
+            "welcome", self._welcome, caller, name="dsjax-welcome", on_failure=lambda error: caller.peer.close()
+        )
+
+    def _ready(self, request: Request) -> None:
+        """A process that comes back has joined JAX, and has its programs: it can be in the next generation without delaying the others."""
+        caller = self._caller_of(request.peer)
+        if caller is not None and self._has_formed and not caller.is_in:
+            caller.is_in = True
+            self._membership.replace(caller.who)
+            self._tell_of_return()
+
+    def _gone(self, caller: _Caller) -> None:
+        """The connection to a process has ended."""
+        with self._changed:
+            if self._callers.get(caller.who.process_id) is not caller:
+                return
+            if not self._has_formed:
+                self._fail(f"{caller.who.name} has gone away while the group was forming; its own messages say why")
+                return
+            del self._callers[caller.who.process_id]
+            self._changed.notify_all()
+        if caller.is_in:
+            self._on_left(caller.who)
+        else:
+            self._tell_of_return()
+
+    def _tell_of_return(self) -> None:
+        """Have the engine look at its processes, where nobody else is about to come: the mesh changes once for several."""
+        if all(caller.is_in for caller in self._callers.values()):
+            self._on_return()
+
+    # Others.
+
+    def _welcome(self, caller: _Caller) -> None:
+        """Wait until JAX has forgotten the process that had this id, and let the one that has come back join."""
+        coordination.wait_until_forgotten(caller.who.process_id)
+        with self._changed:
+            membership = self._membership
+            here = [0, *sorted(number for number, one in self._callers.items() if one.is_in)]
+            members = list(membership.members)
+            generation = membership.generation + 1
+        caller.join.reply(
+            JoinResponse(members, self._service_address, self._log_address, generation, here, self.wanted)
+        )
+
+    def _tell(self, error: str | None) -> JoinResponse:
+        """Answer all that have come."""
+        with self._changed:
+            callers = [self._callers[number] for number in sorted(self._callers)]
+            response = JoinResponse(
+                [self._own, *(caller.who for caller in callers)], self._service_address, self._log_address
+            )
+            self._has_formed, self.is_closing = error is None, error is not None
+            self._problem = self._problem or error
+            for caller in callers:
+                caller.is_in = error is None
+                if error is None:
+                    caller.join.reply(response)
+                else:
+                    caller.join.refuse(error)
+        return response
 
     def _fail(self, problem: str) -> None:
         self._problem = self._problem or problem
@@ -261,26 +329,87 @@ class _Host:
         options = self._options
         report = time.monotonic() + _FIRST_REPORT_SECONDS
         with self._changed:
-            while self._problem is None and len(self._prepared) < options.num_processes:
-                now = time.monotonic()
-                if len(self._requests) < options.num_processes and now >= self._deadline:
-                    return _missing(options, self._requests) + self._others()
+            while self._problem is None and len(self._all_prepared) < options.num_processes:
+                now, requests = time.monotonic(), self._requests
+                if len(requests) < options.num_processes and now >= self._deadline:
+                    return _missing(options, requests) + self._others()
                 if now >= report:
-                    _log.warning("%s", _waited_for(options, self._requests, self._prepared))
+                    _log.warning("%s", _waited_for(options, requests, self._all_prepared))
                     report = now + _REPORT_SECONDS
                 self._changed.wait(min(report, self._deadline if now < self._deadline else report) - now)
             if self._problem is None:
-                return _unlike(self._requests, self._prepared) or _on_loopback(self._requests)
+                return _unlike(self._requests, self._all_prepared) or _on_loopback(self._requests)
             # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
             self._changed.wait_for(lambda: len(self._requests) == options.num_processes, _LINGER_SECONDS)
             return self._problem
 
+    @property
+    def _requests(self) -> dict[int, JoinRequest]:
+        return {0: self._own} | {number: caller.who for number, caller in self._callers.items()}
+
+    @property
+    def _all_prepared(self) -> dict[int, Prepared]:
+        prepared = {number: caller.prepared for number, caller in self._callers.items() if caller.prepared is not None}
+        return ({0: self._prepared_here} if self._is_prepared else {}) | prepared
+
     def _others(self) -> str:
         """Who came and was not let in, for the message that somebody is missing."""
         lines = [f". Refused: {refusal}" for refusal in self._refusals]
-        if strangers := self._listener.turned_away:
+        if strangers := self._endpoint.turned_away:
             lines.append(f". Connections that were turned away: {counted(strangers)}")
         return "".join(lines)
+
+
+def attend(
+    options: HostOptions, endpoint: Endpoint, prepare: Callable[[], Mapping[str, Any]]
+) -> tuple[JoinResponse, Peer]:
+    """Come to process 0, as any other process; give the group that this one is in, and the connection, by which both see that the other
+    lives.
+
+    prepare: as of `Door.meet`.
+
+    Raises:
+        GroupError: as of `Door.meet`. UserError: this process's own, from `prepare`; the others are told.
+    """
+    leader = _connect(options, endpoint)
+    joined = leader.request(_JOIN, JoinRequest.of(options, endpoint.port), kind=JoinResponse)
+    try:
+        try:
+            prepared = Prepared(dict(prepare()))
+        except ValueError as error:
+            leader.send(_PREPARED, Prepared(error=str(error)))
+            raise
+        leader.send(_PREPARED, prepared)
+        return joined.result(), leader
+    except RefusedError as error:
+        raise GroupError(str(error)) from error
+    except PeerLostError as error:
+        raise GroupError(
+            f"process 0 at {options.coordinator_text} has gone away while the group was forming; its own messages say why"
+        ) from error
+
+
+def say_ready(leader: Peer) -> None:
+    """Say, as a process that comes back, that this one can be in the next generation."""
+    leader.send(_READY)
+
+
+def _connect(options: HostOptions, endpoint: Endpoint) -> Peer:
+    """Reach process 0, which may start later than this process."""
+    deadline = time.monotonic() + options.start_timeout
+    while True:
+        try:
+            return endpoint.connect(join_address(*options.coordinator), "member", _CONNECT_SECONDS)
+        except NotAMemberError as error:
+            raise GroupError(f"no group at {options.coordinator_text}: {error}") from error
+        except PeerLostError as error:
+            reason = str(error)
+        if time.monotonic() + _RETRY_SECONDS > deadline:
+            raise GroupError(
+                f"no process 0 at {options.coordinator_text} within {options.start_timeout} s (--start-timeout): {reason}. "
+                "Check --coordinator-address, and that --process-id 0 was started there"
+            )
+        time.sleep(_RETRY_SECONDS)
 
 
 def _waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
@@ -348,77 +477,3 @@ def _on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
                 "or a --coordinator-address that is not the loopback interface's"
             )
     return None
-
-
-def _bound(options: HostOptions) -> socket.socket:
-    """A socket at the coordinator's port."""
-    port = options.coordinator[1]
-    family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.address, port))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise GroupError(
-            f"--coordinator-address: cannot listen at {options.address} port {port}: {error.strerror}; choose another port"
-        ) from error
-    return listener
-
-
-def _free_port(address: str) -> int:
-    """A port that is free now, for JAX's service."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-
-
-def _attend(
-    options: HostOptions, prepare: Callable[[], Mapping[str, Any]], port: int, credentials: Credentials
-) -> Rendezvous:
-    """Every other process's side."""
-    channel, keeping = _connect(options, credentials), False
-    try:
-        send(channel, JoinRequest.of(options, port))
-        try:
-            prepared_here = Prepared(dict(prepare()))
-        except ValueError as error:
-            send(channel, Prepared(error=str(error)))
-            raise
-        send(channel, prepared_here)
-        response = receive(channel)
-        keeping = isinstance(response, JoinResponse) and response.error is None
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise GroupError(
-            f"process 0 at {options.coordinator_text} has gone away while the group was forming; its own messages say why"
-        ) from error
-    finally:
-        if not keeping:
-            channel.close()
-    assert isinstance(response, JoinResponse)
-    if response.error is not None:
-        raise GroupError(response.error)
-    return Rendezvous(
-        response.members, response.service, response.generation, response.here, response.wanted, connection=channel
-    )
-
-
-def _connect(options: HostOptions, credentials: Credentials) -> SecureChannel:
-    """Reach process 0, which may start later than this process."""
-    deadline = time.monotonic() + options.start_timeout
-    while True:
-        try:
-            with closed_on_failure(connect(options.coordinator, _SERVICE, credentials, _PEEK_SECONDS)) as channel:
-                channel.keep_alive(options.heartbeat_timeout)
-            return channel
-        except (NotAMemberError, RefusedError) as error:
-            raise GroupError(f"no group at {options.coordinator_text}: {error}") from error
-        except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-        if time.monotonic() + _RETRY_SECONDS > deadline:
-            raise GroupError(
-                f"no process 0 at {options.coordinator_text} within {options.start_timeout} s (--start-timeout): {reason}. "
-                "Check --coordinator-address, and that --process-id 0 was started there"
-            )
-        time.sleep(_RETRY_SECONDS)

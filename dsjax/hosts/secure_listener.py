@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from dsjax.background import start_thread
-from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import GREETING_SECONDS, Deadline, RefusedError, SecureChannel, Stranger, answer
+from dsjax.messaging.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 

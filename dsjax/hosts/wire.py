@@ -1,4 +1,4 @@
-"""What the processes of a group say to each other before JAX joins them: messages in MessagePack, over a `SecureChannel`."""
+"""What processes say to each other to be a group: the bodies of control messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import Any
 
 import msgspec
 
-from dsjax.errors import UserError
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.secure_channel import SecureChannel
+from dsjax.messaging.addresses import split_address  # noqa: F401
+from dsjax.messaging.wire import decoded  # noqa: F401
 
-_MOST_BYTES = 1 << 20
 
+class JoinRequest(msgspec.Struct, frozen=True):
+    """A process, as it says when it comes.
 
-class JoinRequest(msgspec.Struct, frozen=True, tag="join_request"):
-    """What a process says when it comes.
-
-    machine: equal for processes that reach each other over the loopback interface. port: where it answers who looks at links
-    (`dsjax/hosts/links.py`); 0: nowhere.
+    machine: equal for processes that reach each other over the loopback interface. port: of its endpoint.
     """
 
     process_id: int
@@ -54,89 +51,54 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="join_request"):
         return f"{self.process_id}/{self.pid}/{self.port}"
 
 
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+class Prepared(msgspec.Struct, frozen=True):
     """What must be alike in all processes, by name as messages have it; or why this process cannot start."""
 
     alike: dict[str, Any] = {}
     error: str | None = None
 
 
-class JoinResponse(msgspec.Struct, frozen=True, tag="join_response"):
-    """Who is in the group, or why there is none.
+class JoinResponse(msgspec.Struct, frozen=True):
+    """The group that a process is in.
 
-    service: `HOST:PORT` of JAX's coordination service. generation: the first one that this process may be in. here: where the group had
-    formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of the start.
+    service: `HOST:PORT` of JAX's coordination service. log: of process 0's broadcast log. generation: the first one that this process may
+    be in. here: where the group had formed before, the ids of those that live. wanted: the mesh that was asked for last; empty: that of
+    the start.
     """
 
-    members: list[JoinRequest] = []
-    error: str | None = None
-    service: str = ""
+    members: list[JoinRequest]
+    service: str
+    log: str
     generation: int = 0
     here: list[int] = []
     wanted: str = ""
 
 
-Message = JoinRequest | Prepared | JoinResponse
-encode = msgspec.msgpack.encode
-_decoder = msgspec.msgpack.Decoder(Message)
+class Announcement(msgspec.Struct, frozen=True):
+    """A generation begins; or, with `ended`, there is no further one.
 
-
-def decode(data: bytes) -> Message:
-    """Read a message.
-
-    Raises:
-        msgspec.MsgspecError: it is none.
+    Attributes:
+        process_ids: who has devices in its mesh; others of the group wait for the next generation. live_ids: who can be in the next one.
+        device_ids: of the mesh, row by row.
+        wanted: the mesh that was asked for; the one of `options` is smaller while processes are missing.
+        options: the engine's options that differ from those the process was started with; `mesh` is one of them.
+        reason: for people.
+        members: all processes of the group: one that came back answers at another port than before.
+        left_out: processes that live and are gone on without, by id: the pid, and why.
+        broken: the generation before it, where that has broken: nothing that still waits in its collectives can be done any more.
     """
-    return decoded(_decoder, data)
 
-
-def decoded(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
-    """Read a message of any kind.
-
-    Raises:
-        msgspec.MsgspecError: it is none, also where msgspec itself raises something else: for text that is no UTF-8, or for deep nesting.
-    """
-    try:
-        return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(str(error)) from error
-
-
-def send(channel: SecureChannel, message: Message) -> None:
-    """Send a message."""
-    channel.send(encode(message))
-
-
-def receive(channel: SecureChannel) -> Message:
-    """Wait for a message.
-
-    Raises:
-        EOFError, OSError: the other side has gone. msgspec.MsgspecError: it sent something else.
-    """
-    return decode(channel.receive(_MOST_BYTES))
-
-
-def receive_frame(connection: socket.socket, most_bytes: int) -> bytes:
-    """Wait for bytes behind four little-endian bytes with their number, over a connection between processes of one host.
-
-    Raises:
-        EOFError, OSError: the other side has gone. msgspec.MsgspecError: it says that more than `most_bytes` come.
-    """
-    length = int.from_bytes(exactly(connection, 4), "little")
-    if length > most_bytes:
-        raise msgspec.DecodeError(f"a frame of {length:,} bytes, where {most_bytes:,} are the most")
-    return exactly(connection, length)
-
-
-def exactly(connection: socket.socket, count: int) -> bytes:
-    """Wait for so many bytes."""
-    received, at = bytearray(count), 0
-    while at < count:
-        size = connection.recv_into(memoryview(received)[at:])
-        if not size:
-            raise EOFError
-        at += size
-    return bytes(received)
+    number: int
+    process_ids: list[int] = []
+    device_ids: list[int] = []
+    options: dict[str, Any] = {}
+    wanted: str = ""
+    reason: str = ""
+    broken: int | None = None
+    members: list[JoinRequest] = []
+    live_ids: list[int] = []
+    left_out: dict[int, tuple[int, str]] = {}
+    ended: bool = False
 
 
 def _machine() -> str:
@@ -147,15 +109,3 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Divide `HOST:PORT` into host and port.
-
-    Raises:
-        UserError: it is none.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"{address!r} is no address of a prefill engine, expected HOST:PORT")
-    return host.strip("[]"), int(port)

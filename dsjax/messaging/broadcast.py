@@ -169,7 +169,9 @@ class LogReader:
         while not self._closed and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
-                self._give_up(PeerLostError("the connection to the log has ended"))
+                self._receive()  # what was appended before
+                if not self._closed:
+                    self._give_up(PeerLostError("the connection to the log has ended"))
 
     def _give_up(self, error: Exception) -> None:
         self._end()

@@ -52,6 +52,7 @@ _LOG_SECONDS = 60.0
 """At most one line in so many seconds tells of strangers."""
 _MOST_SOCKETS = 16384
 _MESSAGES_A_TURN = 64
+_MOST_HELD = 4096
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -216,6 +217,7 @@ class Endpoint:
         host: address of this host at which others connect. port: 0 takes a free one.
         credentials: of the deployment: nobody else is heard.
         silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
+        holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
 
     Attributes:
         turned_away: strangers so far, by what was wrong with them.
@@ -224,7 +226,9 @@ class Endpoint:
         UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
     """
 
-    def __init__(self, host: str, credentials: Credentials, *, port: int = 0, silence: float = 10.0):
+    def __init__(
+        self, host: str, credentials: Credentials, *, port: int = 0, silence: float = 10.0, holds: Sequence[str] = ()
+    ):
         check_libzmq()
         credentials.check_host(host)
         self.credentials, self.silence = credentials, silence
@@ -232,20 +236,22 @@ class Endpoint:
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         self._zap = ZapHandler(self._context)
         self._zap.verifiers["control"] = verify_roles(credentials.key)
+        self._held: dict[str, list[Callable[[], object]]] = {service: [] for service in holds}
         self._services: dict[str, tuple[Handler, frozenset[str], msgspec.msgpack.Decoder]] = {}
-        self.serve(PING, Request.reply, roles=(*ROLES, LISTENER))
         self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.serve(PING, Request.reply, roles=(*ROLES, LISTENER))
         self._wake, self._woken = sockets.socketpair()
         self._woken.setblocking(False)
         self._poller, self._readers = zmq.Poller(), {}
         self._accepted: dict[bytes, Peer] = {}
         self._dropped: set[bytes] = set()
+        self._gone: set[bytes] = set()  # what they said before may not have been read
         self._dialled: set[Peer] = set()
         self._dialling: dict[Peer, Callable[[Exception], object]] = {}
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self._at_end: list[Callable[[], object]] = []  # called in the messaging thread
         self._owned: weakref.WeakSet = weakref.WeakSet()
-        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+        self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
         self.turned_away: Counter[str] = Counter()
         self._told, self._told_at = Counter(), -_LOG_SECONDS
@@ -283,6 +289,8 @@ class Endpoint:
         roles: of whom it serves; `LISTENER` for what processes say that this one has connected to. kind: type of the body.
         """
         self._services[service] = handler, frozenset(roles), msgspec.msgpack.Decoder(kind)
+        if service in self._held:
+            self._post(lambda: [call() for call in self._held.pop(service, ())])
 
     def withdraw(self, service: str) -> None:
         """Serve something no more."""
@@ -337,9 +345,7 @@ class Endpoint:
         options = {
             zmq.SNDHWM: 0,  # a full queue would stop heartbeats
             zmq.RCVHWM: 0,
-            zmq.LINGER: 0,
             zmq.BACKLOG: 512,
-            zmq.RECONNECT_IVL: -1,
             zmq.CONNECT_TIMEOUT: int(CONNECT_SECONDS * 1000),
             zmq.HANDSHAKE_IVL: int(CONNECT_SECONDS * 1000),
             zmq.HEARTBEAT_IVL: beat,
@@ -348,6 +354,9 @@ class Endpoint:
             zmq.MAXMSGSIZE: 2 * MOST_FRAME_BYTES,
             zmq.IPV6: ":" in host,
         }
+        if kind in (zmq.DEALER, zmq.SUB):
+            # Nobody reconnects: the socket is closed long before. With −1 libzmq would drop what the other side sent before it ended.
+            options[zmq.RECONNECT_IVL] = 3_600_000
         for option, value in options.items():
             socket.setsockopt(option, int(value))
         return socket
@@ -401,7 +410,9 @@ class Endpoint:
                     read()
             self._do_all()
             if time.monotonic() >= self._sweep_at:
-                self._sweep()
+                self.sweep()
+            while self._gone:  # what they had still sent
+                self._receive()
         self._do_all()
         for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
             self._forget(peer)
@@ -428,6 +439,7 @@ class Endpoint:
             try:
                 routing_id, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._forget_gone()
                 return
             name = routing_id.bytes
             if name in self._dropped or not frames:
@@ -439,16 +451,17 @@ class Endpoint:
                 )
             self._handle(peer, [frame.bytes for frame in frames])
 
-    def _receive_from(self, peer: Peer) -> None:
-        """Read what has come over a connection that this process has made."""
+    def _receive_from(self, peer: Peer) -> bool:
+        """Read what has come over a connection that this process has made; whether there may be more."""
         for _ in range(_MESSAGES_A_TURN):
+            if peer.lost:
+                return False
             try:
                 frames = peer._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             self._handle(peer, frames)
-            if peer.lost:
-                return
+        return True
 
     def _handle(self, peer: Peer, frames: Sequence[bytes]) -> None:
         if frames == [b""]:
@@ -466,6 +479,9 @@ class Endpoint:
             self._call(peer, header.service, header.number, data, header.kind is Kind.REQUEST)
 
     def _call(self, peer: Peer, service: str, number: int, data: bytes, expects_reply: bool) -> None:
+        if service in self._held and len(self._held[service]) < _MOST_HELD:
+            self._held[service].append(lambda: self._call(peer, service, number, data, expects_reply))
+            return
         handler, roles, decoder = self._services.get(service, (None, (), None))
         request = Request(peer, service, None, number, expects_reply)
         if handler is None or peer.role not in roles:
@@ -493,7 +509,7 @@ class Endpoint:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._forget(peer)
+            self._sweep_at = 0.0
 
     # Dialling.
 
@@ -523,6 +539,8 @@ class Endpoint:
                 self._dialled.add(peer)
                 connected.set_result(peer)
             else:
+                while self._receive_from(peer):  # what it had still sent
+                    pass
                 self._end_dial(peer, _why_not(peer.address, kind, value))
                 self._hang_up(peer)
 
@@ -537,22 +555,32 @@ class Endpoint:
         while self._router_monitor.poll(0):
             event = recv_monitor_message(self._router_monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._sweep()
-                self._sweep_at = time.monotonic() + _SECOND_SWEEP_SECONDS
+                self._sweep_at, self._sweeps_again = 0.0, True
             elif event["event"] & _FAILED_HANDSHAKES:
                 self.turned_away[_why_stranger(event["event"], event["value"])] += 1
                 self._tell_of_strangers()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Find out which processes that have connected are gone: a message to one of them cannot be sent."""
-        self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+        self._sweep_at = time.monotonic() + (_SECOND_SWEEP_SECONDS if self._sweeps_again else _SWEEP_SECONDS)
+        self._sweeps_again = False
         for name in [*self._accepted, *self._dropped]:
             try:
                 self._router.send_multipart([name, b""], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._dropped.discard(name)
-                if name in self._accepted:
-                    self._forget(self._accepted[name])
+                self._gone.add(name)
+
+    def has_gone(self, peer: Peer) -> bool:
+        """Whether a process that has connected is gone, though what it said last may not have been handled. Handlers may call it."""
+        self.sweep()
+        return peer.lost or peer._prefix[0] in self._gone
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            name = self._gone.pop()
+            self._dropped.discard(name)
+            if name in self._accepted:
+                self._forget(self._accepted[name])
 
     def _hang_up(self, peer: Peer) -> None:
         """End a connection, by this side's wish or because the other side wishes or has gone."""
@@ -613,4 +641,6 @@ def _why_not(address: str, event: int, value: int) -> Exception:
         )
     if event == zmq.EVENT_CLOSED:
         return PeerLostError(f"nobody answers at {address}")
+    if event == zmq.EVENT_DISCONNECTED:
+        return PeerLostError(f"what answers at {address} ends the connection; it may be no dsjax process")
     return PeerLostError(f"what is at {address} does not answer")

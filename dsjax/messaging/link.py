@@ -95,13 +95,13 @@ class _Bulk:
         self._is_cancelled = True
         self.wake()
 
-    def close(self) -> None:
-        """End, also under a thread that waits."""
+    def close(self, linger: float = 0.0) -> None:
+        """End, also under a thread that waits. linger: seconds in which what was sent may still leave, while nobody waits for it."""
         self.cancel()
         with self._lock:  # whoever waits has woken
             if not self._is_closed:
                 self._is_closed = True
-                Endpoint.unwatch(self._socket, self._monitor)
+                Endpoint.unwatch(self._socket, self._monitor, linger)
                 self._wake.close()
                 self._woken.close()
 
@@ -140,13 +140,14 @@ class LinkListener(_Bulk):
     """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
 
     Args:
-        names: of those that may connect, each once; None: any name.
+        names: of those that may connect, each once; None: any name. encrypted: also where the deployment does not encrypt its links;
+            whoever connects must say so too.
 
     Attributes:
         address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
     """
 
-    def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None):
+    def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):
         super().__init__(endpoint, zmq.ROUTER, endpoint.host)
         self._endpoint, self._domain = endpoint, f"link {next(_numbers)}"
         self.ticket = secrets.token_hex(16).encode()
@@ -154,10 +155,11 @@ class LinkListener(_Bulk):
         self._ids: dict[bytes, str] = {}
         self._of: dict[str, bytes] = {}
         self._sweeps, self._sweep_at = 0, 0.0
+        self._gone: set[bytes] = set()  # what they sent before can still be taken
         self._lost: list[str] = []
         self._socket.router_mandatory = True
         credentials = endpoint.credentials
-        if credentials.encrypt_bulk:
+        if encrypted or credentials.encrypt_bulk:
             listen_with_curve(self._socket, credentials.key, self._domain)
             endpoint.admit(self._domain, verify_roles(credentials.key))
         else:
@@ -224,17 +226,16 @@ class LinkListener(_Bulk):
             try:
                 self._send_frames([self._of[name]], header, buffers)
             except zmq.ZMQError as error:
-                self._forget(self._of[name])
+                self._gone.add(self._of[name])
                 raise PeerLostError(f"the link to {name} has ended") from error
 
-    def close(self) -> None:
+    def close(self, linger: float = 0.0) -> None:
         """Let nobody in any more, and end what there is."""
         self._endpoint.admit(self._domain, None)
-        super().close()
+        super().close(linger)
 
     def _take(self) -> Message | None:
         """Take what has come, without waiting."""
-        self._look()
         while True:
             frames = self._next_frames()
             if frames is None:
@@ -246,18 +247,21 @@ class LinkListener(_Bulk):
             return Message(name, frames[1].bytes, [frame.buffer for frame in frames[2:]])
 
     def _take_opening(self) -> bool:
-        self._look()
         frames = self._next_frames()
         if frames is not None:
             self._open(frames)
         return frames is not None
 
     def _next_frames(self) -> list[zmq.Frame] | None:
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        return frames if len(frames) > 1 else self._next_frames()
+        """Take a message. Whoever is gone is forgotten when nothing is left that it has sent."""
+        for then in (self._look, self._forget_gone):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    if len(frames) > 1:
+                        return frames
+            then()
+        return None
 
     def _open(self, frames: Sequence[zmq.Frame]) -> None:
         """Enter who connects; whoever may not is ignored for good."""
@@ -281,12 +285,13 @@ class LinkListener(_Bulk):
                 try:
                     self._socket.send_multipart([routing_id, b""], zmq.NOBLOCK)
                 except zmq.ZMQError:
-                    self._forget(routing_id)
+                    self._gone.add(routing_id)
 
-    def _forget(self, routing_id: bytes) -> None:
-        name = self._ids.pop(routing_id)
-        del self._of[name]
-        self._lost.append(name)
+    def _forget_gone(self) -> None:
+        while self._gone:
+            name = self._ids.pop(self._gone.pop())
+            del self._of[name]
+            self._lost.append(name)
 
 
 class Link(_Bulk):
@@ -294,17 +299,27 @@ class Link(_Bulk):
 
     Args:
         address, ticket: of the listener. name: of this side, for the listener. role: that this process has in the deployment.
+        encrypted: as of the listener.
 
     Raises:
         PeerLostError: nobody answers there in time. NotAMemberError: the ticket is not the listener's.
     """
 
-    def __init__(self, endpoint: Endpoint, address: str, ticket: bytes, name: str, role: str = "member"):
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        address: str,
+        ticket: bytes,
+        name: str,
+        role: str = "member",
+        *,
+        encrypted: bool = False,
+    ):
         host, port = split_address(address)
         endpoint.credentials.check_host(host)
         super().__init__(endpoint, zmq.DEALER, host)
-        self.address = address
-        if endpoint.credentials.encrypt_bulk:
+        self.address, self._has_ended = address, False
+        if encrypted or endpoint.credentials.encrypt_bulk:
             connect_with_curve(self._socket, endpoint.credentials.key, role)
         else:
             self._socket.plain_username, self._socket.plain_password = b"link", ticket
@@ -327,7 +342,8 @@ class Link(_Bulk):
             PeerLostError: the other side is gone.
         """
         with self._in_use():
-            self._look()
+            if self._look():
+                raise self._lost_error()
             self._send_frames([], header, buffers)
 
     def receive(self, seconds: float | None = None) -> Message | None:
@@ -345,7 +361,10 @@ class Link(_Bulk):
                         continue  # the listener looked whether this side is there
                     return Message(self.address, header.bytes, [frame.buffer for frame in frames])
                 except zmq.Again:
-                    self._look()
+                    if self._has_ended:
+                        raise self._lost_error() from None
+                    if self._look():
+                        continue  # it may have sent something before
                 left = 1.0 if end is None else end - time.monotonic()
                 if left <= 0 or self._poll(min(left, 1.0)):
                     return None
@@ -360,10 +379,13 @@ class Link(_Bulk):
                 raise PeerLostError(f"nobody answers at {self.address}")
         return False
 
-    def _look(self) -> None:
-        if zmq.EVENT_DISCONNECTED in self._events():
-            self._is_cancelled = True
-            raise PeerLostError(f"the link to {self.address} has ended")
+    def _look(self) -> bool:
+        """Find out whether the other side is gone."""
+        self._has_ended |= zmq.EVENT_DISCONNECTED in self._events()
+        return self._has_ended
+
+    def _lost_error(self) -> PeerLostError:
+        return PeerLostError(f"the link to {self.address} has ended")
 
 
 class LinkLostError(PeerLostError):

@@ -7,16 +7,19 @@ import codecs
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from dsjax.engine.contract.executor import ErrorKind
+from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.connections import event_of, to_json
-from dsjax.serve.errors import ApiError, naming_the_form
+from dsjax.serve.errors import ApiError
+from dsjax.serve.guards import new_id
 from dsjax.serve.sampling_fields import CompletionRequest, SamplingFields
 from dsjax.serve.schemas import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from dsjax.serve.serving import Serving
@@ -44,6 +47,21 @@ def refuse_failed(completion: CompletionOutput) -> None:
         raise ApiError(400, str(completion.stop_reason), param=param, code=completion.error)
     if completion.finish_reason is FinishReason.ABORT:
         raise ApiError(503, "the request was aborted", type="server_error", code="aborted")
+
+
+@contextmanager
+def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
+    """Have an error about the form of the text name the field of the request that asks for it. None: `instead_of`, as it does.
+
+    Raises:
+        SamplingError: as in the block.
+    """
+    try:
+        yield
+    except SamplingError as error:
+        if field is None or error.param.partition(".")[0] != instead_of:
+            raise
+        raise SamplingError(field, error.reason) from error
 
 
 class TextEvent:
@@ -199,6 +217,7 @@ class Answer:
 
     def __init__(self, serving: Serving, body: SamplingFields, answer_id: str, kind: str):
         self.id = answer_id
+        self._request_id = f"{answer_id}~{new_id()[:8]}"  # clients may give an id twice
         self._serving, self._body = serving, body
         model = serving.check_model(body.model)
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
@@ -248,8 +267,8 @@ class CompletionAnswer(Answer):
         body.check()
         with naming_the_form(body.form_field()):
             params, prompts = body.params(self._serving.with_whitespace(body.form_of_text())), body.prompts()
-            with self._serving.admitted(body, prompts) as submit:
-                return await submit(self.id, prompts, params, place)
+            with self._serving.admitted(body, prompts, place) as options:
+                return await self._serving.engine.submit(self._request_id, prompts, params, options)
 
     async def whole(self, stream: OutputStream) -> CompletionResponse:
         """Wait for all completions, and give the whole answer."""

@@ -1,17 +1,17 @@
 """`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
-import asyncio
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.request_streams import INLINE_LENGTH, OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
+from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
-from dsjax.serve.answers import Answer, TextEvent, finite, gather, prompt_logprobs_body, refuse_failed
+from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
-from dsjax.serve.errors import ApiError, naming_the_form
+from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
@@ -50,13 +50,16 @@ class ChatAnswer(Answer):
         logprobs, max_tokens, form = body.num_logprobs(), body.token_limit(), self._form()
         texts = [message.text or "" for message in body.messages]
         field = "tools" if body.forced_tools else body.form_field()
-        with naming_the_form(field), self._serving.admitted(body, texts) as submit:
-            tools = body.offered_tools
-            # A long conversation takes long to render and tokenise.
-            prompt = await asyncio.to_thread(render_prompt, self._tokenizer, body, tools, self._serving.tool_format)
-            params = self._params(prompt, max_tokens, logprobs, form)
-            self._counter.expect(0, len(prompt.token_ids))
-            return await submit(self.id, [prompt.token_ids], params, place)
+
+        def render() -> tuple[EncodedPrompt, SamplingParams]:
+            prompt = render_prompt(self._tokenizer, body, body.offered_tools, self._serving.tool_format)
+            return EncodedPrompt(prompt.token_ids), self._params(prompt, max_tokens, logprobs, form)
+
+        with naming_the_form(field), self._serving.admitted(body, texts, place) as options:
+            takes_long = form is not None or bool(body.offered_tools) or sum(map(len, texts)) > INLINE_LENGTH
+            stream = await self._serving.engine.submit_rendered(self._request_id, render, options, in_thread=takes_long)
+        self._counter.expect(0, stream.completions[0].num_prompt_tokens)
+        return stream
 
     def _form(self) -> dict[str, Any] | None:
         """Choose the form that the answer must have: one asked for, or that of the tool calls that must come."""

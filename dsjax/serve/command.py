@@ -201,7 +201,7 @@ def serve_model(
     def prepare_end() -> None:
         engine.wait_for_no_mesh()
         if group is not None:
-            group.leavers.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
+            group.needs_all = True  # what runs is to end, and a change of the mesh would only keep it waiting
 
     how = {
         "on_signal": prepare_end,

@@ -1,16 +1,15 @@
 """Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from dsjax.engine.async_engine import EngineClosingError, EngineDeadError
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.text.input_processor import PromptError
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import ChatTemplateError
 from dsjax.errors import UserError
 
@@ -73,21 +72,6 @@ def to_api_error(error: Exception) -> ApiError:
         case EngineDeadError():
             return ApiError(500, "the engine has failed; the server is going down", type="server_error")
     return ApiError(500, "internal error", type="server_error")
-
-
-@contextmanager
-def naming_the_form(field: str | None, instead_of: str = "structured_outputs") -> Iterator[None]:
-    """Have an error about the form of the text name the field of the request that asks for it. None: `instead_of`, as it does.
-
-    Raises:
-        SamplingError: as in the block.
-    """
-    try:
-        yield
-    except SamplingError as error:
-        if field is None or error.param.partition(".")[0] != instead_of:
-            raise
-        raise SamplingError(field, str(error).removeprefix(f"{error.param}: ")) from error
 
 
 def _from_http(error: HTTPException) -> ApiError:

@@ -478,12 +478,15 @@ def add_prefill_metrics(registry: Registry, engines: Sequence[PrefillEngine]) ->
         label,
     )
     registry.total(
-        f"{name}_tokens", "Tokens of prompts that it computed.", each(lambda engine: engine.counts.tokens), label
+        f"{name}_tokens",
+        "Tokens of prompts that it computed.",
+        each(lambda engine: engine.service.counts.tokens),
+        label,
     )
     registry.total(
         f"{name}_step_seconds",
         "Time in which it computed: its rate is the share of time that the engine is busy.",
-        each(lambda engine: engine.counts.seconds),
+        each(lambda engine: engine.service.counts.seconds),
         label,
     )
 

@@ -71,11 +71,6 @@ class ServeOptions(HttpOptions):
         if self.admin_api_key in self.api_keys:
             raise UserError("--admin-api-key is also an --api-key, so every client would be an admin; choose another")
 
-    @property
-    def limits_queue(self) -> bool:
-        """Whether there is a limit of what waits."""
-        return bool(self.max_queued_requests or self.max_queued_tokens)
-
     def to_json(self) -> dict[str, Any]:
         """For `/server_info`: of keys only how many there are."""
         shown = dataclasses.asdict(self)

@@ -7,9 +7,10 @@ from typing import Any
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
+from dsjax.serve.answers import naming_the_form
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.connections import EventStream, to_json
-from dsjax.serve.errors import ApiError, naming_the_form
+from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
 from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
 from dsjax.serve.serving import Serving

@@ -3,20 +3,17 @@
 import asyncio
 import enum
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from dsjax.engine.async_engine import EngineClient
+from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.contract.executor import ExpertCounts
-from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.request_streams import OutputStream
+from dsjax.engine.request_streams import OutputStream, RequestStreams
 from dsjax.engine.schedule.request import RequestOptions
-from dsjax.engine.text.input_processor import Prompt
 from dsjax.serve.errors import ApiError
-from dsjax.serve.guards import new_id
 from dsjax.serve.message_parser import ReasoningParser
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
@@ -29,12 +26,9 @@ if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not
 
 Answer = TypeVar("Answer")
 
-
-Submit = Callable[[str, Sequence[Prompt], SamplingParams, RequestOptions], Awaitable[OutputStream]]
-"""Called with the answer's id, prompts, parameters, and what the headers say of where it is to run."""
-
 _CHARACTERS_PER_TOKEN = 4
 _RETRY_SECONDS = 2
+QUEUE_FULL = "queue_full"
 
 
 class Phase(enum.Enum):
@@ -48,22 +42,26 @@ class Phase(enum.Enum):
 class QueueGate:
     """Turns requests away, before they are tokenised, when too much waits already.
 
-    What waits is counted in the engine, and on the way from this gate to the engine. `reject` is told of each refusal.
+    What waits is counted in the engine, and on the way from this gate to the engine.
     """
 
-    def __init__(self, engine: EngineClient, options: ServeOptions, reject: Callable[[str, ApiError], ApiError]):
+    def __init__(self, engine: RequestStreams | ThreadedEngine, options: ServeOptions):
         self._engine = engine
-        self._reject = reject
         self._most_requests = options.max_queued_requests
         self._most_tokens = options.max_queued_tokens
         self._entering_requests = self._entering_tokens = 0
 
     @contextmanager
-    def through(self, prompts: Sequence[str | Sequence[int]], completions: int) -> Iterator[None]:
+    def through(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        completions: int,
+        reject: Callable[[str, ApiError], ApiError],
+    ) -> Iterator[None]:
         """Let a request in, or raise. Inside the block it is tokenised and submitted; from then on the engine counts it.
 
         Args:
-            completions: how many each prompt gets.
+            completions: how many each prompt gets. reject: is told of the error before it is raised.
 
         Raises:
             ApiError: 429, with its time to retry.
@@ -72,7 +70,9 @@ class QueueGate:
         tokens = completions * sum(
             len(prompt) // _CHARACTERS_PER_TOKEN if isinstance(prompt, str) else len(prompt) for prompt in prompts
         )
-        self.check(requests, tokens)
+        reason = self.full(requests, tokens)
+        if reason is not None:
+            raise reject(QUEUE_FULL, queue_full(reason))
         self._entering_requests += requests
         self._entering_tokens += tokens
         try:
@@ -81,23 +81,25 @@ class QueueGate:
             self._entering_requests -= requests
             self._entering_tokens -= tokens
 
-    def check(self, requests: int, tokens: int) -> None:
-        """Raise a 429 where so many more may not wait."""
+    def full(self, requests: int, tokens: int) -> str | None:
+        """Why so many more may not wait; None where they may."""
         # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
         # What waits is a sum over all ranks. It is computed only where there is a limit.
         if self._most_requests:
             waiting = self._engine.num_waiting + self._entering_requests
             if waiting and waiting + requests > self._most_requests:
-                raise self._full(f"{waiting} requests wait, and this server lets {self._most_requests} wait")
+                return f"{waiting} requests wait, and this server lets {self._most_requests} wait"
         if self._most_tokens:
             waiting = self._engine.waiting_tokens + self._entering_tokens
             if waiting and waiting + tokens > self._most_tokens:
-                raise self._full(f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait")
+                return f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait"
+        return None
 
-    def _full(self, reason: str) -> ApiError:
-        message, code = f"{reason}; try again later", "queue_full"
-        error = ApiError(429, message, type="rate_limit_error", code=code, retry_after=_RETRY_SECONDS)
-        return self._reject(code, error)
+
+def queue_full(reason: str) -> ApiError:
+    """The error for a request that may not wait."""
+    message = f"{reason}; try again later"
+    return ApiError(429, message, type="rate_limit_error", code=QUEUE_FULL, retry_after=_RETRY_SECONDS)
 
 
 class ClientProcesses(Protocol):
@@ -115,6 +117,7 @@ class Serving:
     """What every endpoint needs. The first of `model_names` is used where a request gives none.
 
     Attributes:
+        engine: an `AsyncEngine`; in a front end its `RemoteEngine`, and in the process behind front ends the `SharedEngine`.
         facts: of the loaded model; None where a test serves without one.
         metrics: told of every step and output, and of requests that were turned away.
         orders_by_priority: whether the scheduler heeds `priority`.
@@ -122,7 +125,7 @@ class Serving:
         on_phase: told of each phase that the server enters.
     """
 
-    engine: EngineClient
+    engine: RequestStreams | ThreadedEngine
     model_names: Sequence[str]
     model_root: str
     max_model_len: int
@@ -139,7 +142,7 @@ class Serving:
         if self.metrics is not None:
             self.engine.observers.append(self.metrics)
         tokenizer = self.engine.tokenizer
-        self.gate = QueueGate(self.engine, self.options, self.reject)
+        self.gate = QueueGate(self.engine, self.options)
         self.reasoning = ReasoningParser.choose(self.options.reasoning_parser, tokenizer)
         self.tool_format = ToolFormat.choose(self.options.tool_call_parser, tokenizer)
         self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
@@ -193,31 +196,28 @@ class Serving:
             raise self.reject(code, error)
 
     @contextmanager
-    def admitted(self, body: SamplingFields, texts: Sequence[str | Sequence[int]]) -> Iterator[Submit]:
-        """Let a request through to the engine, whose prompts are made from `texts`; gives the function that submits them.
+    def admitted(
+        self, body: SamplingFields, texts: Sequence[str | Sequence[int]], place: RequestOptions
+    ) -> Iterator[RequestOptions]:
+        """Let a request through to the engine, and give the options to submit it with in the block.
+
+        Args:
+            texts: what its prompts are made from. place: what the headers say of where it is to run.
 
         Raises:
-            ApiError: not ready, too much waits, or a priority that nothing heeds.
+            ApiError: not ready, too much waits, or a priority or rank that is not there.
         """
         self.check_admitting()
         if body.priority and not self.orders_by_priority:
             reason = "this server does not order by priority; it was started without --scheduling-policy priority"
             raise ApiError(400, reason, param="priority")
-
-        async def submit(
-            answer_id: str, prompts: Sequence[Prompt], params: SamplingParams, place: RequestOptions
-        ) -> OutputStream:
-            if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
-                most = self.engine.num_ranks - 1
-                reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
-                raise ApiError(400, reason, param="X-Data-Parallel-Rank")
-            session = body.prompt_cache_key if place.session is None else place.session
-            options = replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
-            # Clients may give an id twice.
-            return await self.engine.submit(f"{answer_id}~{new_id()[:8]}", prompts, params, options)
-
-        with self.gate.through(texts, body.n):
-            yield submit
+        if place.dp_rank is not None and place.dp_rank >= self.engine.num_ranks:
+            most = self.engine.num_ranks - 1
+            reason = f"found DP rank {place.dp_rank}, and this server has 0 to {most}"
+            raise ApiError(400, reason, param="X-Data-Parallel-Rank")
+        session = body.prompt_cache_key if place.session is None else place.session
+        with self.gate.through(texts, body.n, self.reject):
+            yield replace(place, priority=body.priority or 0, cache_salt=body.cache_salt, session=session)
 
     async def ask(self, function: Callable[[EngineCore], Answer]) -> Answer:
         """Call `function` in the engine's thread, between two steps, and give its result.

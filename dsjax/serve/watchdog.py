@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from dsjax.engine.async_engine import ThreadedEngine
-from dsjax.engine.engine_thread import Stepper
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.request import Request, Status
 
 HANG_EXIT_CODE = 70
@@ -34,7 +34,7 @@ class Watchdog:
     def __init__(
         self,
         step_timeout: float,
-        steppers: Mapping[str, Stepper],
+        steppers: Mapping[str, EngineThread],
         *,
         notify_clients: Callable[[], None],
         exit: Callable[[int], None] = os._exit,

@@ -24,7 +24,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
 from fake_executor import FakeExecutor
-from group_in_threads import Group, MemoryStore, Told
+from group_in_threads import Group, Told
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import background
@@ -42,8 +42,8 @@ from dsjax.engine.stats import EngineObserver
 from dsjax.engine.stream import leader
 from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
-from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_channel, page_chunks, page_network
-from dsjax.hosts import HostOptions, announcement, coordination, group, secure_listener
+from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
+from dsjax.hosts import HostOptions, coordination, group, secure_channel, secure_listener
 from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.wire import JoinRequest
 from dsjax.messaging import Endpoint, Link
@@ -233,16 +233,19 @@ def fail_chunk_drain(monkeypatch):
 
 
 def fail_chunk_server(monkeypatch):
-    """A carrier that raises is answered: who pulls need not wait out its limit."""
-    sent, transport = [], SimpleNamespace(publish=lambda *a: b"t", withdraw=once(BROKEN))
-    server = SimpleNamespace(
-        open_chunk=once(BROKEN, lambda *a: {}), transport=transport, timeout=0.0, pull_numbers=iter(range(1, 9))
-    )
-    peer = chunk_network._PullingPeer(server, SimpleNamespace(send=sent.append))
-    for number in (5, 6, 7):
-        peer.receive(messages.PullRequest(number, ""))  # the third withdraws the second, which raises
-    assert [(response.number, bool(response.pull)) for response in sent] == [(5, False), (6, True), (7, True)]
-    peer.leave()
+    """A transport that raises is answered: who pulls need not wait out its limit."""
+    transport = SimpleNamespace(address="here", publish=once(BROKEN, lambda *a: b"t"), withdraw=once(BROKEN))
+    with (
+        contextlib.closing(Endpoint("127.0.0.1", KEY)) as keeper,
+        contextlib.closing(Endpoint("127.0.0.1", KEY)) as puller,
+    ):
+        server = chunk_network.ChunkServer(keeper, lambda number, take: take({}), transport, 0.0)
+        peer = puller.connect(keeper.address, "decode")
+        with pytest.raises(RuntimeError, match="injected"):
+            peer.request("pull", 5).result(60)
+        for number in (6, 7):  # the second withdraws the first, which raises
+            assert peer.request("pull", number, messages.PublishedChunk).result(60).ticket == b"t"
+        server.close()
 
 
 def fail_chunk_reports(monkeypatch):
@@ -339,11 +342,8 @@ def fail_cache_events(monkeypatch):
 
 
 def listening(serve):
-    listener = page_channel.TransferListener(serve, {}, "127.0.0.1", service=page_channel.PAGES, credentials=KEY)
-    return listener, lambda: page_channel.connect_to(listener.address, {}, page_channel.PAGES, KEY)[0]
-
-
-IDLE_PEER = SimpleNamespace(receive=lambda message: None, leave=lambda: None)
+    listener = secure_listener.SecureListener(socket.create_server(("127.0.0.1", 0)), KEY, {"experts": serve}, "test")
+    return listener, lambda: secure_channel.connect(("127.0.0.1", listener.port), "experts", KEY, 5)
 
 
 def has_ended(channel):
@@ -353,30 +353,10 @@ def has_ended(channel):
     return True
 
 
-def fail_transfer_messages(monkeypatch):
-    """A message that nobody can take, and one that cannot be written, end the connection: who waits hears of it, and connects again."""
-    ended, channels = [], []
-
-    def serve(channel):
-        channels.append(channel)
-        return SimpleNamespace(receive=once(BROKEN), leave=lambda: ended.append(channel))
-
-    listener, connect = listening(serve)
-    first, second = connect(), connect()
-    until(lambda: len(channels) == 2)
-    page_channel.write(first, messages.CancelTransfer("a"))
-    assert has_ended(first)
-    for channel in channels:
-        channel.send(object())
-    assert has_ended(second)
-    until(lambda: len(ended) == 2)
-    listener.close()
-
-
 def fail_connection(monkeypatch):
     """Who has connected sees the end, instead of waiting for an answer; the next one is served."""
     served = []
-    listener, connect = listening(once(BROKEN, lambda channel: served.append(channel) or IDLE_PEER))
+    listener, connect = listening(once(BROKEN, served.append))
     assert has_ended(connect())
     connect()
     until(lambda: served)
@@ -387,7 +367,7 @@ def fail_listener(monkeypatch):
     """The next one that connects is let in."""
     monkeypatch.setattr(secure_listener.SecureListener, "_make_room", once(BROKEN))
     served = []
-    listener, connect = listening(lambda channel: served.append(channel) or IDLE_PEER)
+    listener, connect = listening(served.append)
     with contextlib.suppress(EOFError, OSError, ValueError):
         connect()
     connect()
@@ -397,10 +377,9 @@ def fail_listener(monkeypatch):
 
 def fail_transfer_connection(monkeypatch):
     """Who has asked hears that nothing comes."""
-    monkeypatch.setattr(page_network, "connect_to", lambda *a: (None, ""))
-    channel = SimpleNamespace(start=once(RuntimeError("can't start new thread")), send=lambda m: None)
-    monkeypatch.setattr(page_network, "TransferChannel", lambda connection: channel)
-    link, told = page_network.RemoteLink("127.0.0.1:1", None, {}), []
+    links = SimpleNamespace(chunks=SimpleNamespace(peer=lambda address: SimpleNamespace()))  # has no `request`
+    link, told = page_network.RemoteLink("127.0.0.1:1", links), []
+    monkeypatch.setattr(link, "_fail", once(BROKEN, link._fail))
     link.connect(told.append)
     link.send(messages.CancelTransfer("a"))
     until(lambda: told)
@@ -415,45 +394,26 @@ def member(index, pid=10):
     return JoinRequest(index, 2, "host", pid, "127.0.0.1", "machine", 0)
 
 
-def group_of_two():
-    return group.HostGroup(OPTIONS, [member(0), member(1)], MemoryStore())
-
-
-def fail_announcements(monkeypatch):
-    """An announcement is heard although what it asks for fails, and so is the next one."""
-    made = group_of_two()
-    made.collectives = SimpleNamespace(cut=once(BROKEN))
-    heard = announcement.Announcements(made, 1)
-    calls = []
-    heard.listen(once(BROKEN, lambda: calls.append(1)))
-    for number in (1, 2):
-        news = announcement.Announcement(number, broken=0 if number == 1 else None)
-        made.store.set(announcement.key(number), msgspec.msgpack.encode(news))
-        assert heard.next(20).number == number
-    until(lambda: calls)
-    made.leaving = True
-    heard.close(20)
-
-
-def fail_host_watch(monkeypatch):
-    """A look that fails is followed by others, and a loss is told although a collective cannot be cut."""
-    made, losses = group_of_two(), []
-    made.collectives = SimpleNamespace(cut=once(BROKEN))
-    made.on_change = losses.append
-    monkeypatch.setattr(coordination, "live", once(BROKEN, lambda ids: {0}))
-    thread = start_thread("host watch", made._watch, name="watch", restarts=True)
+def fail_messaging(monkeypatch):
+    """The log is read on although what an announcement asks for fails, and a loss is told although a collective cannot be cut."""
+    leader, follower = groups(2)
+    losses = []
+    leader.on_change = losses.append
+    for group in (leader, follower):
+        group.collectives = SimpleNamespace(cut=once(BROKEN))
+    leader.announce(Announcement(1, [0, 1], broken=0))
+    assert follower.next_announcement(20).number == 1
+    follower.endpoint.close()
     until(lambda: losses)
     assert "process 1" in str(losses[0])
-    made.leaving = True
-    thread.join(60)
-    assert failure_counts()["host watch"] >= 2
+    close_groups()
 
 
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
-    made = LinkMonitor(group_of_two(), 0.01)
+    made = LinkMonitor(SimpleNamespace(present=[], me=None), None, 0.01)
     looked = threading.Event()
-    monkeypatch.setattr(made, "look", once(BROKEN, lambda members, credentials: looked.set()))
+    monkeypatch.setattr(made, "look", once(BROKEN, lambda members: looked.set()))
     made.start()
     assert looked.wait(60)
     made.close()
@@ -461,13 +421,18 @@ def fail_link_monitor(monkeypatch):
 
 def fail_welcome(monkeypatch):
     """A process that could not be welcomed keeps no other one from coming back."""
-    made, changes = group_of_two(), []
-    made.on_change = changes.append
-    made.unseen = {1}
-    monkeypatch.setattr(made.comers, "_welcome", once(BROKEN))
-    assert made.comers.let_in(member(1, 11)) == 1
-    until(lambda: changes)
-    assert made.comers.ids == set()
+    first, second = groups(2)
+    changes = []
+    first.on_change = changes.append
+    monkeypatch.setattr(coordination, "wait_until_forgotten", once(BROKEN))
+    second.leaving = True
+    second.endpoint.close()
+    until(lambda: len(changes) == 1)
+    with pytest.raises(GroupError, match="gone away while the group was forming"):
+        enter(second.options)
+    until(lambda: len(changes) == 2)
+    assert enter(second.options).generation == 1
+    close_groups()
 
 
 def make_engine():
@@ -479,35 +444,34 @@ def make_engine():
 
 
 def request_with(handle, grammar):
-    params = SimpleNamespace(structured_outputs=grammar)
     return SimpleNamespace(
         completions=[(handle, f"r{handle}", 0)],
-        sampling_params=lambda: params,
-        requests=lambda params, rules: [],
+        params=SimpleNamespace(structured_outputs=grammar),
+        requests=lambda rules: [],
         stop_ids=[],
         token_ids=[1],
     )
 
 
 def fail_front_end_requests(monkeypatch):
-    """A request that cannot be admitted, with a grammar or without, gets an error, and the next one is admitted."""
+    """A request that cannot be admitted, with a grammar or without, is answered and gets an error, and the next one is admitted."""
 
     async def serve(grammar):
         engine, sent = make_engine(), []
         front_ends = processes.FrontEnds(engine, [], None)
-        link = SimpleNamespace(index=0, preparing={}, send=sent.append, requests={}, samples=[])
+        link = SimpleNamespace(index=0, preparing=set(), send=sent.append, requests={}, samples=[])
         link.process = SimpleNamespace(poll=lambda: None, wait=lambda: 0, kill=lambda: None)
         front_ends._links[0] = link
 
         async def read():
             for handle in (1, 2):
-                yield processes.Add(0, [request_with(handle, grammar)])
+                yield processes.Add(handle, [request_with(handle, grammar)])
                 while front_ends._tasks:
                     await asyncio.sleep(0.001)
 
         link.channel = SimpleNamespace(messages=read, close=lambda: None, fail=lambda error: None)
         await front_ends._serve(link)
-        assert [message.handles for message in sent] == [[1]]
+        assert [(message.number, message.failed) for message in sent] == [(1, True), (2, False)]
         assert [one.completions[0][0] for one in engine.admitted] == [2]
 
     for grammar in (None, "root"):

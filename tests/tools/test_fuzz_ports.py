@@ -1,168 +1,153 @@
-"""A small fuzz of every internal port, in this process; `tools/fuzz_ports.py` does it to running engines, with thousands of cases."""
+"""A small fuzz of every kind of internal port in this process; `tools/fuzz_ports.py` fuzzes running engines with thousands of cases."""
 
 import contextlib
 import os
-import socket
+import queue
 import socketserver
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
+import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "hosts"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "pipeline"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "elastic"))
 
-from deployments import KEY
-from fuzz_ports import FUZZES, OPEN_BRIEFLY, Fuzzer, join_request, stage_messages
+from fuzz_ports import MEMBERS, STRANGERS, Fuzzer, UnderWay, greeting, mechanism_of, ports_of
 from links_in_threads import CREDENTIALS, links_of
-from processes import free_port
 
-from dsjax.engine.transfer.messages import PullRequest
-from dsjax.engine.transfer.page_channel import CHUNKS, PAGES, VERSION, Greeting, TransferListener
-from dsjax.hosts import HostOptions
-from dsjax.hosts.links import Answerer
-from dsjax.hosts.rendezvous import Rendezvous, meet
-from dsjax.hosts.secure_channel import PROTOCOL, SERVICES, SecureChannel
+from dsjax.messaging import Credentials, Endpoint, Link, LinkListener
+from dsjax.messaging.addresses import split_address
+from dsjax.messaging.broadcast import BroadcastLog, LogReader
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.curve import ROLES
 
-CASES = 120
-SPACE = {"page_size": 4}
+CASES = 150
+SECONDS = 20.0
 
 
-class Meeting:
-    """A group of two, played by threads, of which the second one comes when it is told to."""
-
-    def __init__(self):
-        port = free_port()
-        self._options = [HostOptions(("127.0.0.1", port), 2, i, "127.0.0.1", 20, 10) for i in range(2)]
-        self._met: list[Rendezvous] = []
-        self._threads = [threading.Thread(target=self._meet, args=(options,)) for options in self._options]
-        self._threads[0].start()
-        self.address = self._options[0].coordinator
-
-    def form(self) -> None:
-        self._threads[1].start()
-        for thread in self._threads:
-            thread.join(60)
-        assert [len(one.members) for one in self._met] == [2, 2]
-
-    def close(self) -> None:
-        for one in self._met:
-            one.close()
-
-    def _meet(self, options: HostOptions) -> None:
-        self._met.append(meet(options, dict, credentials=KEY))
+def open_files():
+    return [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
 
 
 @pytest.fixture
-def nothing_stays():
-    """No thread and no open file is left over when the listeners are closed."""
+def ends():
+    """Two endpoints. No thread and no open file is left over when they are closed."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("only Linux says in /proc what is open")
+    zmq.Frame(
+        bytes(1 << 17), copy=False
+    )  # pyzmq has a thread of its own from the first message on that it does not copy
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    yield
-    deadline = time.monotonic() + 30
+    ends = [Endpoint("127.0.0.1", CREDENTIALS) for _ in range(2)]
+    yield ends
+    for end in ends:
+        end.close()
+    deadline = time.monotonic() + SECONDS
     while len(os.listdir("/proc/self/fd")) > files or threading.active_count() > threads:
-        assert time.monotonic() < deadline, (os.listdir("/proc/self/fd"), threading.enumerate())
+        assert time.monotonic() < deadline, (open_files(), threading.enumerate())
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("forming", [True, False], ids=["forming", "formed"])
-def test_nothing_keeps_a_group_from_forming_or_ends_it(nothing_stays, forming):
-    meeting = Meeting()
-    with contextlib.closing(meeting):
-        if not forming:
-            meeting.form()
-        fuzzer = Fuzzer(meeting.address, "rendezvous", KEY, [join_request(1, 99), join_request(7, 2)])
-        while not _listens(meeting.address):
-            time.sleep(0.01)
-        assert fuzzer.run(CASES).wrong == []
-        if forming:
-            meeting.form()
-        else:
-            leader = next(one for one in meeting._met if one.listener is not None)
-            assert leader.listener.has(leader.members[1])  # its connection is the one that it had
+def wrong_at(address, ask=None, **options):
+    """What a fuzz of a port finds, while something is asked beside it."""
+    fuzzer = Fuzzer(split_address(address), CREDENTIALS, **options)
+    with UnderWay(ask, 1) if ask else contextlib.nullcontext() as under_way:
+        wrong = fuzzer.run(CASES).wrong
+    kinds = {*STRANGERS, "slow greeting"} | (set(MEMBERS) if fuzzer.mechanism == "CURVE" else set())
+    assert set(fuzzer.findings.kinds) >= kinds
+    assert ask is None or under_way.answered
+    return wrong + (under_way.wrong if ask else [])
 
 
-@pytest.mark.parametrize("service", ["links", "probes"])
-def test_links_answer_members_and_nobody_else(nothing_stays, service):
-    with contextlib.closing(Answerer("127.0.0.1", KEY)) as answerer:
-        assert Fuzzer(("127.0.0.1", answerer.port), service, KEY, [bytes(64)]).run(CASES).wrong == []
+def test_an_endpoint_serves_members_what_they_may_ask_for_and_nothing_else(ends):
+    server, client = ends
+    heard, waiting = [], queue.SimpleQueue()
+    server.serve("count", lambda request: (heard.append(request.body), request.reply()), roles=ROLES, kind=int)
+    server.serve("wait", waiting.put, roles=("member",), kind=list[int])
+    server.serve("fail", lambda request: 1 / request.body, roles=ROLES)
+    server.serve("inner", lambda request: heard.append("inner"), roles=("listener",))
+    log, peer = BroadcastLog(server), client.connect(server.address, "member")
+    own = peer.request("wait", [7])
+    services = [*server._services, "nobody's"]
+
+    def ask(number):
+        return peer.request("count", 5).result(SECONDS)
+
+    assert wrong_at(server.address, ask, services=services, said=[("count", 3)]) == []
+    assert set(map(type, heard)) == {int}
+    waiting.get_nowait().reply("at last")
+    assert own.result(SECONDS) == "at last"
+    assert not peer.lost
+    log.close()
 
 
-@pytest.mark.parametrize("service", [PAGES, CHUNKS])
-def test_the_ports_of_transfers_hand_on_what_members_have_sent_and_nothing_else(nothing_stays, service):
-    received, left = [], []
-    peer = SimpleNamespace(receive=received.append, leave=lambda: left.append(1))
-    listener = TransferListener(lambda channel: peer, SPACE, "127.0.0.1", service=service, credentials=KEY)
-    with contextlib.closing(listener):
-        greeting, request = map(msgspec.msgpack.encode, (Greeting(VERSION, SPACE), PullRequest(1, "ticket")))
-        host, port = listener.address.split(":")
-        assert Fuzzer((host, int(port)), service, KEY, [greeting, request]).run(CASES).wrong == []
-        assert request in map(msgspec.msgpack.encode, received)
-        assert set(map(msgspec.msgpack.encode, received)) <= {greeting, request}
-        deadline = time.monotonic() + 60
-        while listener._channels and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not listener._channels
-    assert left
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_a_link_hears_nobody_but_those_that_have_its_ticket(ends, encrypted):
+    listener = LinkListener(ends[0], ["one", "two"], encrypted=encrypted)
+    link = Link(ends[1], listener.address, listener.ticket, "one", encrypted=encrypted)
+    assert mechanism_of(split_address(listener.address)) == ("CURVE" if encrypted else "PLAIN")
+
+    def ask(number):
+        link.send(b"there", np.ones(3_000_000, np.uint8))
+        message = listener.receive(SECONDS)
+        listener.send("one", b"back")
+        return message.sender, message.header, sum(map(len, message.frames)), link.receive(SECONDS).header
+
+    assert wrong_at(listener.address, ask) == []
+    assert listener.senders == {"one"}
+    link.close()
+    listener.close()
 
 
-def test_stages_hear_nobody_who_has_no_ticket_of_their_generation(nothing_stays):
+def test_a_log_is_read_by_members_and_written_by_nobody_else(ends):
+    log, heard = BroadcastLog(ends[0]), queue.SimpleQueue()
+    leader = ends[1].connect(ends[0].address, "member")
+    reader = LogReader(ends[1], leader, log.address, b"a", lambda *entry: heard.put(entry), heard.put)
+
+    def ask(number):
+        log.append(number, b"entry")
+        return heard.get(timeout=SECONDS)
+
+    assert wrong_at(log.address, ask) == []
+    reader.close()
+    log.close()
+
+
+def test_stages_go_on_whatever_strangers_and_other_members_say(ends):
     first, last = links_of([0, 1])
+    ports = [split_address(end.address) for end in ends]
+    found = [address for address in ports_of(os.getpid()) if address not in ports]
+    assert len(found) == 4, "an endpoint and a link of each"
     with contextlib.closing(first), contextlib.closing(last):
-        assert set(stage_messages()) == set(first._inboxes) > set(last._inboxes), "all roles"
-        for links in (first, last):
-            for role, said in stage_messages().items():
-                address = "127.0.0.1", links._listener.port
-                assert Fuzzer(address, "stages", CREDENTIALS, said, name=role).run(CASES // 3).wrong == []
+        for host, port in found:
+            assert wrong_at(f"{host}:{port}") == []
         hidden = np.arange(6, dtype=np.float32).reshape(2, 3)
         first.pass_on(hidden)
         np.testing.assert_array_equal(last.arriving(lambda array: array).popleft(), hidden)
+        last.publish(lambda: hidden)
+        np.testing.assert_array_equal(first.hear(0), hidden)
 
 
-def test_every_service_is_fuzzed():
-    running = [service for services, _ in FUZZES.values() for service in services]
-    assert sorted([*running, *OPEN_BRIEFLY]) == sorted(SERVICES)
-
-
-def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_a_tampered_connection(monkeypatch):
+def test_the_fuzz_finds_a_port_that_answers_strangers_or_keeps_them_or_lets_no_member_in(ends, monkeypatch):
     monkeypatch.setattr("fuzz_ports.PATIENCE", 0.3)
     monkeypatch.setattr(socketserver.ThreadingTCPServer, "daemon_threads", True)
 
     class Talkative(socketserver.BaseRequestHandler):
         def handle(self):
             with contextlib.suppress(OSError):
-                self.request.sendall(PROTOCOL + bytes(32) + b"what would be accepted")
-                self.request.recv(2)
+                self.request.sendall(greeting("PLAIN") + b"what would be accepted")
+                self.server.sleep()
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talkative) as server:
-        threading.Thread(target=server.serve_forever).start()
-        wrong = Fuzzer(server.server_address, "pages", KEY).run(20).wrong
-        server.shutdown()
-    assert any("a stranger heard 62 bytes" in one for one in wrong)
-
-    monkeypatch.setattr(SecureChannel, "_check", lambda *_: None)  # every frame is believed
-    received = []
-    peer = SimpleNamespace(receive=received.append, leave=lambda: None)
-    listener = TransferListener(lambda channel: peer, SPACE, "127.0.0.1", service=PAGES, credentials=KEY)
-    with contextlib.closing(listener):
-        greeting, request = map(msgspec.msgpack.encode, (Greeting(VERSION, SPACE), PullRequest(1, 500 * "ticket")))
-        host, port = listener.address.split(":")
-        fuzzer = Fuzzer((host, int(port)), "pages", KEY, [greeting, request])
-        fuzzer.run(CASES)
-    assert set(map(msgspec.msgpack.encode, received)) - {greeting, request}, "what was changed is handed on"
-
-
-def _listens(address: tuple[str, int]) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection(address, 1).close()
-        return True
-    return False
+    for sleep, found in ((lambda: None, "a stranger heard 86 bytes"), (lambda: time.sleep(1), "TimeoutError")):
+        with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talkative) as server:
+            server.sleep = sleep
+            threading.Thread(target=server.serve_forever).start()
+            wrong = Fuzzer(server.server_address, CREDENTIALS).run(5).wrong
+            server.shutdown()
+        assert any(found in one for one in wrong)
+    other = Credentials(ClusterKey("o" * 32, "another test", is_local=True))
+    assert Fuzzer(split_address(ends[0].address), other).run(20).wrong == ["no member is let in"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -44,13 +44,13 @@ class RowResult(NamedTuple):
         kind: of the error, where that does not follow from the request's parameters.
     """
 
-    token_ids: tuple[int, ...] | list[int] = ()
+    token_ids: Sequence[int] = ()
     finite: bool = True
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None
     error: str | None = None
     num_drafts: int = 0
-    drafts: tuple[int, ...] | list[int] = ()
+    drafts: Sequence[int] = ()
     kind: ErrorKind | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dsjax.engine.contract.structured_params import SamplingError, StructuredOutputs
@@ -66,11 +67,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    bad_words: tuple[str, ...] | list[str] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     seed: int | None = None
-    stop: tuple[str, ...] | list[str] | str | None = ()
-    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    stop: Sequence[str] | str | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0

@@ -1,6 +1,7 @@
 """`StructuredOutputs`: the form that a completion's text must have. Checked here; compiled in `structured.py`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,11 @@ _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class SamplingError(UserError):
-    """A sampling parameter that has no meaning. `param` names the field."""
+    """A sampling parameter that has no meaning. `param` names the field, `reason` says why."""
 
-    def __init__(self, param: str, message: str):
-        super().__init__(f"{param}: {message}")
-        self.param = param
+    def __init__(self, param: str, reason: str):
+        super().__init__(f"{param}: {reason}")
+        self.param, self.reason = param, reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class StructuredOutputs:
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | list[str] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
     structured_after: int | None = None
     disable_any_whitespace: bool = False

@@ -17,7 +17,6 @@ from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream.leader import (
-    EndMessage,
     LaunchMessage,
     Message,
     ReadRecord,
@@ -26,15 +25,14 @@ from dsjax.engine.stream.leader import (
     decode,
     is_collected,
 )
-from dsjax.hosts.announcement import Announcement
-from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.stream import StreamReader
+from dsjax.hosts.group import GroupError, Heard, HostGroup
+from dsjax.hosts.wire import Announcement
+from dsjax.messaging import PeerLostError, RefusedError
 
 if TYPE_CHECKING:  # it brings JAX in
     from dsjax.engine.elastic.compile_ahead import CompileAhead
 
 _END_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
 _REGROUP_SECONDS = 60.0
 """How long a process that failed in a step waits for a next generation, beside twice the heartbeat's timeout."""
 
@@ -43,14 +41,6 @@ _log = logging.getLogger(__name__)
 
 class _OverError(Exception):
     """Raised in a warm-up: the leader has ended, or another generation has begun."""
-
-
-class _StreamError(Exception):
-    """The stream's messages can be read no further; it is also put beside them."""
-
-
-class _Changed:
-    """Beside the stream's messages: another generation has been announced."""
 
 
 class Follower:
@@ -72,9 +62,9 @@ class Follower:
         self.reason: str | None = None
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
-        self._ended, self._over, self._leaves = threading.Event(), threading.Event(), threading.Event()
+        self._over, self._leaves = threading.Event(), threading.Event()
         self._signals, self._may_leave = 0, True
-        self._threads: list[threading.Thread] = []  # those that wait for the store, in C++
+        group.on_end = self._watch_end
 
     def leave(self) -> None:
         """Ask process 0 to go on without this process, and wait until it does, or says that it cannot. `run` returns then."""
@@ -83,18 +73,13 @@ class Follower:
         self._leaves.set()
         _log.info("This process leaves: process 0 is asked to go on without it. A second signal ends it now.")
         try:
-            self.group.leavers.ask()
-            while not (self.group.leaving or self._over.is_set()):
-                reason = self.group.leavers.answer(_LOOK_SECONDS)
-                if reason == "":
-                    self.left = True
-                    self.group.announcements.end()
-                    return
-                if reason is not None:
-                    self._leaves.clear()
-                    _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", reason)
-                    return
-        except ConnectionError:
+            if self.group.ask_process_0_to_leave():
+                self.left = True
+                self.group.end_here()
+        except RefusedError as error:
+            self._leaves.clear()
+            _log.warning("This process cannot be spared, and goes on: %s. A second signal ends it now.", error)
+        except PeerLostError:
             return  # the group knows, and ends the process
 
     def handle_signals(self) -> None:
@@ -107,7 +92,7 @@ class Follower:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Have a thread ask process 0: what this one was interrupted in may be the store itself."""
+        """Have a thread ask process 0, and wait for its answer."""
         self._signals += 1
         if self._signals > 1:
             os._exit(1)
@@ -124,9 +109,7 @@ class Follower:
             os.write(2, text.encode())
             return
         # Where it cannot ask, it ends at once: the others go on as after a loss.
-        self._threads.append(
-            start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
-        )
+        start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
@@ -198,13 +181,13 @@ class Follower:
         """
         announcement = None
         if self.group.generation > 0:
-            self.group.comers.say_prepared()
-            announcement = self.group.announcements.next(None)
+            self.group.say_ready()
+            announcement = self.group.next_announcement()
         while announcement is None or not announcement.ended:
             executor, failure = None, None
             try:
                 if announcement is not None:
-                    self.group.enter(announcement)
+                    self.group.begin(announcement)
                 if self.group.is_present:
                     self.phase = "loading"
                     executor = self.executor = load(announcement)
@@ -212,15 +195,15 @@ class Follower:
                         return
                 else:
                     self.phase = "standing by"
-                    if not announcement.looks:
-                        drop()
-                        if self._leaves.is_set():
-                            self._depart()
-                            return
+                    drop()
+                    if self._leaves.is_set():
+                        self.left = True
+                        self._finish()
+                        return
             except (RuntimeError, GroupError) as error:  # a collective, or an agreement, that lost its other side
                 if executor is not None:  # others may wait for this process, which lives, in a collective or at a layer
                     self.group.collectives.cut(self.group.generation)
-                unformed = self.group.announcements is None or (announcement is None and isinstance(error, GroupError))
+                unformed = announcement is None and isinstance(error, GroupError)
                 if unformed or not regroups:
                     raise
                 failure = error
@@ -231,7 +214,7 @@ class Follower:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
             if failure is not None and seconds is None:
                 seconds = 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
-            following = self.group.announcements.next(None if failure is None else seconds)
+            following = self.group.next_announcement(None if failure is None else seconds)
             if self.ahead is not None:
                 self.ahead.stop()
             if following is None:
@@ -253,62 +236,25 @@ class Follower:
             GroupError: the leader did not end as it should.
         """
         self.phase = "warming up"
-        work = _Work(self, executor)
-        reader = StreamReader(self.group)
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(
-            start_thread("command stream", self._read, reader, work, name="dsjax-stream", on_failure=work.fail)
-        )
-        announcements = self.group.announcements
-        if announcements is not None:
-            announcements.listen(work.change)
-        try:
-            if not work.carry_out_all():
-                return False
-        finally:
-            reader.closed.set()
-            if announcements is not None:
-                announcements.forget(work.change)
+        if not _Work(self, executor, self.group.commands(self.group.generation)).carry_out_all():
+            return False
         self.phase = "shutting down"
         executor.shutdown()
         self._finish()
         return True
 
-    def _depart(self) -> None:
-        """Go, now that there is a generation without this process. Until here it has been all that it was for the one before."""
-        self.left = True
-        self._finish()
-
     def _finish(self) -> None:
         self._over.set()
-        # A thread that waits in C++ when Python ends is ended by force there, which aborts the process. Each waits for a look at most.
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2 * _LOOK_SECONDS)
         if self.ahead is not None:
             self.ahead.close()
         if self.reason is not None:
             raise GroupError(f"process 0 has ended the group: {self.reason}")
 
-    def _read(self, reader: StreamReader, work: _Work) -> None:
-        """Take messages out of the store as they come."""
-        while True:
-            try:
-                data = reader.next()
-            except ConnectionError:
-                return  # the group knows, and ends the process
-            if data is None:
-                return
-            message = decode(data)
-            if isinstance(message, EndMessage):
-                self.reason = message.reason
-                self._ended.set()
-            work.inbox.put(message)
-            if isinstance(message, EndMessage):
-                # Where the leader ended in the middle of a step, this process may wait for it in a collective for ever.
-                if not self._over.wait(_END_SECONDS):
-                    self._give_up()
-                return
+    def _watch_end(self) -> None:
+        """Process 0 has ended: where it did in the middle of a step, this process may wait for it in a collective for ever."""
+        end = threading.Timer(_END_SECONDS, lambda: self._over.is_set() or self._give_up())
+        end.daemon = True
+        end.start()
 
     def _give_up(self) -> None:
         _log.warning("Process 0 has ended, and left a step behind that cannot end; this process ends now.")
@@ -318,40 +264,29 @@ class Follower:
 class _Work:
     """What one generation's executor is told, and has under way."""
 
-    def __init__(self, follower: Follower, executor: Executor):
-        self.inbox: queue.SimpleQueue[Message | _Changed | _StreamError] = queue.SimpleQueue()
-        self._follower, self._executor, self._changed = follower, executor, threading.Event()
+    def __init__(self, follower: Follower, executor: Executor, inbox: queue.SimpleQueue[Heard]):
+        self._follower, self._executor, self._inbox = follower, executor, inbox
         self._collected = 0
         self._under_way: deque[Any] = deque()  # launched, and not collected yet
         self._running: deque[Any] = deque()  # of those, what has not been waited for
 
-    def change(self) -> None:
-        """Take notice that another generation was announced. Any thread may call it."""
-        self._changed.set()
-        self.inbox.put(_Changed())
-
-    def fail(self, error: Exception) -> None:
-        """End this process's part: it does not know what to do next, and the others wait for it. Any thread may call it."""
-        self.inbox.put(_StreamError(f"the commands of process 0 can be read no further: {error}"))
-
     def carry_out_all(self) -> bool:
         """Carry out messages as they come; whether the leader has ended, and not the generation."""
-        executor = self._executor
+        executor, follower = self._executor, self._follower
         while True:
-            message = self.inbox.get()
-            if self._changed.is_set():
-                if self._follower._leaves.is_set():
+            heard = self._inbox.get()
+            if isinstance(heard, Announcement) and heard.ended:
+                follower.reason = heard.reason or None
+                return True
+            if follower.group.is_superseded:
+                if follower._leaves.is_set():
                     self._wait_for_running()
                 return False  # what is left can never be done, or is done: the leader has waited for it
-            if isinstance(message, EndMessage):
-                return True
-            if isinstance(message, _StreamError):
-                raise message
-            self._carry_out(message)
+            self._carry_out(decode(heard))
             if executor.max_in_flight > 1:
                 continue
             # A program starts when the one before it has been waited for. The next command's inputs are laid out meanwhile if it is here.
-            while self._running and (self.inbox.empty() or len(self._running) > 1):
+            while self._running and (self._inbox.empty() or len(self._running) > 1):
                 executor.wait(self._running.popleft())
 
     def _wait_for_running(self) -> None:
@@ -390,7 +325,7 @@ class _Work:
         group = self._follower.group
 
         def check_going_on(done: int, total: int, label: str) -> None:
-            if self._follower._ended.is_set() or self._changed.is_set():
+            if group.is_superseded or group.has_ended:
                 raise _OverError
 
         try:

@@ -40,10 +40,9 @@ from dsjax.engine.setup.stages import load_stages
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
-from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.gloo.device_orders import DeviceOrders
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.wire import JoinRequest
+from dsjax.hosts.wire import Announcement, JoinRequest
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
 
@@ -169,7 +168,7 @@ class Generations:
     def take_change(self) -> bool:
         """Whether a process has gone or come back since this was asked, or has asked to leave and was not decided on: `due` may be so."""
         changed, self._has_changed = self._has_changed, False
-        return changed or (self._group is not None and bool(self._group.leavers))
+        return changed or (self._group is not None and self._group.leavers)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` from now on, from any thread, when ``due`` may have become true."""
@@ -393,10 +392,7 @@ class Generations:
         """Find whom to go on without, where a collective failed though nobody is known to be gone: a link is cut or a process hangs."""
         self.phase = "looking at links"
         self._cut()
-        before, self.number = self.number, self.number + 1
-        reason = "a collective has failed, and all look whom they reach"
-        announcement = Announcement(self.number, wanted=str(self.wanted), reason=reason, broken=before, looks=True)
-        lost, all_answered = self._group.links.look(announcement)
+        lost, all_answered = self._group.links.look(self.number)
         return lost or (None if all_answered else self._lost_by(error))
 
     def _load(self, reason: str, broken: bool) -> LoadedEngine:
@@ -462,9 +458,9 @@ class Generations:
     def _decide_on_leavers(self) -> None:
         """Do without each process that has asked to leave, one after the other, as long as those that stay can hold a mesh."""
         group = self._group
-        for member in group.leavers.take():
+        for member in group.take_leavers():
             reason = None
-            if member in group.present and group.leavers.needs_all:
+            if member in group.present and group.needs_all:
                 reason = "process 0 is ending too, and what runs needs all processes"
             elif member in group.present:
                 staying = [device for device in self._devices() if device.process_index != member.process_id]
@@ -473,15 +469,15 @@ class Generations:
                 except NoMeshError as error:
                     reason = f"without it {error}"
             if reason is None:
-                group.leavers.excuse(member)
+                group.excuse(member)
             else:
                 _log.warning("%s has asked to leave, and cannot be spared: %s.", member.name, reason)
-                group.leavers.keep(member, reason)
+                group.keep(member, reason)
 
     @property
     def _leavers(self) -> list[JoinRequest]:
         """Who is in the generation of now and leaves."""
-        return [member for member in self._group.present if member in self._group.leavers.excused]
+        return [member for member in self._group.present if member in self._group.excused]
 
     @property
     def _is_broken(self) -> bool:
@@ -532,8 +528,6 @@ def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
     for layer in _layers(executor):
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")
-        elif isinstance(layer, LeaderExecutor):
-            layer.retire()
         elif not isinstance(layer, ExecutorWrapper):
             layer.release(held)
     gc.collect()

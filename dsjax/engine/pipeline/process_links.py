@@ -1,21 +1,16 @@
 """``ProcessLinks``: what passes between the processes of a model's stages: hidden states forward, results from the last one to all others,
 and to process 0 what each has found out about its own stages.
 
-Each process listens for the others with the authenticated channel of all connections between hosts (docs/security.md). What is to be sent
-is brought to the host's memory and sent in a thread, and what comes is received in others, so that a stage goes on with the next step
-meanwhile. A connection begins with an `Opening`, whose ticket the listener's process has told the others of its generation alone: what any
-other member of the deployment says here is no hidden state, and ends nothing but its own connection.
+What is to be sent is brought to the host's memory and sent in a thread, and what comes is received in others, so that a stage goes on with
+the next step meanwhile. Hidden states are encrypted with ``--encrypt-bulk`` alone, results and what a process has found out always.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import itertools
 import logging
 import queue
-import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,44 +25,18 @@ from jaxtyping import Array
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.secure_channel import SecureChannel, closed_on_failure, connect
-from dsjax.hosts.secure_listener import SecureListener
-from dsjax.hosts.wire import JoinRequest, decoded
+from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
+from dsjax.messaging.link import LinkLostError, Message
 
-SERVICE = "stages"
 _LOOK_SECONDS = 0.5
-_OPENING_SECONDS = 30
-_MOST_HEADER = 1 << 16
-_MOST_RESULTS = 1 << 26
-"""Bytes of a step's results without arrays: the scores of a prompt's tokens are most of it."""
+_LINGER_SECONDS = 2.0
+"""What was sent before the connections end may take so long to leave."""
 Found = tuple[list[Any], list[np.ndarray]]
 """What a process has found out: values that MessagePack knows, and arrays."""
 Part = TypeVar("Part")
 HIDDEN, RESULTS, FOUND = "hidden", "results", "found by process {}"
-"""Roles of connections."""
+"""Names of links, by what comes over them."""
 _log = logging.getLogger(__name__)
-
-
-class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The first message over a connection.
-
-    role: what comes over it, `HIDDEN`, `RESULTS` or `FOUND` of a process. ticket: that the listener gave out for it.
-    """
-
-    role: str
-    ticket: bytes
-
-
-class Results(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a command at the last stage, or what a process has found out. Arrays follow, one after the other, as their shapes and
-    dtypes say.
-
-    rows: of a step, as `RankResults`; of what a process has found out, values. arrays: of a step, of each launch its outcome and its
-        drafts; of a score the logits.
-    """
-
-    rows: list[Any]
-    arrays: list[tuple[list[int], str] | None]
 
 
 class _Inbox:
@@ -126,60 +95,54 @@ class ProcessLinks:
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
-        self._group = group
+        self._group, self._order = group, order
         own = group.options.process_id
-        self.leads, self.ends = own == 0, order.index(own) == len(order) - 1
-        found = [FOUND.format(number) for number in order if number] if self.leads else []
-        self._inboxes = {role: _Inbox() for role in (HIDDEN, RESULTS, *found)}
-        self._order, self._found_numbers = order, itertools.count()
+        place = order.index(own)
+        self.leads, self.ends = own == 0, place == len(order) - 1
+        self._senders = {} if place == 0 else {HIDDEN: order[place - 1]}
+        if not self.ends:
+            self._senders[RESULTS] = order[-1]
+        if self.leads:
+            self._senders |= {FOUND.format(number): number for number in order if number}
+        self._inboxes = {name: _Inbox() for name in self._senders}
+        self._found_numbers = itertools.count()
         self._expected_found: deque[tuple[int, Callable[[], Found], Callable[[list[Found]], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
-        self._ticket, self._lock = secrets.token_bytes(16), threading.Lock()
-        self._expected = set(self._inboxes)  # each comes over one connection, of one process
-        address = group.options.address
-        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        # One for each inbox, and for each process one that is about to be closed.
-        most = len(self._inboxes) + len(order)
+        self._listeners, self._next, self._to_leader = list[LinkListener](), list[Link](), list[Link]()
         try:
-            self._listener = SecureListener(
-                listener, group.credentials, {SERVICE: self._serve}, "dsjax-stages", most_connections=most
-            )
-        except BaseException:
-            listener.close()
-            raise
-        self._channels, self._to_leader = list[SecureChannel](), list[SecureChannel]()
-        try:
-            self._meet(order)
+            self._meet(place)
         except BaseException:
             self.close()
             raise
+        for listener in self._listeners:
+            threading.Thread(target=self._receive, args=(listener,), name="dsjax-stages", daemon=True).start()
 
-    def _meet(self, order: Sequence[int]) -> None:
-        """Learn where the others are, and connect to those that this process sends to."""
-        group = self._group
-        told = group.agreement.ask("stages", [self._listener.port, self._ticket])
-        doors = {
-            member.process_id: (member, port, ticket)
-            for member, (port, ticket) in zip(group.present, told, strict=True)
-        }
-        own = group.options.process_id
-        place = order.index(own)
-        others = order[:-1] if self.ends else order[place + 1 : place + 2]
-        role = RESULTS if self.ends else HIDDEN
-        for other in others:
-            self._channels.append(self._connect(*doors[other], role))
+    def _meet(self, place: int) -> None:
+        """Learn where the others listen, and connect to those that this process sends to."""
+        group, order, doors = self._group, self._order, dict[str, tuple[str, bytes]]()
+        for encrypted in (False, True):
+            names = [name for name in self._senders if _is_encrypted(name) == encrypted]
+            if names:
+                listener = LinkListener(group.endpoint, names, encrypted=encrypted)
+                self._listeners.append(listener)
+                doors |= dict.fromkeys(names, (listener.address, listener.ticket))
+        told = group.agreement.ask("stages", doors)
+        doors_of = {member.process_id: doors for member, doors in zip(group.present, told, strict=True)}
+        name = RESULTS if self.ends else HIDDEN
+        for other in order[:-1] if self.ends else order[place + 1 : place + 2]:
+            self._next.append(self._connect(other, doors_of[other], name))
         if not self.leads:
-            self._to_leader.append(self._connect(*doors[0], FOUND.format(own)))
+            self._to_leader.append(self._connect(0, doors_of[0], FOUND.format(order[place])))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
-        return _Arriving(lambda number: self._take(HIDDEN, number), send)
+        return _Arriving(lambda number: self._take(HIDDEN, number)[1][0], send)
 
     def pass_on(self, hidden: Array) -> None:
         """Send hidden states to the process with the next stage, when they are computed."""
-        self._later(lambda: self._send(self._channels, _header(hidden), [hidden]))
+        self._later(lambda: _send(self._next, [], [hidden]))
 
     def publish(self, of: Callable[[], tuple[list[RankResults], list[Made]] | np.ndarray]) -> None:
         """Send what came of a command to all other processes. of: waits for it, and gives it."""
@@ -191,7 +154,7 @@ class ProcessLinks:
             else:
                 rows, made = found
                 arrays = [array for one in made for array in one]
-            self._send_results(self._channels, rows, arrays)
+            _send(self._next, rows, arrays)
 
         self._later(send)
 
@@ -210,7 +173,7 @@ class ProcessLinks:
 
     def tell(self, of: Callable[[], Found]) -> None:
         """Send process 0 what this one has found out. of: waits for it, and gives it."""
-        self._later(lambda: self._send_results(self._to_leader, *of()))
+        self._later(lambda: _send(self._to_leader, *of()))
 
     def expect(self, own: Callable[[], Found], enter: Callable[[list[Found]], None]) -> None:
         """Remember, in process 0, that all others tell something, behind what they tell before it.
@@ -232,23 +195,22 @@ class ProcessLinks:
         self._end()
 
     def _end(self) -> None:
-        for channel in (*self._channels, *self._to_leader):
-            channel.close()
-        self._listener.close(connections=True)
+        for link in (*self._next, *self._to_leader, *self._listeners):
+            link.close(_LINGER_SECONDS)
 
-    def _connect(self, member: JoinRequest, port: int, ticket: bytes, role: str) -> SecureChannel:
+    def _connect(self, process_id: int, doors: dict[str, tuple[str, bytes]], name: str) -> Link:
+        address, ticket = doors[name]
         try:
-            with closed_on_failure(connect((member.address, port), SERVICE, self._group.credentials)) as channel:
-                # What is being sent to a host that has gone would be waited for by `close`.
-                channel.keep_alive(self._group.options.heartbeat_timeout, unacknowledged=True)
-                channel.send(msgspec.msgpack.encode(Opening(role, ticket)))
-            return channel
-        except (OSError, EOFError) as error:
+            return Link(self._group.endpoint, address, ticket, name, encrypted=_is_encrypted(name))
+        except (PeerLostError, NotAMemberError) as error:
             self._group.check(error)
             raise GroupError(
-                f"{member.name} cannot be reached at {member.address} port {port}, where it takes what other stages send "
-                f"({error or 'it ended the connection'}); see that hosts let each other in at every port"
+                f"{self._name(process_id)} cannot be reached at {address}, where it takes what other stages send ({error}); see that "
+                "hosts let each other in at every port"
             ) from error
+
+    def _name(self, process_id: int) -> str:
+        return next(member.name for member in self._group.present if member.process_id == process_id)
 
     def _later(self, send: Callable[[], None]) -> None:
         """Send in the thread, behind what it has to send already; raise what came of that."""
@@ -262,62 +224,26 @@ class ProcessLinks:
             send()
         except Exception as error:
             _log.error("The other stages are not told what they wait for, and the connections to them end: %s", error)
-            for inbox in self._inboxes.values():
-                inbox.put(error)
+            self._give_up(error)
             self._end()
             raise
 
-    def _send_results(self, channels: Sequence[SecureChannel], rows: list[Any], arrays: Sequence[Any]) -> None:
-        described = [None if array is None else _described(array) for array in arrays]
-        header = msgspec.msgpack.encode(Results(rows, described))
-        self._send(channels, header, [array for array in arrays if array is not None])
-
-    def _send(self, channels: Sequence[SecureChannel], header: bytes, arrays: Sequence[Array | np.ndarray]) -> None:
-        values = [np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8) for array in arrays]
-        for channel in channels:
-            channel.send(header)
-            for value in values:
-                channel.send_bytes(memoryview(value))
-
-    def _serve(self, channel: SecureChannel) -> None:
-        """Receive from one process, in a thread of the listener."""
-        channel.settimeout(_OPENING_SECONDS)
-        role = self._admit(channel)
-        channel.settimeout(None)
-        inbox = self._inboxes[role]
-        try:
-            while True:
-                inbox.put(self._receive(channel, role == HIDDEN))
-        except (OSError, EOFError, ValueError, TypeError, MemoryError) as error:
+    def _give_up(self, error: Exception) -> None:
+        for inbox in self._inboxes.values():
             inbox.put(error)
-            raise ConnectionError(str(error)) from error
 
-    def _admit(self, channel: SecureChannel) -> str:
-        """Read the opening, and give what will come.
-
-        Raises:
-            OSError, EOFError: it is none of this generation's, or is a second one.
-        """
-        try:
-            opening = decoded(_openings, channel.receive(_MOST_HEADER))
-        except msgspec.MsgspecError as error:
-            raise ConnectionError(f"{channel.peer} does not begin as a process of stages does: {error}") from error
-        if not hmac.compare_digest(opening.ticket, self._ticket):
-            raise ConnectionError(f"{channel.peer} has no ticket of this generation's stages")
-        with self._lock:
-            if opening.role not in self._expected:
-                raise ConnectionError(
-                    f"{channel.peer} sends {opening.role!r}, which is not expected of it, or comes already"
-                )
-            self._expected.remove(opening.role)
-        return opening.role
-
-    def _receive(self, channel: SecureChannel, hidden: bool) -> Any:
-        header = channel.receive(_MOST_HEADER if hidden else _MOST_RESULTS)
-        if hidden:
-            return _read(channel, msgspec.msgpack.decode(header, type=tuple[list[int], str]))
-        results = msgspec.msgpack.decode(header, type=Results)
-        return results.rows, [None if one is None else _read(channel, one) for one in results.arrays]
+    def _receive(self, listener: LinkListener) -> None:
+        """Put what comes into the inboxes, in a thread, until the listener is closed."""
+        while True:
+            try:
+                message = listener.receive()
+                self._inboxes[message.sender].put(_read(message))
+            except LinkLostError as error:
+                name = self._name(self._senders[error.name])
+                self._inboxes[error.name].put(ConnectionError(f"{name} has ended it"))
+            except Exception as error:  # also what cannot be read: nobody may wait for what comes behind it
+                self._give_up(error)
+                return
 
     def _take(self, name: str, number: int) -> Any:
         while True:
@@ -354,22 +280,25 @@ def parts_of(kind: type[Part], everybody: Sequence[Found]) -> list[Part]:
     return [kind(*arrays, *values) for values, arrays in everybody if values or arrays]
 
 
-_openings = msgspec.msgpack.Decoder(Opening)
+def _is_encrypted(name: str) -> bool:
+    return name != HIDDEN
 
 
-def _described(array: Array | np.ndarray) -> tuple[list[int], str]:
-    return list(array.shape), str(array.dtype)
+def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
+    """Send values that MessagePack knows, and arrays. The header says what the buffers are, of which the values are the first."""
+    buffers = [np.frombuffer(msgspec.msgpack.encode(values), np.uint8)]
+    buffers += [None if array is None else np.asarray(array) for array in arrays]
+    header = msgspec.msgpack.encode([None if one is None else (one.shape, str(one.dtype)) for one in buffers])
+    for link in links:
+        link.send(header, *(one for one in buffers if one is not None))
 
 
-def _header(hidden: Array) -> bytes:
-    return msgspec.msgpack.encode(_described(hidden))
-
-
-def _read(channel: SecureChannel, described: tuple[list[int], str]) -> np.ndarray:
-    shape, dtype = described
-    array = np.empty(shape, jnp.dtype(dtype))
-    channel.receive_into(memoryview(array.reshape(-1).view(np.uint8)))
-    return array
+def _read(message: Message) -> tuple[list[Any], list[np.ndarray | None]]:
+    """Give the values and the arrays."""
+    described = msgspec.msgpack.decode(message.header, type=list[tuple[list[int], str] | None])
+    buffers = [None if one is None else np.empty(one[0], jnp.dtype(one[1])) for one in described]
+    message.read_into(*(one for one in buffers if one is not None))
+    return msgspec.msgpack.decode(buffers[0]), buffers[1:]
 
 
 def _row(values: list[Any]) -> RowResult:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from dsjax.engine.contract.commands import Command
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.errors import UserError
-from dsjax.hosts.wire import split_address
+from dsjax.messaging.addresses import split_address
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np
@@ -70,7 +70,7 @@ class RequestOptions:
             raise UserError(
                 f"the prompt is said to be computed elsewhere, by {given}, expected address and transfer as text"
             )
-        split_address(given["address"])
+        split_address(given["address"], "the address of a prefill engine")
 
 
 DEFAULT_OPTIONS = RequestOptions()

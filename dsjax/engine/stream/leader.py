@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from dsjax.background import contained, start_thread
 from dsjax.engine.contract.commands import Command, Flush, Score, Step
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper, ExpertCounts, Kind, Progress
 from dsjax.engine.transfer.messages import ChunkPort, Pull, PulledChunk
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.stream import StreamReader, StreamWriter
-
-_LOOK_SECONDS = 0.5
-_JOIN_SECONDS = 2.0
+from dsjax.messaging import Request
 
 
 class LaunchMessage(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
@@ -43,13 +38,7 @@ class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag="warm up"):
     """Compile every program."""
 
 
-class EndMessage(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Nothing more will come. reason: None where that is as it should be."""
-
-    reason: str | None = None
-
-
-Message = LaunchMessage | Record | ReadRecord | WarmUp | EndMessage
+Message = LaunchMessage | Record | ReadRecord | WarmUp
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -69,9 +58,15 @@ def is_collected(command: Command) -> bool:
     return isinstance(command, Step | Score | Flush)
 
 
-def pulled_stream(process_id: int) -> str:
-    """Give the name of the stream in which a process tells the leader what has come of the chunks that it pulls."""
-    return f"pulled/{process_id}"
+PULLED = "pulled"
+"""The service of process 0 that is told what has come of the chunks that another process pulls."""
+
+
+class Pulled(msgspec.Struct, frozen=True, array_like=True):
+    """What has come of a chunk in a process, in a generation."""
+
+    generation: int
+    chunk: PulledChunk
 
 
 class Landings:
@@ -110,22 +105,19 @@ class LeaderExecutor(ExecutorWrapper):
     def __init__(self, inner: Executor, group: HostGroup):
         super().__init__(inner)
         self.group = group
-        self._stream = StreamWriter(group)
+        self._generation = group.generation
         self.collected = self._launched = 0  # of commands whose results are collected
-        # Those whose results are still to be collected: which of all of them each is, from 1 on, and its number in the stream.
-        self._places: dict[Any, tuple[int, int]] = {}
-        self._readers: list[tuple[StreamReader, threading.Thread]] = []
-        group.at_end(lambda reason: self._put(EndMessage(reason)))
+        self._places: dict[Any, int] = {}  # of results still to be collected: which of all each is, from 1 on
 
     def launch(self, command: Command) -> Any:
         """Tell the others, and launch a command."""
         self.group.check()
-        number = self._put(LaunchMessage(self.collected, command))
+        self._put(LaunchMessage(self.collected, command))
         try:
             pending = self._inner(self.inner.launch, command)
             if is_collected(command):
                 self._launched += 1
-                self._places[pending] = self._launched, number
+                self._places[pending] = self._launched
             return pending
         except (GroupError, RuntimeError):
             raise  # it cannot be survived in this generation; whoever calls knows whether there is a next one
@@ -139,15 +131,11 @@ class LeaderExecutor(ExecutorWrapper):
         self._inner(self.inner.wait, pending)
 
     def collect(self, pending: Any) -> Any:
-        """Give what came of a command. What all have done by then is deleted from the stream."""
+        """Give what came of a command."""
         results = self._inner(self.inner.collect, pending)
         # After an interrupt (Ctrl-C) a result may be collected once more, or never: the others collect each once, in order.
-        place, number = self._places.get(pending, (0, None))
-        if number is not None:
-            self.collected = max(self.collected, place)
-            if not isinstance(pending.command, Flush):  # which gathers nothing: somebody may not have read it yet
-                self._stream.forget(number)
-            self._places = {one: places for one, places in self._places.items() if places[0] > self.collected}
+        self.collected = max(self.collected, self._places.get(pending, 0))
+        self._places = {one: place for one, place in self._places.items() if place > self.collected}
         return results
 
     def set_recording(self, on: bool) -> None:
@@ -168,14 +156,14 @@ class LeaderExecutor(ExecutorWrapper):
         port = self.inner.extension(kind)
         return _LeaderPort(port, self) if kind is ChunkPort and port is not None else port
 
-    def listen(self, landings: Landings, process_ids: Iterable[int]) -> None:
-        """Hear what these processes have pulled, each in a thread."""
-        for process_id in sorted(set(process_ids) - {self.group.options.process_id}):
-            reader = StreamReader(self.group, pulled_stream(process_id), is_only=True, look=_LOOK_SECONDS)
-            thread = start_thread(
-                "chunk reports", _read_pulled, reader, landings, name="dsjax-pulled-elsewhere", restarts=True
-            )
-            self._readers.append((reader, thread))
+    def listen(self, landings: Landings) -> None:
+        """Hear what other processes have pulled, in the messaging thread."""
+
+        def hear(request: Request) -> None:
+            if request.body.generation == self._generation:
+                landings.enter(request.body.chunk)
+
+        self.group.endpoint.serve(PULLED, hear, roles=("member",), kind=Pulled)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Have all processes compile every program, each its own; wait until all have.
@@ -187,25 +175,14 @@ class LeaderExecutor(ExecutorWrapper):
         self.inner.warm_up(progress)
         self.group.agreement.ask("warm-up")
 
-    def retire(self) -> None:
-        """End this generation, whose stream is read no more."""
-        self._stream.drop()
-        for reader, _ in self._readers:
-            reader.closed.set()
-
     def shutdown(self) -> None:
         """Tell the others that this is the end, if they have not been told yet, and give back what the inner executor holds."""
-        if not self.group.leaving:
-            self._put(EndMessage())
-        for reader, _ in self._readers:
-            reader.closed.set()
-        for _, thread in self._readers:  # what waits in C++ when Python ends aborts the process
-            thread.join(_JOIN_SECONDS)
+        self.group.end()
         self.inner.shutdown()
         self.group.leave()
 
-    def _put(self, message: Message) -> int:
-        return self._stream.put(_encoder.encode(message))
+    def _put(self, message: Message) -> None:
+        self.group.command(self._generation, _encoder.encode(message))
 
     def _inner(self, method: Any, *arguments: Any) -> Any:
         try:
@@ -228,17 +205,6 @@ class _LeaderPort:
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Report a chunk when every process with devices of its rank has said what came of it there."""
-        processes = self._port.processes_of_ranks
-        landings = Landings(processes, report)
+        landings = Landings(self._port.processes_of_ranks, report)
         self._port.pull_chunks(pull, landings.enter)
-        self._leader.listen(landings, itertools.chain.from_iterable(processes))
-
-
-def _read_pulled(reader: StreamReader, landings: Landings) -> None:
-    try:
-        while (data := reader.next()) is not None:
-            with contained("chunk reports", "The request that waits for the chunk goes on when its time is over."):
-                if not reader.closed.is_set():
-                    landings.enter(msgspec.msgpack.decode(data, type=PulledChunk))
-    except ConnectionError:  # the group knows
-        return
+        self._leader.listen(landings)

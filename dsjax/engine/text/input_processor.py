@@ -8,13 +8,21 @@ from typing import Any
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
-from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules, TokenRun
 from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt that the model's own tokenizer has encoded: its token ids are neither checked nor copied."""
+
+    token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
 """Text, token ids, or vLLM's `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
 
 
@@ -36,6 +44,9 @@ class PreparedRequest:
 class InputProcessor:
     """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
 
+    Args:
+        seed: of that generator. compiles_grammars: as of `RuleMaker`.
+
     Attributes:
         config, vocab_size, eos_token_ids: as given.
         rules: makes what changes a request's logits.
@@ -48,13 +59,16 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
+        *,
+        compiles_grammars: bool = True,
     ):
         self._tokenizer = tokenizer
         self.config = scheduler_config
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self._own_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
         self._seeds = random.Random(seed)
-        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids)
+        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids, compiles_grammars)
 
     def draw_seed(self) -> int:
         """A uint32, for a request without a seed or for another process's processor."""
@@ -115,6 +129,7 @@ class InputProcessor:
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
+        is_ours = False
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"} & prompt.keys()
             if len(known) != 1 or len(prompt) != 1:
@@ -128,20 +143,26 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("the prompt is text, but this model has no tokenizer; give prompt_token_ids")
-            text, token_ids = prompt, self._tokenizer.encode(prompt)
+            text, token_ids, is_ours = prompt, self._tokenizer.encode(prompt), True
+        elif isinstance(prompt, EncodedPrompt):
+            token_ids, is_ours = prompt.token_ids, True
         elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping | Set):
             token_ids = list(prompt)
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
+        if not (is_ours and self._own_ids_fit):
+            self._check_token_ids(token_ids)
+        if not token_ids:
+            raise PromptError("the prompt is empty, expected at least one token")
+        return text, token_ids
+
+    def _check_token_ids(self, token_ids: Sequence[object]) -> None:
         for position, token_id in enumerate(token_ids):
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(
                     f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self.vocab_size - 1}"
                 )
-        if not token_ids:
-            raise PromptError("the prompt is empty, expected at least one token")
-        return text, token_ids
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.stop and self._tokenizer is None:
@@ -162,17 +183,22 @@ def _uint32(seed: int) -> int:
     return (seed ^ (seed >> 32)) & 0xFFFFFFFF
 
 
-__all__ = ["AdmissionError", "InputProcessor", "PreparedRequest", "Prompt", "PromptError"]
-
-
 class RuleMaker:
     """Makes of a request's parameters the rules for its logits.
 
-    Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop."""
+    Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop.
+    compiles_grammars: False in a front end, since the engine's process compiles them.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        compiles_grammars: bool = True,
+    ):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
 
     def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
         """Rules for each of the `n` completions; None where nothing but seed, temperature and truncation matter.
@@ -194,7 +220,7 @@ class RuleMaker:
                 self._vocab_size,
                 stop_ids,
                 bad_words,
-                None if structured is None else self._grammars.compile(structured),
+                None if structured is None or self._grammars is None else self._grammars.compile(structured),
             )
             for _ in range(params.n)
         ]

@@ -25,6 +25,7 @@ class LogitRules:
     Tokens are kept when a request is preempted, and so is all that is here.
 
     Attributes:
+        allowed: ``[⌈V / 32⌉]`` int32, the packed mask of tokens that may be made at all; None where all may.
         needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
     """
 
@@ -40,7 +41,7 @@ class LogitRules:
         self._single = sorted(run[0] for run in bad_words if len(run) == 1)
         self._several = tuple(run for run in bad_words if len(run) > 1)
         self._longest = max(map(len, self._several), default=0)
-        self._allowed = None if params.allowed_token_ids is None else packed(params.allowed_token_ids, vocab_size)
+        self.allowed = None if params.allowed_token_ids is None else packed(params.allowed_token_ids, vocab_size)
         self._error: str | None = None
         self.needs_tokens = constraint is not None or bool(self._several)
 
@@ -65,11 +66,6 @@ class LogitRules:
             rows[:, 0], rows[:, 1], rows[:, 2] = tokens, np.array(biases, np.float32).view(np.int32), until
         return rows
 
-    @property
-    def allowed(self) -> np.ndarray | None:
-        """``[⌈V / 32⌉]`` int32, the packed mask of tokens that may be made at all; None where all may."""
-        return self._allowed
-
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
         """``[1 + usable, ⌈V / 32⌉]`` int32: packed masks of the next token, and of the one after each draft that can be used.
 
@@ -88,8 +84,8 @@ class LogitRules:
             complete = self._constraint is not None and place == 0 and self._constraint.complete
             if self._constraint is not None and len(output) + place < self._params.min_tokens and not complete:
                 banned |= self._stop_ids
-            if self._allowed is not None:
-                mask &= self._allowed
+            if self.allowed is not None:
+                mask &= self.allowed
             if banned:
                 mask &= ~packed(banned, self._vocab_size)
         return masks

@@ -251,10 +251,6 @@ class OutputProcessor:
         group = self._groups.get(request_id)
         return [c.request for c in group.completions if c.finish_reason is None] if group else []
 
-    def completion_ids(self, request_id: str) -> list[str]:
-        """The core's ids of a request's unfinished completions; none where it is unknown or has ended."""
-        return [request.request_id for request in self.unfinished(request_id)]
-
     def forget(self, request_id: str) -> None:
         """Follow a request no longer; nobody wants its output."""
         group = self._groups.pop(request_id, None)

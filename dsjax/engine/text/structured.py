@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
         self._tokens: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._matcher = functools.lru_cache(KEPT_GRAMMARS)(self._compile_in_deep_stack)
         self._lock = threading.Lock()
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
@@ -132,42 +132,25 @@ class GrammarCompiler:
             missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
             raise SamplingError(param, f"this model has no {missing}, which structured output needs")
         try:
-            grammar = grammar_text(outputs)
+            matcher = self._matcher(grammar_text(outputs))
         except ValueError as error:
             raise SamplingError(param, _first_line(str(error))) from error
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = self._make_tokens()
-            matcher = self._kept.get(grammar)
-            if matcher is not None:
-                self._kept.move_to_end(grammar)
-        if matcher is None:
-            matcher = self._in_deep_stack(lambda: self._compiled(grammar, param))
-            with self._lock:
-                self._kept[grammar] = matcher
-                if len(self._kept) > KEPT_GRAMMARS:
-                    self._kept.popitem(last=False)
         return Constraint(matcher.deep_copy(), outputs.structured_after)
 
-    def _in_deep_stack(self, compile: Callable[[], LLMatcher]) -> LLMatcher:
-        done: Future[LLMatcher] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(compile())
-            except BaseException as error:
-                done.set_exception(error)
-
-        thread = threading.Thread(target=run, name="dsjax-grammar")
+    def _compile_in_deep_stack(self, grammar: str) -> LLMatcher:
         with self._lock:  # the size is the process's: it holds for the threads that start until it is set back
+            if self._tokens is None:
+                self._tokens = self._make_tokens()
             before = threading.stack_size(COMPILE_STACK)
             try:
-                thread.start()
+                thread = ThreadPoolExecutor(1, "dsjax-grammar")
+                compiled = thread.submit(self._compile, grammar)
             finally:
                 threading.stack_size(before)
-        return done.result()
+        with thread:
+            return compiled.result()
 
-    def _compiled(self, grammar: str, param: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         """A matcher at its beginning, which has made one mask: some impossible grammars show only then."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
         trial = matcher.deep_copy()
@@ -176,7 +159,7 @@ class GrammarCompiler:
             trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if trial.is_error():
             reason = _first_line(trial.get_error())
-            raise SamplingError(param, "no text has this form" if reason.startswith("NoExtension") else reason)
+            raise ValueError("no text has this form" if reason.startswith("NoExtension") else reason)
         return matcher
 
     def _make_tokens(self) -> LLTokenizer:

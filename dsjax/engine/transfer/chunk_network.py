@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from dsjax.background import contained, note_failure
-from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PullDone, PullRequest, PullResponse
-from dsjax.engine.transfer.page_channel import CHUNKS, TransferChannel, TransferListener, connect_to
-from dsjax.engine.transfer.send_buffers import ChunkTickets
+from dsjax.background import contained, note_failure, start_thread
+from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PublishedChunk, PullDone
 from dsjax.engine.transfer.transport import Shapes, Transport
-from dsjax.messaging.credentials import Credentials, local_credentials
-from dsjax.hosts.secure_channel import closed_on_failure
+from dsjax.errors import UserError
+from dsjax.messaging import Endpoint, Peer, Request
 
+ROLE = "decode"
+"""What processes of a decode side are to those of a prefill side."""
+_PULL, _DONE = "pull", "done"
 _MOST_DROPPED = 4096
+_PUBLISHERS = 2
+"""Threads that publish: while one copies a chunk, the other takes the next."""
+
+Take = Callable[[Chunk | None], object]
+"""Takes a chunk that another process pulls; None: it is not kept any more. It only queues."""
 
 
 class FollowerSendBuffers:
     """Holds the chunks of a prefill side's process that is not its first, in one generation. The first process counts them, and says
     when they go.
 
-    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it. tickets: the side's.
+    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it.
     """
 
-    def __init__(self, timeout: float, tickets: ChunkTickets):
-        self._timeout, self._tickets = timeout, tickets
+    def __init__(self, timeout: float):
+        self._timeout = timeout
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int, Take]] = []
+        self._lock = threading.Lock()
         self._has_ended = False
 
     def __len__(self) -> int:
@@ -42,269 +50,223 @@ class FollowerSendBuffers:
     def ready(self, number: int, chunk: Chunk | None) -> None:
         """Hold a chunk that is complete. None: another process holds it."""
         if chunk is not None:
-            with self._changed:
+            with self._lock:
                 if not self._has_ended:
                     self._chunks[number] = chunk
-                self._changed.notify_all()
+                self._answer()
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Hold chunks no longer."""
-        with self._changed:
+        with self._lock:
             for number in numbers:
                 self._chunks.pop(number, None)
                 self._dropped[number] = None
             while len(self._dropped) > _MOST_DROPPED:
                 self._dropped.popitem(last=False)
-            self._changed.notify_all()
+            self._answer()
 
     def end(self) -> None:
         """Hold nothing any longer: the generation has ended, and what this process has not computed will not come."""
-        with self._changed:
+        with self._lock:
             self._has_ended = True
             self._chunks.clear()
-            self._changed.notify_all()
+            self._answer()
 
-    def open(self, number: int, ticket: str) -> Chunk:
-        """Return a chunk that was offered.
+    def open(self, number: int, take: Take) -> None:
+        """Call `take` with a chunk that was offered, once it is here; with None where it is not held any more, or does not come."""
+        with self._lock:
+            self._waiting.append((time.monotonic() + self._timeout, number, take))
+            self._answer()
 
-        Raises:
-            ChunkGoneError: it is not held any more, or the ticket is not its own.
-        """
-        self._tickets.check(number, ticket)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: number in self._chunks or number in self._dropped or self._has_ended, self._timeout
-            )
-            if number not in self._chunks:
-                raise ChunkGoneError(f"chunk {number} is not kept any more")
-            return self._chunks[number]
+    def _answer(self) -> None:
+        now, waiting, self._waiting = time.monotonic(), self._waiting, []
+        for end, number, take in waiting:
+            if number in self._chunks or number in self._dropped or self._has_ended or end < now:
+                take(self._chunks.get(number))
+            else:
+                self._waiting.append((end, number, take))
+
+
+class _Published(NamedTuple):
+    peer: Peer
+    since: float
+    chunk: Chunk
 
 
 class ChunkServer:
-    """Lets other processes pull this one's chunks.
+    """Lets processes of a decode side pull this process's chunks.
 
     Args:
-        open_chunk: returns the chunk of a number and its ticket, or raises `ChunkGoneError`.
-        space: what both sides must have alike (`Greeting.space`).
+        open_chunk: `open_chunk(number, take)` calls `take` with the chunk of a number, from any thread; with None where it is gone.
         timeout: seconds after which a chunk that was published and not pulled is withdrawn.
-        credentials: of this deployment; None: of this user on the loopback interface.
     """
 
     def __init__(
-        self,
-        open_chunk: Callable[[int, str], Chunk],
-        transport: Transport,
-        space: dict[str, Any],
-        host: str,
-        timeout: float,
-        credentials: Credentials | None = None,
+        self, endpoint: Endpoint, open_chunk: Callable[[int, Take], None], transport: Transport, timeout: float
     ):
-        self.open_chunk, self.transport, self.timeout = open_chunk, transport, timeout
-        self.pull_numbers = itertools.count(1)
-        self.listener = TransferListener(
-            lambda channel: _PullingPeer(self, channel),
-            space,
-            host,
-            transport=transport.address,
-            service=CHUNKS,
-            credentials=credentials or local_credentials(),
-        )
-
-    @property
-    def address(self) -> str:
-        """`HOST:PORT`, as offers have it."""
-        return self.listener.address
+        self._endpoint, self._open_chunk, self._transport, self._timeout = endpoint, open_chunk, transport, timeout
+        self._numbers = itertools.count(1)
+        self._published: dict[int, _Published] = {}
+        self._peers: set[Peer] = set()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        for _ in range(_PUBLISHERS):
+            start_thread("chunk server", self._run, name="dsjax-chunk-server", restarts=True)
+        endpoint.serve(_PULL, self._pull, roles=(ROLE,), kind=int)
+        endpoint.serve(_DONE, self._done, roles=(ROLE,), kind=PullDone)
 
     def close(self) -> None:
-        """End the connections."""
-        self.listener.close()
+        """Publish nothing more, and withdraw what is published."""
+        for service in (_PULL, _DONE):
+            self._endpoint.withdraw(service)
+        self._tasks.put(lambda: self._withdraw(lambda _: True))
+        for _ in range(_PUBLISHERS):
+            self._tasks.put(None)
 
+    # In the messaging thread.
 
-class _PullingPeer:
-    """One process of a decode side, as a server sees it, and what is published for it."""
+    def _pull(self, request: Request) -> None:
+        if request.peer not in self._peers:
+            self._peers.add(request.peer)
+            request.peer.on_lost(partial(self._leave, request.peer))
+        self._open_chunk(request.body, lambda chunk: self._tasks.put(partial(self._publish, request, chunk)))
 
-    def __init__(self, server: ChunkServer, channel: TransferChannel):
-        self._server, self._channel = server, channel
-        self._published: dict[int, tuple[float, Chunk]] = {}
+    def _done(self, request: Request) -> None:
+        self._tasks.put(partial(self._end_pull, request.body.pull, request.peer, pulled=request.body.ok))
 
-    def receive(self, message: Any) -> None:
-        """Publish a chunk, or withdraw one that was pulled, or could not be."""
-        self._withdraw(time.monotonic() - self._server.timeout)
-        if isinstance(message, PullRequest):
-            self._channel.send(self._publish(message.number, message.ticket))
-        elif isinstance(message, PullDone) and message.pull in self._published:
-            _, chunk = self._published.pop(message.pull)
-            self._end_pull(message.pull, chunk, pulled=message.ok)
+    def _leave(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        self._tasks.put(partial(self._withdraw, lambda published: published.peer is peer))
 
-    def _publish(self, number: int, ticket: str) -> PullResponse:
-        server = self._server
+    # In the threads that use the transport.
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            before = time.monotonic() - self._timeout
+            self._withdraw(lambda published: published.since < before)  # noqa: B023
+            task()
+
+    def _publish(self, request: Request, chunk: Chunk | None) -> None:
+        if chunk is None:
+            request.refuse(f"chunk {request.body} is not kept any more")
+            return
+        number = next(self._numbers)
         try:
-            chunk = server.open_chunk(number, ticket)
-            pull = next(server.pull_numbers)
-            ticket = server.transport.publish(pull, chunk)
-        except ChunkGoneError:
-            return PullResponse(number, 0)
+            ticket = self._transport.publish(number, chunk)
         except Exception as error:  # whatever it is: the other side waits for an answer
             note_failure("chunk server", error, "The other side computes the chunk's pages.")
-            return PullResponse(number, 0)
-        self._published[pull] = time.monotonic(), chunk
-        return PullResponse(number, pull, ticket)
+            request.fail(error)
+            return
+        self._published[number] = _Published(request.peer, time.monotonic(), chunk)
+        request.reply(PublishedChunk(number, self._transport.address, ticket))
+        if request.peer.lost:  # what was published for it may have been withdrawn before this was
+            self._end_pull(number, request.peer, pulled=False)
 
-    def _withdraw(self, before: float) -> None:
-        """Withdraw what was published before this moment and is still not pulled."""
-        for pull, (since, chunk) in list(self._published.items()):
-            if since < before:
-                del self._published[pull]
-                self._end_pull(pull, chunk, pulled=False)
+    def _withdraw(self, is_over: Callable[[_Published], bool]) -> None:
+        """Withdraw what is published and will not be pulled."""
+        for number, published in list(self._published.items()):
+            if is_over(published):
+                self._end_pull(number, published.peer, pulled=False)
 
-    def _end_pull(self, pull: int, chunk: Chunk, *, pulled: bool) -> None:
-        with contained("chunk server", "The transport may hold a chunk that nobody pulls."):
-            self._server.transport.withdraw(pull, chunk, pulled=pulled)
-
-    def leave(self) -> None:
-        """Withdraw everything."""
-        self._withdraw(float("inf"))
+    def _end_pull(self, number: int, peer: Peer, *, pulled: bool) -> None:
+        published = self._published.get(number)
+        if published is not None and published.peer is peer and self._published.pop(number, None):
+            with contained("chunk server", "The transport may hold a chunk that nobody pulls."):
+                self._transport.withdraw(number, published.chunk, pulled=pulled)
 
 
 class RemoteChunks:
-    """Pulls chunks of other processes, by their addresses. It connects when something is pulled, and again after a loss.
+    """Connects a process of a decode side to those of prefill sides, when it needs one and again after a loss, and pulls their chunks.
 
     Args:
-        space: what both sides must have alike (`Greeting.space`).
         shapes: of a chunk's arrays.
-        timeout: seconds after which a process that does not answer is given up.
-        credentials: as of `ChunkServer`.
+        timeout: seconds after which a chunk that does not come is given up.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        space: dict[str, Any],
-        shapes: Shapes,
-        timeout: float,
-        credentials: Credentials | None = None,
-    ):
-        self._credentials = credentials or local_credentials()
-        self._transport, self._space, self._shapes, self._timeout = transport, space, shapes, timeout
-        self._connections: dict[str, Future[_ServerConnection]] = {}
+    def __init__(self, endpoint: Endpoint, transport: Transport, shapes: Shapes, timeout: float):
+        self.endpoint, self._transport, self._shapes, self._timeout = endpoint, transport, shapes, timeout
+        self._peers: dict[str, Future[Peer]] = {}
+        self._pulled_from: set[Peer] = set()
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk on this device, complete. address: `HOST:PORT#TICKET`, as its offer had it.
+        """Return a chunk on this device, complete. address: `HOST:PORT`, as its offer had it.
 
         Raises:
             ChunkGoneError: it is not held any more, or its process cannot be reached.
         """
-        address, _, chunk_ticket = address.partition("#")
-        connection = self._connection(address)
-        response = connection.request(number, chunk_ticket, self._timeout)
+        try:
+            peer = self.peer(address)
+            published = peer.request(_PULL, number, PublishedChunk).result(self._timeout)
+        except (OSError, UserError, RuntimeError) as error:
+            why = str(error) or f"no answer within {self._timeout:g} s"
+            raise ChunkGoneError(f"chunk {number} cannot be had from {address}: {why}") from error
+        self._note_transport(peer, published.transport)
         pulled: Future[Chunk] = Future()
-        arguments = connection.transport, response, device, pulled
         ok = False
         try:
-            threading.Thread(target=self._pull, args=arguments, name="dsjax-pull", daemon=True).start()
+            threading.Thread(
+                target=self._pull, args=(published, device, pulled), name="dsjax-pull", daemon=True
+            ).start()
             chunk = pulled.result(self._timeout)
             ok = True
-        except FutureTimeoutError:
+        except TimeoutError:
             raise ChunkGoneError(f"{address} does not send chunk {number}") from None
         except Exception as error:  # the transport's
             raise ChunkGoneError(f"chunk {number} could not be pulled from {address}: {error}") from error
         finally:
-            connection.channel.send(PullDone(response.pull, ok))
+            peer.send(_DONE, PullDone(published.pull, ok))
         return chunk
+
+    def peer(self, address: str) -> Peer:
+        """Return the connection to an address. One thread makes it; others that want it wait, and those of other addresses do not.
+
+        Raises:
+            PeerLostError, NotAMemberError, UserError: as `Endpoint.connect`.
+        """
+        with self._lock:
+            made = self._peers.get(address)
+            if connects := made is None:
+                made = self._peers[address] = Future()
+        if connects:
+            try:
+                peer = self.endpoint.connect(address, ROLE)
+                made.set_result(peer)
+                peer.on_lost(partial(self._forget, address, made))
+            except Exception as error:  # whatever it is: others may wait for this
+                self._forget(address, made)
+                made.set_exception(error)
+        return made.result()
 
     def close(self) -> None:
         """End the connections."""
         with self._lock:
-            connections = list(self._connections.values())
-        for connection in connections:
-            if connection.done() and connection.exception() is None:
-                connection.result().channel.close()
+            peers = list(self._peers.values())
+        for made in peers:
+            if made.done() and made.exception() is None:
+                made.result().close()
 
-    def _connection(self, address: str) -> _ServerConnection:
-        """Return the connection to an address, which one thread makes while others that want it wait; those of other addresses do not."""
+    def _forget(self, address: str, made: Future[Peer]) -> None:
+        """Forget a connection that is lost, or could not be made."""
         with self._lock:
-            made = self._connections.get(address)
-            if connects := made is None:
-                made = self._connections[address] = Future()
-        if connects:
-            try:
-                lost = lambda connection: self._forget(address, made, connection)  # noqa: E731
-                made.set_result(_ServerConnection(address, self._space, self._credentials, lost))
-            except Exception as error:  # whatever it is: others may wait for this
-                self._forget(address, made)
-                made.set_exception(ChunkGoneError(f"{address} cannot be reached: {error}"))
-        return made.result()
+            if self._peers.get(address) is made:
+                del self._peers[address]
 
-    def _forget(
-        self, address: str, made: Future[_ServerConnection], connection: _ServerConnection | None = None
-    ) -> None:
-        """Forget a connection that is lost, or could not be made. The transport forgets its process too, which may never come back."""
+    def _note_transport(self, peer: Peer, transport: str) -> None:
+        """Have the transport forget a process with the connection to it: it may never come back."""
+
+        def forget() -> None:
+            self._pulled_from.discard(peer)  # the transport may wait for a read that hangs
+            start_thread("transfer connection", self._transport.disconnect, transport, name="dsjax-transfer")
+
         with self._lock:
-            if self._connections.get(address) is made:
-                del self._connections[address]
-        if connection is not None:
-            self._transport.disconnect(connection.transport)
+            if peer in self._pulled_from:
+                return
+            self._pulled_from.add(peer)
+        peer.on_lost(forget)
 
-    def _pull(self, peer: str, response: PullResponse, device: Any, pulled: Future[Chunk]) -> None:
+    def _pull(self, published: PublishedChunk, device: Any, pulled: Future[Chunk]) -> None:
         try:
-            pulled.set_result(self._transport.pull(peer, response.pull, response.ticket, self._shapes, device))
+            chunk = self._transport.pull(published.transport, published.pull, published.ticket, self._shapes, device)
+            pulled.set_result(chunk)
         except BaseException as error:
             pulled.set_exception(error)
-
-
-class _ServerConnection:
-    """The connection to a process that holds chunks.
-
-    lost: is called when it ends.
-
-    Attributes:
-        transport: address of that process's transport.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        space: dict[str, Any],
-        credentials: Credentials,
-        lost: Callable[[_ServerConnection], None],
-    ):
-        self._address, self._report_lost, self.is_lost = address, lost, False
-        self._requested: dict[int, Future[PullResponse]] = {}
-        connection, self.transport = connect_to(address, space, CHUNKS, credentials)
-        with closed_on_failure(connection):
-            self.channel = TransferChannel(connection)
-        self.channel.start(self._receive, self._lost)
-
-    def request(self, number: int, ticket: str, timeout: float) -> PullResponse:
-        """Have a chunk published.
-
-        Raises:
-            ChunkGoneError: it is not held any more, or nothing is answered in time.
-        """
-        answer = self._requested[number] = Future()
-        self.channel.send(PullRequest(number, ticket))
-        try:
-            response = PullResponse(number, 0) if self.is_lost else answer.result(timeout)
-        except FutureTimeoutError:
-            raise ChunkGoneError(f"{self._address} does not answer") from None
-        finally:
-            self._requested.pop(number, None)
-        if not response.pull:
-            raise ChunkGoneError(f"chunk {number} is not kept any more at {self._address}")
-        return response
-
-    def _receive(self, message: Any) -> None:
-        if isinstance(message, PullResponse):
-            self._answer(message)
-
-    def _lost(self) -> None:
-        self.is_lost = True
-        for number in list(self._requested):
-            self._answer(PullResponse(number, 0))
-        self._report_lost(self)
-
-    def _answer(self, response: PullResponse) -> None:
-        answer = self._requested.get(response.number)
-        if answer is not None and not answer.done():
-            answer.set_result(response)

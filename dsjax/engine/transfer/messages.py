@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TRANSFER_SECONDS = 30
 """Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
+VERSION = 7
+"""Version of these messages. It changes whenever an older side could misunderstand a newer one."""
 MOST_KEPT = 256
 """Pages that a prefill rank has room for in chunks that decode has not taken. Further ones stay in its cache until there is room."""
 CHUNK_PAGES = 16
@@ -68,8 +70,7 @@ class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"
     Attributes:
         first, count: which pages of the transfer it has, in their order.
         cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
-        address: `HOST:PORT#TICKET`, of the process that keeps the chunk and of what opens the chunk there (`ChunkTickets`); empty in one
-            process.
+        address: `HOST:PORT` of the process that keeps the chunk; empty in one process.
         names: of its pages, 32 bytes each. Decode takes no page that has another name than the one it asked for.
     """
 
@@ -95,27 +96,29 @@ class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer
     reason: str
 
 
-class PullRequest(msgspec.Struct, frozen=True, array_like=True, tag="pull_request"):
-    """A process of the decode side is about to pull a chunk, from the process that keeps it. ticket: of the chunk's offer."""
+class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
+    """A decode engine's first message to a prefill engine, which accepts it or says what differs.
 
-    number: int
-    ticket: str
+    space: what both must have alike: everything that a page's values depend on beside its tokens, and the transport.
+    """
+
+    space: dict[str, Any]
 
 
-class PullResponse(msgspec.Struct, frozen=True, array_like=True, tag="pull_response"):
-    """The chunk can be pulled now, once, by the number of this pull.
+class PublishedChunk(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a process that asks for a chunk by its number: the chunk can be pulled now, once.
 
     Attributes:
-        pull: 0 where the chunk is not kept any more.
+        pull: number of this pull. transport: address of the transport.
         ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
     """
 
-    number: int
     pull: int
-    ticket: bytes = b""
+    transport: str
+    ticket: bytes
 
 
-class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
+class PullDone(msgspec.Struct, frozen=True, array_like=True):
     """The pull of this number is over. ok: the chunk has come."""
 
     pull: int
@@ -124,8 +127,6 @@ class PullDone(msgspec.Struct, frozen=True, array_like=True, tag="pull_done"):
 
 ToPrefill = PrefillRequest | CancelTransfer | ReleaseChunk | FlushPages
 ToDecode = ChunkReady | TransfersUnderWay | TransferFailed
-PullMessage = PullRequest | PullResponse | PullDone
-"""What processes say to each other that pull chunks, and that keep them."""
 Chunk = dict[str, Any]
 """By array of the cache `[1, CHUNK_PAGES, layers, page_size, …]`, on one device; what its pages do not fill is anything."""
 
@@ -193,6 +194,11 @@ class PrefillLink:
 
     def __init__(self):
         self.receive: Callable[[ToDecode], None] = lambda message: None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no connection to it, and none is being made."""
+        return False
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive` from now on."""

@@ -1,4 +1,4 @@
-"""Prefill and decode in different processes: `PrefillServer` and `RemoteLink`, between which their messages go over TCP."""
+"""Prefill and decode in different processes: `PrefillServer` and `RemoteLink`, and the messages between them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dsjax.background import start_thread
 from dsjax.engine.contract.commands import int32s
-from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
+from dsjax.engine.transfer.chunk_network import ROLE, ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
     Chunk,
     FlushPages,
+    Greeting,
     PrefillLink,
     PrefillRequest,
     ReleaseChunk,
@@ -22,23 +26,25 @@ from dsjax.engine.transfer.messages import (
     ToPrefill,
     TransferFailed,
 )
-from dsjax.engine.transfer.page_channel import PAGES, TransferChannel, TransferListener, connect_to
-from dsjax.engine.transfer.prefill_service import PrefillEndpoint
-from dsjax.messaging.credentials import Credentials, local_credentials
-from dsjax.hosts.secure_channel import closed_on_failure
-from dsjax.hosts.wire import split_address
+from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
+from dsjax.messaging import Endpoint, Peer, Request
+from dsjax.messaging.addresses import split_address
+from dsjax.messaging.curve import LISTENER
+from dsjax.messaging.endpoint import CONNECT_SECONDS
 
 if TYPE_CHECKING:
     from dsjax.engine.contract.executor import Progress
 
 _log = logging.getLogger(__name__)
+_SERVICE = "prefill"
 
 
 class PrefillServer:
-    """A prefill engine that decode engines of other processes reach at an address. Chunks are pulled elsewhere.
+    """A prefill engine that decode engines of other processes reach at an endpoint. Chunks are pulled from whichever process keeps them.
 
-    space: as in `Greeting`. chunks: this process's, which ends with the engine. credentials: of this deployment; None: of this user on
-    the loopback interface.
+    Args:
+        chunks: this process's, which ends with the engine. space: as in `Greeting`.
+        owns_endpoint: whether the endpoint ends with the engine too.
     """
 
     def __init__(
@@ -46,24 +52,20 @@ class PrefillServer:
         engine: PrefillEndpoint,
         chunks: ChunkServer,
         space: dict[str, Any],
-        host: str,
-        port: int = 0,
-        credentials: Credentials | None = None,
+        endpoint: Endpoint,
+        *,
+        owns_endpoint: bool = False,
     ):
-        self.engine, self._chunks = engine, chunks
-        self.listener = TransferListener(
-            lambda channel: _DecodePeer(engine, channel),
-            space,
-            host,
-            port,
-            service=PAGES,
-            credentials=credentials or local_credentials(),
-        )
+        self.engine, self.endpoint = engine, endpoint
+        self.space = msgspec.msgpack.decode(msgspec.msgpack.encode(space, enc_hook=str))  # as the other side sends it
+        self._chunks, self._owns_endpoint = chunks, owns_endpoint
+        self._decoders: dict[Peer, Receive] = {}
+        endpoint.serve(_SERVICE, self._take, roles=(ROLE,), kind=Greeting | ToPrefill)
 
     @property
     def address(self) -> str:
         """`HOST:PORT`."""
-        return self.listener.address
+        return self.endpoint.address
 
     def prefill(
         self,
@@ -80,7 +82,7 @@ class PrefillServer:
             engine has put it. dp_rank: as of `RequestOptions`.
         """
         params = handoff(self.address, room)
-        page_size = self.engine.page_size
+        page_size = self.engine.core.scheduler.config.page_size
         end = (len(token_ids) - 1) // page_size
         if end:
             tokens = int32s(token_ids[: end * page_size + 1])
@@ -97,114 +99,147 @@ class PrefillServer:
 
     def shutdown(self) -> None:
         """End the connections and the engine."""
-        self.listener.close()
+        self.endpoint.withdraw(_SERVICE)
+        for peer in list(self._decoders):
+            peer.close()
         self.engine.shutdown()
         self._chunks.close()
+        if self._owns_endpoint:
+            self.endpoint.close()
+
+    def _take(self, request: Request) -> None:
+        """Greet a decode engine, or pass on what it asks for."""
+        peer, message = request.peer, request.body
+        if not isinstance(message, Greeting):
+            if peer in self._decoders:
+                self.engine.post(message, self._decoders[peer])
+            return
+        mine, theirs = self.space, message.space
+        different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        if different:
+            values = (f"{key} ({mine.get(key)!r} here, {theirs.get(key)!r} there)" for key in different)
+            request.refuse(
+                f"pages of the two sides differ in {', '.join(values)}; start both with the same model and options"
+            )
+            return
+        if peer not in self._decoders:
+            self._decoders[peer] = partial(peer.send, _SERVICE)
+            peer.on_lost(lambda: self.engine.leave(self._decoders.pop(peer)))
+        request.reply()
 
 
-class _DecodePeer:
-    """One decode engine, as a server sees it."""
+class RemoteLinks:
+    """Makes the links of a decode engine to prefill engines in other processes.
 
-    def __init__(self, engine: PrefillEndpoint, channel: TransferChannel):
-        self._engine, self._send = engine, channel.send
-
-    def receive(self, message: Any) -> None:
-        """Pass on what it asks for."""
-        if isinstance(message, ToPrefill):
-            self._engine.post(message, self._send)
-
-    def leave(self) -> None:
-        """Cancel what it asked for."""
-        self._engine.leave(self._send)
-
-
-class RemoteLink(PrefillLink):
-    """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss.
-
-    chunks: by which its chunks are pulled, from whichever process keeps them. space: as in `Greeting`. credentials: as of `PrefillServer`.
+    Args:
+        chunks: by which chunks are pulled, from whichever process keeps them. space: as in `Greeting`.
+        owns_endpoint: whether the endpoint of `chunks` ends with the links.
     """
 
-    def __init__(
-        self, address: str, chunks: RemoteChunks, space: dict[str, Any], credentials: Credentials | None = None
-    ):
-        super().__init__()
-        self._credentials = credentials or local_credentials()
-        split_address(address)
-        self.address, self._chunks, self._space = address, chunks, space
-        self._lock = threading.Lock()
-        self._outbox: list[ToPrefill] = []  # until it is connected
-        self._connecting = self._closed = False
-        self._channel: TransferChannel | None = None
+    def __init__(self, chunks: RemoteChunks, space: dict[str, Any], *, owns_endpoint: bool = False):
+        self.chunks, self.space, self._owns_endpoint = chunks, space, owns_endpoint
+        self.of: dict[Peer, RemoteLink] = {}
+        chunks.endpoint.serve(_SERVICE, self._take, roles=(LISTENER,), kind=ToDecode)
 
-    def send(self, message: ToPrefill) -> None:
-        """Queue a message. Where there is no connection a thread makes one, and ends: a side that has gone for good costs none."""
-        with self._lock:
-            if self._channel is not None:
-                self._channel.send(message)
-            elif not isinstance(message, ReleaseChunk) and not self._closed:
-                # Of a chunk the prefill side has forgotten everything: it has dropped those of the connection that is lost.
-                self._outbox.append(message)
-                if not self._connecting:
-                    self._connecting = True
-                    start_thread("transfer connection", self._connect, name="dsjax-transfer", on_failure=self._give_up)
+    def link_to(self, address: str) -> RemoteLink:
+        """Make the link to a prefill engine, which connects when it is asked for something.
 
-    def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """Pull a chunk to this device."""
-        return self._chunks.pull(address, number, device)
+        Raises:
+            UserError: the address is none.
+        """
+        return RemoteLink(address, self)
 
     def close(self) -> None:
         """End the connections."""
+        self.chunks.close()
+        if self._owns_endpoint:
+            self.chunks.endpoint.close()
+
+    def _take(self, request: Request) -> None:
+        link = self.of.get(request.peer)
+        if link is not None:
+            link.receive(request.body)
+
+
+class RemoteLink(PrefillLink):
+    """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss."""
+
+    def __init__(self, address: str, links: RemoteLinks):
+        super().__init__()
+        split_address(address)
+        self.address, self._links = address, links
+        self._lock = threading.Lock()
+        self._outbox: list[ToPrefill] = []  # until it is connected
+        self._is_connecting = self._is_closed = False
+        self._peer: Peer | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no connection, and none is being made."""
+        return self._peer is None and not self._is_connecting
+
+    def send(self, message: ToPrefill) -> None:
+        """Queue a message. Without a connection, a thread makes one; a flush alone waits until something else needs one."""
         with self._lock:
-            self._closed, channel, self._channel = True, self._channel, None
-        if channel is not None:
-            channel.close()
-        self._chunks.close()
+            if self._peer is not None:
+                self._peer.send(_SERVICE, message)
+            elif self._is_closed or isinstance(message, ReleaseChunk):
+                return  # with the connection, prefill has dropped its chunks
+            elif isinstance(message, FlushPages) and not self._is_connecting:
+                self._outbox = [message]
+            else:
+                self._outbox.append(message)
+                if not self._is_connecting:
+                    self._is_connecting = True
+                    start_thread("transfer connection", self._connect, name="dsjax-transfer", on_failure=self._fail)
+
+    def pull(self, number: int, device: Any, address: str = "") -> Chunk:
+        """Pull a chunk to this device."""
+        return self._links.chunks.pull(address, number, device)
+
+    def close(self) -> None:
+        """End the connection."""
+        with self._lock:
+            self._is_closed, self._outbox = True, []
+            if self._peer is not None:
+                self._peer.close()
 
     def _connect(self) -> None:
-        channel, reason = None, ""
         try:
-            connection, _ = connect_to(self.address, self._space, PAGES, self._credentials)
-            with closed_on_failure(connection):
-                channel = TransferChannel(connection)
+            peer = self._links.chunks.peer(self.address)
+            self._links.of[peer] = self
+            try:
+                peer.request(_SERVICE, Greeting(self._links.space)).result(CONNECT_SECONDS)
+            except BaseException:
+                del self._links.of[peer]
+                peer.close()
+                raise
         except Exception as error:  # whatever it is: what was asked for must not wait for an answer
-            reason = f"the prefill engine at {self.address} cannot be reached: {error}"
+            self._fail(error)
+            return
         with self._lock:
-            if channel is None:
-                self._outbox = _kept(self._outbox)
-            elif self._closed:
-                channel.close()
-            else:
-                # Started first: where no thread can be had, `_give_up` still finds what waits, and no other thread connects until it has.
-                channel.start(self._take, lambda: self._lost(channel))
-                for message in self._outbox:
-                    channel.send(message)
-                self._outbox, self._channel = [], channel
-            self._connecting = False
-        if reason:
-            # What was asked for until now is given up; what is asked for from now on has another connection tried.
-            _log.warning("%s. Prompts are computed where they are decoded.", reason)
-            self.receive(TransferFailed("", reason))
+            for message in self._outbox:
+                peer.send(_SERVICE, message)
+            self._outbox, self._peer, self._is_connecting = [], peer, False
+            if self._is_closed:
+                peer.close()
+        peer.on_lost(lambda: self._lost(peer))
 
-    def _give_up(self, error: Exception) -> None:
-        """Release who waits for an answer over a connection that could not be made."""
+    def _fail(self, error: Exception) -> None:
+        """Give up what was asked for until now. What is asked for from now on has another connection tried."""
         with self._lock:
-            self._connecting, self._outbox, self._channel = False, _kept(self._outbox), None
-        self.receive(TransferFailed("", f"the prefill engine at {self.address} cannot be reached: {error}"))
+            # The next connection still has to bring this: the prefill engine has pages that nobody may find any more.
+            self._outbox = [message for message in self._outbox if isinstance(message, FlushPages)][:1]
+            self._is_connecting = False
+        reason = f"the prefill engine at {self.address} cannot be reached: {str(error) or 'it does not answer'}"
+        _log.warning("%s. Prompts are computed where they are decoded.", reason)
+        self.receive(TransferFailed("", reason))
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, ToDecode):
-            self.receive(message)
-
-    def _lost(self, channel: TransferChannel) -> None:
+    def _lost(self, peer: Peer) -> None:
+        del self._links.of[peer]
         with self._lock:
-            if self._channel is channel:
-                self._channel = None
+            self._peer = None
         self.receive(TransferFailed("", f"the connection to the prefill engine at {self.address} is lost"))
-
-
-def _kept(outbox: Sequence[ToPrefill]) -> list[ToPrefill]:
-    """What the next connection still has to bring: a prefill engine that could not be reached has pages that nobody may find any more."""
-    return [message for message in outbox if isinstance(message, FlushPages)][:1]
 
 
 def handoff(address: str, room: int | None = None) -> dict[str, str]:

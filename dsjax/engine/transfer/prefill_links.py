@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.schedule.attachment import Attachment
@@ -15,6 +15,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
     TRANSFER_SECONDS,
     Chunk,
+    ChunkGoneError,
     ChunkPort,
     FlushPages,
     PrefillLink,
@@ -31,12 +32,27 @@ TRANSFER_WAIT = 0.01
 """Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
 
 
+class Dialer(Protocol):
+    """Makes links to prefill engines at addresses (`RemoteLinks`)."""
+
+    def link_to(self, address: str) -> PrefillLink:
+        """Make the link to a prefill engine.
+
+        Raises:
+            UserError: the address is none.
+        """
+
+    def close(self) -> None:
+        """End all connections."""
+
+
 class PrefillLinks(Attachment):
     """Belongs to the engine's thread. Prefill engines answer from threads of their own, and what they say waits until a step begins.
 
     Args:
-        links: those that are there from the start; they are closed at the end.
-        connect: makes further ones, by the address that a request names.
+        links: those that are there from the start.
+        dialer: makes further ones, by the address that a request names. A link without a connection that no request names is dropped.
+            All are closed at the end.
         local_tokens, timeout: as of `RemotePrefills`.
 
     Attributes:
@@ -50,28 +66,31 @@ class PrefillLinks(Attachment):
     def __init__(
         self,
         links: Sequence[PrefillLink],
-        connect: Callable[[str], PrefillLink] | None = None,
+        dialer: Dialer | None = None,
         *,
         local_tokens: int = 1,
         timeout: float = TRANSFER_SECONDS,
     ):
-        self.source, self._connect = RemotePrefills(len(links), local_tokens, timeout), connect
-        if connect is not None:
+        self.source, self._dialer = RemotePrefills(len(links), local_tokens, timeout), dialer
+        if dialer is not None:
             self.source.connect = self.number_of
         self._addresses: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[tuple[int, ToDecode]] = queue.SimpleQueue()
         self._pulled: queue.SimpleQueue[PulledChunk] = queue.SimpleQueue()
-        self.links: list[PrefillLink] = []
+        self.links: dict[int, PrefillLink] = {}
+        self._has_flushed = False
         self.wake = threading.Event()
-        for link in links:
-            self._add(link)
+        for number, link in enumerate(links):
+            self._add(number, link)
 
     def number_of(self, address: str) -> int:
         """Give the number of the prefill engine at an address, which is connected where it is new."""
         if address not in self._addresses:
-            link = self._connect(address)
-            self._addresses[address] = self.source.add_link()
-            self._add(link)
+            link = self._dialer.link_to(address)
+            if self._has_flushed:  # what it has computed may be older
+                link.send(FlushPages())
+            self._addresses[address] = number = self.source.add_link()
+            self._add(number, link)
         return self._addresses[address]
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
@@ -83,9 +102,15 @@ class PrefillLinks(Attachment):
         """Hand on what prefill engines have said, and what was pulled."""
         self.wake.clear()  # what comes from now on ends the next wait at once
         while not self._inbox.empty():
-            self.source.receive(*self._inbox.get(), now)
+            number, message = self._inbox.get()
+            if number in self.links:
+                self.source.receive(number, message, now)
         for rank, _, _, numbers, ok in self.take_pulled():
             self.scheduler.landed(rank, numbers, ok, now)
+        for address, number in list(self._addresses.items()):
+            if self.links[number].is_idle and self.source.forget_link(number, now):
+                self.links.pop(number).close()
+                del self._addresses[address]
 
     def wait(self) -> bool:
         """Wait for prefill engines, if a request does."""
@@ -100,7 +125,10 @@ class PrefillLinks(Attachment):
 
     def pull(self, source: Source, number: int, device: Any) -> Chunk:
         """Pull a chunk to this device, for the executor and from any thread."""
-        return self.links[source.link].pull(number, device, source.address)
+        link = self.links.get(source.link)
+        if link is None:
+            raise ChunkGoneError(f"the prefill engine of chunk {number} is gone")
+        return link.pull(number, device, source.address)
 
     def report(self, chunk: PulledChunk) -> None:
         """Take in what has come of a chunk, for the executor and from any thread."""
@@ -112,28 +140,36 @@ class PrefillLinks(Attachment):
         pulled = []
         while not self._pulled.empty():
             pulled.append(self._pulled.get())
-            self.links[pulled[-1].link].send(ReleaseChunk(pulled[-1].number))
+            self._send(pulled[-1].link, ReleaseChunk(pulled[-1].number))
         return pulled
 
     def send(self) -> None:
         """Send the prefill engines what the scheduler has for them."""
         for link, message in self.source.take_messages():
-            self.links[link].send(message)
+            self._send(link, message)
 
     def flush(self) -> None:
         """Have all prefill engines let no page be found that they have computed."""
         self.send()
-        for link in self.links:
+        self._has_flushed = True
+        for link in self.links.values():
             link.send(FlushPages())
 
     def close(self, failed: bool) -> None:
         """Ask and pull nothing more."""
-        for link in self.links:
+        for link in self.links.values():
             link.close()
+        if self._dialer is not None:
+            self._dialer.close()
 
-    def _add(self, link: PrefillLink) -> None:
-        self.links.append(link)
-        link.connect(partial(self._receive, len(self.links) - 1))
+    def _add(self, number: int, link: PrefillLink) -> None:
+        self.links[number] = link
+        link.connect(partial(self._receive, number))
+
+    def _send(self, number: int, message: ToPrefill) -> None:
+        link = self.links.get(number)
+        if link is not None:
+            link.send(message)
 
     def _receive(self, number: int, message: ToDecode) -> None:
         self._inbox.put((number, message))

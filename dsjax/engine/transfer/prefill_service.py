@@ -29,7 +29,7 @@ from dsjax.engine.transfer.messages import (
     TransfersUnderWay,
 )
 from dsjax.engine.transfer.page_sends import PageSends
-from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper, PageSend, SendBuffers
+from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class PrefillService(Attachment):
     Args:
         timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
         keepers: gives which process keeps the buffers of each of an executor's ranks; None: all are this one's.
-        tickets: of the side's chunks; None: new ones.
+        first_number: as of `SendBuffers`.
 
     Attributes:
         buffers: the pages that wait to be pulled. counts: replaced after each step, so that any thread may read them.
@@ -89,9 +89,9 @@ class PrefillService(Attachment):
 
     source: PageSends
 
-    def __init__(self, *, timeout: float, keepers: Keepers | None = None, tickets: ChunkTickets | None = None):
+    def __init__(self, *, timeout: float, keepers: Keepers | None = None, first_number: int | None = None):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
-        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic, tickets=tickets)
+        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic, first_number)
         self.source = PageSends(self.buffers)
         self.counts = PrefillCounts()
         self.flush_core: Callable[[], Any] = lambda: None

@@ -135,8 +135,11 @@ class RemotePrefills(PageSource):
         ] = {}  # of those the transfer that computes their prompt, until it is asked for
         self._computed_here: set[Request] = set()  # since a transfer for them was given up
         self._any = range(num_links)
-        self.awaited = [0] * num_links
-        self._backoffs = [Backoff() for _ in range(num_links)]
+        self._link_numbers = itertools.count()
+        self.awaited: dict[int, int] = {}
+        self._backoffs: dict[int, Backoff] = {}
+        for _ in self._any:
+            self.add_link()
         self._messages: list[tuple[int, ToPrefill]] = []
         self._pulls: list[list[tuple[Source, int, int, int]]] = []  # (source, chunk, place there, number here)
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
@@ -151,9 +154,21 @@ class RemotePrefills(PageSource):
 
     def add_link(self) -> int:
         """Add another prefill engine, which only requests that name it are sent to, and give its number."""
-        self._backoffs.append(Backoff())
-        self.awaited.append(0)
-        return len(self._backoffs) - 1
+        number = next(self._link_numbers)
+        self._backoffs[number], self.awaited[number] = Backoff(), 0
+        return number
+
+    def forget_link(self, link: int, now: float) -> bool:
+        """Forget a prefill engine that is gone, unless a request still names it; whether it is forgotten."""
+        if (
+            link in self._any
+            or self._backoffs[link].holds(now)
+            or link in self._links_of.values()
+            or any(transfer.link == link for transfer in self._transfers.values())
+        ):
+            return False
+        del self._backoffs[link], self.awaited[link]
+        return True
 
     @property
     def num_under_way(self) -> int:

@@ -1,8 +1,7 @@
 """`SendBuffers`: the chunks that a prefill engine keeps for others, each until it was pulled, nobody wants it, or its time is over."""
 
-import hmac
 import itertools
-import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import NamedTuple
 
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, ToDecode
+
+_NUMBERS = 2**31
 
 
 @dataclass(eq=False)
@@ -41,30 +42,6 @@ class PageSend:
             self.receive(message)
 
 
-class ChunkTickets:
-    """The ticket that opens each chunk of a prefill side: who has not been offered a chunk cannot pull it by guessing its number.
-
-    secret: shared by the processes of the side; None: a new one. A side that was started again has another, so a number that its
-    predecessor has offered opens nothing.
-    """
-
-    def __init__(self, secret: bytes | None = None):
-        self.secret = secret or os.urandom(32)
-
-    def ticket(self, number: int) -> str:
-        """Make the ticket of a chunk."""
-        return hmac.new(self.secret, str(number).encode(), "sha256").hexdigest()[:32]
-
-    def check(self, number: int, ticket: str) -> None:
-        """Check the ticket of somebody who wants to pull a chunk.
-
-        Raises:
-            ChunkGoneError: it is another chunk's, or nobody's.
-        """
-        if not hmac.compare_digest(self.ticket(number).encode(), ticket.encode()):
-            raise ChunkGoneError(f"chunk {number} was not offered with this ticket")
-
-
 class Keeper(NamedTuple):
     """Which process keeps the chunks of a rank.
 
@@ -94,9 +71,8 @@ class SendBuffers:
 
     Args:
         keepers: of each rank. offer: told of each chunk that can be pulled, and of its transfer. clock: seconds.
-
-    Attributes:
-        tickets: those of the chunks that other processes pull.
+        first_number: of the chunks. None: a random one, so that the numbers of a side that was started again are not those of before, and
+            a process that was not offered a chunk has to guess 31 bits.
     """
 
     def __init__(
@@ -105,13 +81,13 @@ class SendBuffers:
         timeout: float,
         offer: Callable[[PageSend, ChunkReady], None],
         clock: Callable[[], float],
-        tickets: ChunkTickets | None = None,
+        first_number: int | None = None,
     ):
-        self.timeout, self.tickets = timeout, tickets or ChunkTickets()
+        self.timeout = timeout
         self._offer, self._clock = offer, clock
         self._gone: list[int] = []
         self._buffers: dict[int, _Buffer] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(secrets.randbelow(_NUMBERS) if first_number is None else first_number)
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0
         self.reset(keepers)
@@ -141,11 +117,9 @@ class SendBuffers:
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
         """Have pages go into a new chunk, and return its number."""
         with self._lock:
-            number = next(self._numbers) % 2**31
+            number = next(self._numbers) % _NUMBERS
             self._room[rank] -= 1
             address = self._keepers[rank].address
-            if address:
-                address = f"{address}#{self.tickets.ticket(number)}"
             names = b"".join(send.request.page_hashes[first : first + count])
             offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address, names)
             self._buffers[number] = _Buffer(rank, send, offer, self._clock() + self.timeout)
@@ -173,14 +147,11 @@ class SendBuffers:
                 raise ChunkGoneError(f"chunk {number} is not kept any more")
             return buffer.chunk
 
-    def open(self, number: int, ticket: str) -> Chunk:
-        """Give a chunk to another process, as `take` does.
-
-        Raises:
-            ChunkGoneError: it is not kept any more, or the ticket is not its own.
-        """
-        self.tickets.check(number, ticket)
-        return self.take(number)
+    def open(self, number: int, take: Callable[[Chunk | None], object]) -> None:
+        """Call `take` with a chunk that another process pulls; with None where it is not kept any more."""
+        with self._lock:
+            buffer = self._buffers.get(number)
+        take(None if buffer is None else buffer.chunk)
 
     def transfer_of(self, number: int) -> PageSend | None:
         """Give the transfer that a chunk is of; None where it is not kept any more."""

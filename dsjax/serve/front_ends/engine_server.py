@@ -87,7 +87,7 @@ class EngineServer(Server):
         self._front_ends = front_ends
         serving.front_ends = front_ends
         serving.on_phase = front_ends.send_phase
-        front_ends.limit_by(serving)
+        front_ends.gate = serving.gate
         super().__init__(serving, **options)
 
     @classmethod
@@ -175,7 +175,6 @@ def _welcome(
             num_ranks=parts.num_ranks,
             orders_by_priority=serving.orders_by_priority,
             created=serving.created,
-            limited=options.limits_queue,
             log_level=log_level,
             log_json=log_json,
             engine_address=address,

@@ -20,14 +20,14 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsjax.background import contained
-from dsjax.engine.contract.executor import RowResult
+from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, PreparedRequest
 from dsjax.engine.text.output_processor import OutputProcessor
-from dsjax.engine.text.outputs import EngineDeadError
+from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.connections import error_response
 from dsjax.serve.errors import ApiError
@@ -44,9 +44,7 @@ from dsjax.serve.front_ends.messages import (
     FromEngine,
     Gather,
     Hello,
-    More,
     NewRequest,
-    NotAdmitted,
     PhaseIs,
     Resized,
     Snapshot,
@@ -59,18 +57,17 @@ from dsjax.serve.guards import ADMIN_PATHS, Guard
 from dsjax.serve.logs import configure_logging
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.server import Server, tune_interpreter
-from dsjax.serve.serving import Phase, Serving
+from dsjax.serve.serving import QUEUE_FULL, Phase, Serving, queue_full
 
 logger = logging.getLogger(__name__)
 
 FORWARDED = ADMIN_PATHS | {"/metrics", "/history", "/server_info", "/get_load", "/ready"}
 """Paths that the engine's own server answers: it has the steps, the mesh, the cache and the sums of all front ends."""
-_RETRY_SECONDS = 2
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te"})
 
 
 class RemoteEngine(RequestStreams):
-    """The engine of another process, as an `EngineClient`: requests and tokens go over a channel, streams and text are this process's.
+    """The engine of another process: requests and tokens go over a channel, streams and text are this process's.
 
     Attributes:
         channel: set before clients come.
@@ -87,14 +84,20 @@ class RemoteEngine(RequestStreams):
     """No thread of this process is in a step."""
 
     def __init__(self, welcome: Welcome, tokenizer: Tokenizer | None):
-        inputs = InputProcessor(tokenizer, welcome.scheduler, welcome.vocab_size, welcome.eos_token_ids, welcome.seed)
+        inputs = InputProcessor(
+            tokenizer,
+            welcome.scheduler,
+            welcome.vocab_size,
+            welcome.eos_token_ids,
+            welcome.seed,
+            compiles_grammars=False,
+        )
         outputs = OutputProcessor(tokenizer, welcome.stream_interval)
-        super().__init__(inputs, outputs, self._send_requests, self._send_aborts)
+        super().__init__(inputs, outputs)
         self.tokenizer = tokenizer
         self.on_death: Callable[[], None] | None = None
         self.on_refused: Callable[[str], None] = lambda code: None
         self.num_ranks = welcome.num_ranks
-        self._limited = welcome.limited
         self._handles = itertools.count(1)
         self._by_handle: dict[int, Request] = {}
         self._handle_of: dict[str, int] = {}
@@ -111,9 +114,10 @@ class RemoteEngine(RequestStreams):
         """End what is left."""
         self.closing = self._gone = True
         self.abort_all()
+        self.channel.fail(EngineClosingError("the server is shutting down"))
         self.channel.close()
 
-    async def _send_requests(self, prepared: Sequence[PreparedRequest]) -> None:
+    async def _admit(self, prepared: Sequence[PreparedRequest]) -> None:
         sent = []
         for each in prepared:
             handles = [next(self._handles) for _ in each.completions]
@@ -121,15 +125,17 @@ class RemoteEngine(RequestStreams):
                 self._by_handle[handle] = request
                 self._handle_of[request.request_id] = handle
             sent.append(NewRequest.of(each, handles[0]))
-        if not self._limited:
-            self.channel.send(Add(0, sent))
+        response = await self.channel.ask(lambda number: Add(number, sent))
+        if response.refusal is None:
             return
-        refusal = await self.channel.ask(lambda number: Add(number, sent))
-        if refusal is not None:
-            for each in prepared:
-                self._forget_handles(request.request_id for request in each.completions)
-            self.on_refused("queue_full")
-            raise ApiError(429, refusal, type="rate_limit_error", code="queue_full", retry_after=_RETRY_SECONDS)
+        for each in prepared:
+            self._forget_handles(request.request_id for request in each.completions)
+        if response.param is not None:
+            raise SamplingError(response.param, response.refusal)
+        if response.failed:
+            raise RuntimeError(response.refusal)
+        self.on_refused(QUEUE_FULL)
+        raise queue_full(response.refusal)
 
     def resize(self, scheduler: SchedulerConfig, num_ranks: int) -> None:
         """Check requests by another mesh's limits from now on."""
@@ -139,39 +145,30 @@ class RemoteEngine(RequestStreams):
     def receive(self, entries: Sequence[UpdateEntry]) -> None:
         """Deliver what a step did, as the engine's thread hands it over where both are one process."""
         updates = []
-        for handle, token_ids, reason, more in entries:
+        for handle, result, reason, progress in entries:
             request = self._by_handle.get(handle)
             if request is None:
                 continue
-            result = None
-            if token_ids is not None:
-                result = RowResult(token_ids) if more is None else _result(token_ids, more)
-                request.token_ids.extend(token_ids)
-            if more is not None:
-                _note(request, more)
+            if progress is not None:
+                progress.enter(request)
+            if result is not None:
+                request.token_ids.extend(result.token_ids)
             if reason is not None:
                 request.finish_reason = reason
                 self._forget_handles([request.request_id])
             updates.append(Update(request, result, reason))
         self.deliver(updates, None)
 
-    def fail_completions(self, handles: Sequence[int]) -> None:
-        """Give the clients of these completions an error: the engine's process could not take them over."""
-        failed = [request for handle in handles if (request := self._by_handle.get(handle)) is not None]
-        for stream in set(self._streams.values()):
-            if any(request in failed for request in stream.completions):
-                stream.fail(RuntimeError("the engine's process could not take the request over; its log says why"))
-
     def mark_dead(self) -> None:
         """End every stream and the server: the engine has failed, or its process is gone."""
         if not self._gone:
             self._gone = True
             self.channel.fail(EngineDeadError("the engine has failed"))
-            self.fail(EngineDeadError("the engine has failed"))
+            self.fail_requests(EngineDeadError("the engine has failed"))
             if self.on_death is not None:
                 self.on_death()
 
-    def _send_aborts(self, completion_ids: Sequence[str]) -> None:
+    def _end(self, completion_ids: Sequence[str]) -> None:
         handles = [self._handle_of[i] for i in completion_ids if i in self._handle_of]
         if handles:
             self.channel.send(Abort(handles))
@@ -181,17 +178,6 @@ class RemoteEngine(RequestStreams):
         for completion_id in completion_ids:
             handle = self._handle_of.pop(completion_id, None)
             self._by_handle.pop(handle, None)
-
-
-def _result(token_ids: list[int], more: More) -> RowResult:
-    return RowResult(token_ids, more.finite, more.scores, more.prompt_scores, more.error, kind=more.kind)
-
-
-def _note(request: Request, more: More) -> None:
-    """Enter in a request what metrics and the log read of it."""
-    request.rank, request.num_cached_tokens, request.num_preemptions = more.rank, more.cached, more.preemptions
-    request.first_scheduled_time, request.first_token_time = more.scheduled, more.first_token
-    request.finish_time = more.finished
 
 
 class Forwarding(Guard):
@@ -232,11 +218,11 @@ class FrontEndServer(Server):
 
     def __init__(self, serving: Serving, engine: RemoteEngine, end: socket.socket, **options: Any):
         super().__init__(serving, **options)
-        self._remote, self._end = engine, end
+        self._remote, self._socket = engine, end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Speak to the engine's process, then to clients."""
-        reader, writer = await asyncio.open_connection(sock=self._end)
+        reader, writer = await asyncio.open_connection(sock=self._socket)
         self._channel = self._remote.channel = Channel(reader, writer, FromEngine)
         await super().startup(sockets)
 
@@ -257,9 +243,7 @@ class FrontEndServer(Server):
             case StepUpdates():
                 self._remote.receive(message.updates)
             case AddResponse():
-                self._channel.resolve(message.number, message.refusal)
-            case NotAdmitted():
-                self._remote.fail_completions(message.handles)
+                self._channel.resolve(message.number, message)
             case PhaseIs():
                 self._serving.phase = Phase(message.phase)
             case Resized():

@@ -26,8 +26,8 @@ class FrontEnd:
         self.requests: dict[int, Request] = {}
         self.samples: list = []
         self.listens = asyncio.Event()
-        self.preparing: dict[int, bool] = {}
-        """Handles whose rules are being made; whether they were aborted meanwhile."""
+        self.preparing: set[int] = set()
+        """Handles whose rules are being made, unless they were aborted meanwhile."""
 
     def send(self, message: Any) -> None:
         """Send it a message. One that has not read for long hangs, and is killed: its end is then noticed as any other."""

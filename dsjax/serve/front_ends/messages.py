@@ -11,14 +11,12 @@ from typing import Any
 
 import msgspec
 
-from dsjax.engine.contract.executor import ErrorKind, TokenScore
+from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.errors import UserError
-from dsjax.hosts.wire import receive_frame
 from dsjax.serve.options import ServeOptions
 
 _LENGTH = 4
@@ -26,16 +24,6 @@ MOST_UNSENT_BYTES = 64 << 20
 """Most bytes of messages that a front end has not read. One that is so far behind hangs, and is ended."""
 _MOST_FIRST_BYTES = 1 << 30
 """Most bytes of the first message, which has the tokenizer's file."""
-_TEXT_ALONE = (
-    "n",
-    "seed",
-    "stop",
-    "detokenize",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "output_kind",
-)
-"""Sampling parameters that a front end acts upon itself, or that travel as fields of their own."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -45,14 +33,14 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 class NewRequest(msgspec.Struct, array_like=True):
     """One prompt and its completions, as the engine's core needs them. completions: handle, id and seed of each.
 
-    A handle is the front end's number for a completion; all later messages name it by that. cache_salt and session are
-    bytes, because text that JSON allows may not be UTF-8.
+    A handle is the front end's number for a completion; all later messages name it by that. params has no stop strings, which are the
+    front end's to look for. cache_salt and session are bytes, because text that JSON allows may not be UTF-8.
     """
 
     completions: list[tuple[int, str, int]]
     token_ids: list[int]
     max_tokens: int
-    params: dict[str, Any]
+    params: SamplingParams
     stop_ids: list[int]
     arrival_time: float
     priority: int
@@ -69,7 +57,7 @@ class NewRequest(msgspec.Struct, array_like=True):
             [(first_handle + k, r.request_id, r.seed) for k, r in enumerate(prepared.completions)],
             prepared.prompt_token_ids,
             first.max_tokens,
-            _params_to_wire(prepared.params),
+            dataclasses.replace(prepared.params, stop=()),
             sorted(first.stop_ids),
             first.arrival_time,
             first.options.priority,
@@ -79,11 +67,7 @@ class NewRequest(msgspec.Struct, array_like=True):
             first.page_hashes,
         )
 
-    def sampling_params(self) -> SamplingParams:
-        """Read the parameters of all its completions together."""
-        return _params_from_wire(self.params, len(self.completions))
-
-    def requests(self, params: SamplingParams, rules: list) -> list[Request]:
+    def requests(self, rules: list) -> list[Request]:
         """Make what the core is given; rules: one of each completion."""
         stop_ids = frozenset(self.stop_ids)
         options = RequestOptions(self.priority, _to_text(self.cache_salt), _to_text(self.session), self.dp_rank)
@@ -92,7 +76,7 @@ class NewRequest(msgspec.Struct, array_like=True):
                 request_id,
                 list(self.token_ids),
                 len(self.token_ids),
-                params,
+                self.params,
                 self.max_tokens,
                 seed,
                 stop_ids,
@@ -105,24 +89,29 @@ class NewRequest(msgspec.Struct, array_like=True):
         ]
 
 
-class More(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What few updates have: a result that is no plain token, and what became of the request. Times are of the monotonic clock."""
+class RequestProgress(msgspec.Struct, array_like=True):
+    """What metrics and the log read of a `Request`, under its names. Times are of the monotonic clock."""
 
-    finite: bool = True
-    error: str | None = None
-    scores: list[TokenScore] | None = None
-    prompt_scores: list[TokenScore] | None = None
-    rank: int = -1
-    scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    cached: int | None = None
-    preemptions: int = 0
-    kind: ErrorKind | None = None
+    rank: int | None
+    num_cached_tokens: int | None
+    num_preemptions: int
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finish_time: float | None
+
+    @classmethod
+    def of(cls, request: Request) -> RequestProgress:
+        """Read them."""
+        return cls(*(getattr(request, name) for name in cls.__struct_fields__))
+
+    def enter(self, request: Request) -> None:
+        """Write them to the front end's own request."""
+        for name in self.__struct_fields__:
+            setattr(request, name, getattr(self, name))
 
 
-UpdateEntry = tuple[int, list[int] | None, FinishReason | None, More | None]
-"""(handle, tokens or None for no result, finish reason, what else there is)."""
+UpdateEntry = tuple[int, RowResult | None, FinishReason | None, RequestProgress | None]
+"""An `Update` with the completion's handle; with its progress until its first token, and at its end."""
 
 
 # From a front end.
@@ -133,7 +122,7 @@ class Hello(_Message):
 
 
 class Add(_Message):
-    """Requests that are admitted together or not at all. number: of the answer that is waited for; 0: none is."""
+    """Requests that are admitted together or not at all: the engine's process limits its queue, and compiles grammars."""
 
     number: int
     requests: list[NewRequest]
@@ -178,7 +167,6 @@ class Welcome(_Message):
     num_ranks: int
     orders_by_priority: bool
     created: int
-    limited: bool
     log_level: str
     log_json: bool
     engine_address: str
@@ -205,16 +193,15 @@ class StepUpdates(_Message):
 
 
 class AddResponse(_Message):
-    """Answers an `Add`. refusal: why it was turned away; None: it was not."""
+    """Answers an `Add`. refusal: why it was turned away; None: it was not.
+
+    param: the sampling parameter that cannot be. failed: whether admitting failed. Neither: the queue is full.
+    """
 
     number: int
-    refusal: str | None
-
-
-class NotAdmitted(_Message):
-    """The engine's process could not take these completions over; their clients get an error."""
-
-    handles: list[int]
+    refusal: str | None = None
+    param: str | None = None
+    failed: bool = False
 
 
 class Gather(_Message):
@@ -244,17 +231,7 @@ class Failed(_Message):
 
 FromFrontEnd = Hello | Add | Abort | Snapshot | Count
 FromEngine = (
-    Welcome
-    | PhaseIs
-    | Resized
-    | StepUpdates
-    | AddResponse
-    | NotAdmitted
-    | Gather
-    | AbortById
-    | EndStreams
-    | EndProcess
-    | Failed
+    Welcome | PhaseIs | Resized | StepUpdates | AddResponse | Gather | AbortById | EndStreams | EndProcess | Failed
 )
 
 
@@ -328,27 +305,6 @@ def read_first(end: socket.socket) -> Any:
         EOFError: the engine's process has gone.
     """
     return msgspec.msgpack.decode(receive_frame(end, _MOST_FIRST_BYTES), type=FromEngine)
-
-
-def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    fields = {}
-    for field in dataclasses.fields(SamplingParams):
-        value = getattr(params, field.name)
-        if field.name not in _TEXT_ALONE and value != field.default:
-            fields[field.name] = value
-    if params.structured_outputs is not None:
-        fields["structured_outputs"] = {
-            field.name: value
-            for field in dataclasses.fields(StructuredOutputs)
-            if (value := getattr(params.structured_outputs, field.name)) is not None
-        }
-    return fields
-
-
-def _params_from_wire(fields: dict[str, Any], completions: int) -> SamplingParams:
-    form = fields.pop("structured_outputs", None)
-    structured = None if form is None else StructuredOutputs(**form)
-    return SamplingParams(n=completions, structured_outputs=structured, **fields)
 
 
 def _to_bytes(text: str | None) -> bytes | None:

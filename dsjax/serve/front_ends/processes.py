@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsjax.background import contained, note_failure
-from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.contract.sampling_params import SamplingError
+from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.errors import UserError
-from dsjax.serve.errors import ApiError
 from dsjax.serve.front_ends.link import FrontEnd
 from dsjax.serve.front_ends.messages import (
     Abort,
@@ -29,15 +29,13 @@ from dsjax.serve.front_ends.messages import (
     FromFrontEnd,
     Gather,
     Hello,
-    NewRequest,
-    NotAdmitted,
     PhaseIs,
     Snapshot,
     Welcome,
 )
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.metrics_families import Family, summed
-from dsjax.serve.serving import Phase, QueueGate, Serving
+from dsjax.serve.serving import Phase, QueueGate
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,11 @@ _RESTART_SECONDS = 0.5
 
 
 class FrontEnds:
-    """All front ends: one listening socket for each, which stays open in this process, so that a successor finds what waits there."""
+    """All front ends: one listening socket for each, which stays open in this process, so that a successor finds what waits there.
+
+    Attributes:
+        gate: turns requests away, whichever front end they come from; None: none.
+    """
 
     def __init__(
         self, engine: SharedEngine, listeners: Sequence[socket.socket], welcome: Callable[[int, str], Welcome]
@@ -60,7 +62,7 @@ class FrontEnds:
         self._phase = Phase.WARMING_UP
         self._ending = False
         self._tasks: set[asyncio.Task] = set()
-        self._gate: QueueGate | None = None
+        self.gate: QueueGate | None = None
         self.address = ""
         self.failure: str | None = None
         engine.front_ends = self
@@ -69,12 +71,6 @@ class FrontEnds:
     def links(self) -> list[FrontEnd]:
         """Those that live."""
         return list(self._links.values())
-
-    def limit_by(self, serving: Serving) -> None:
-        """Turn requests away as `serving`'s options say, whichever front end they come from."""
-        options = serving.options
-        if options.limits_queue:
-            self._gate = QueueGate(self.engine, options, lambda code, error: error)
 
     async def start(self, address: str) -> None:
         """Start all, and wait until each listens. address: of the engine's own server, for what only that can answer.
@@ -216,9 +212,10 @@ class FrontEnds:
                 try:
                     self._receive(link, message)
                 except Exception as error:
-                    note_failure("front end requests", error, "The requests of one message get an error.")
                     if isinstance(message, Add):
-                        self._give_back(link, message.requests)
+                        self._refuse(link, message, error)
+                    else:
+                        note_failure("front end requests", error)
         finally:
             link.channel.close()
             ended = self.engine.drop(link, list(link.requests))
@@ -238,9 +235,7 @@ class FrontEnds:
             case Add():
                 self._add(link, message)
             case Abort():
-                for handle in message.handles:
-                    if handle in link.preparing:
-                        link.preparing[handle] = True
+                link.preparing.difference_update(message.handles)
                 self.engine.drop(link, message.handles)
             case Snapshot():
                 link.samples = message.samples
@@ -252,55 +247,49 @@ class FrontEnds:
 
     def _add(self, link: FrontEnd, message: Add) -> None:
         refusal = self._refusal(message)
-        if message.number:
-            link.send(AddResponse(message.number, refusal))
         if refusal is not None:
+            link.send(AddResponse(message.number, refusal))
+        elif any(one.params.structured_outputs is not None for one in message.requests):
+            self._spawn(self._add_slowly(link, message))
+        else:
+            self._admit(link, message, self._requests(message))
+
+    async def _add_slowly(self, link: FrontEnd, message: Add) -> None:
+        handles = {handle for one in message.requests for handle, _, _ in one.completions}
+        link.preparing |= handles
+        try:
+            made = await asyncio.to_thread(self._requests, message)
+            if self._links.get(link.index) is link and link.process.poll() is None:
+                self._admit(link, message, made)
+                self.engine.drop(link, handles - link.preparing)
+        except Exception as error:
+            self._refuse(link, message, error)
+        finally:
+            link.preparing -= handles
+
+    def _requests(self, message: Add) -> list[list[Request]]:
+        """Make what the core is given; a grammar takes long to compile."""
+        make_rules = self.engine.rules.make
+        return [one.requests(make_rules(one.params, frozenset(one.stop_ids))) for one in message.requests]
+
+    def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
+        for one, requests in zip(message.requests, made, strict=True):
+            self.engine.admit(link, one, requests)
+        link.send(AddResponse(message.number))
+
+    def _refuse(self, link: FrontEnd, message: Add, error: Exception) -> None:
+        """Tell a front end that its requests cannot be admitted, and why."""
+        if isinstance(error, SamplingError):
+            link.send(AddResponse(message.number, error.reason, error.param))
             return
-        for one in message.requests:
-            params = one.sampling_params()
-            if params.structured_outputs is None:
-                self._admit(link, one, params)
-            else:  # a grammar takes long to compile
-                link.preparing.update(dict.fromkeys((handle for handle, _, _ in one.completions), False))
-                self._spawn(self._admit_slowly(link, one, params))
+        note_failure("front end requests", error, "The requests of one message get an error.")
+        self.engine.drop(link, [handle for one in message.requests for handle, _, _ in one.completions])
+        link.send(AddResponse(message.number, "the engine's process could not take the request over", failed=True))
 
     def _refusal(self, message: Add) -> str | None:
-        if self._gate is None:
-            return None
-        try:
-            requests = sum(len(one.completions) for one in message.requests)
-            tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
-            self._gate.check(requests, tokens)
-        except ApiError as error:
-            return error.message
-        return None
-
-    def _admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
-        rules = self.engine.rules.make(params, frozenset(one.stop_ids))
-        self.engine.admit(link, one, one.requests(params, rules))
-
-    def _give_back(self, link: FrontEnd, requests: Sequence[NewRequest]) -> None:
-        """Have a front end tell the clients of requests that the engine could not be given."""
-        handles = [handle for one in requests for handle, _, _ in one.completions]
-        for handle in handles:
-            link.preparing.pop(handle, None)
-        self.engine.drop(link, handles)
-        link.send(NotAdmitted(handles))
-
-    async def _admit_slowly(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
-        try:
-            await self._prepare_and_admit(link, one, params)
-        except Exception as error:
-            note_failure("front end requests", error, "The request gets an error.")
-            self._give_back(link, [one])
-
-    async def _prepare_and_admit(self, link: FrontEnd, one: NewRequest, params: Any) -> None:
-        rules = await asyncio.to_thread(self.engine.rules.make, params, frozenset(one.stop_ids))
-        aborted = [link.preparing.pop(handle) for handle, _, _ in one.completions]
-        if self._links.get(link.index) is not link or link.process.poll() is not None:
-            return
-        self.engine.admit(link, one, one.requests(params, rules))
-        self.engine.drop(link, [h for (h, _, _), gone in zip(one.completions, aborted, strict=True) if gone])
+        requests = sum(len(one.completions) for one in message.requests)
+        tokens = sum(len(one.completions) * len(one.token_ids) for one in message.requests)
+        return self.gate and self.gate.full(requests, tokens)
 
     async def _ask(self, question: Callable[[int], Any]) -> list[Any]:
         """Ask all; give the answers that come in time."""

@@ -10,7 +10,7 @@ from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.serve.front_ends.link import FrontEnd, Links
-from dsjax.serve.front_ends.messages import EndStreams, More, NewRequest, StepUpdates, UpdateEntry
+from dsjax.serve.front_ends.messages import EndStreams, NewRequest, RequestProgress, StepUpdates, UpdateEntry
 
 
 class SharedEngine(ThreadedEngine):
@@ -57,11 +57,12 @@ class SharedEngine(ThreadedEngine):
 
     async def shutdown(self, timeout: float = 10.0) -> None:
         """End the front ends, then the engine's thread."""
-        self._closing = True  # before the thread ends: front ends take a while
+        self.closing = True  # before the thread ends: front ends take a while
         await self.front_ends.end()
         await super().shutdown(timeout)
 
-    def _deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
+        """Send each front end what a step did to its requests."""
         entries_by_link: dict[FrontEnd, list[UpdateEntry]] = {}
         for update in updates:
             owner = self._owners.get(update.request.request_id)
@@ -77,7 +78,8 @@ class SharedEngine(ThreadedEngine):
             for observer in self.observers:
                 observer.on_step(stats)
 
-    def _fail_requests(self, error: BaseException) -> None:
+    def fail_requests(self, error: BaseException) -> None:
+        """Have every front end end its requests and itself."""
         self.error = error
         self._owners.clear()
         self.front_ends.fail()
@@ -92,27 +94,8 @@ class _Owner:
         self.link, self.handle, self.first_sent = link, handle, False
 
     def entry(self, update: Update) -> UpdateEntry:
-        """Write an update as the front end gets it: a plain token in four values, the rest where there is something to tell."""
+        """Write an update as the front end gets it."""
         request, result, reason = update
-        if result is None:
-            return self.handle, None, reason, _more(request)
-        plain = result.finite and result.error is None and result.scores is None and result.prompt_scores is None
-        first = not self.first_sent and bool(result.token_ids)
-        self.first_sent |= first
-        if plain and not first and reason is None:
-            return self.handle, result.token_ids, None, None
-        more = _more(request)
-        more.finite, more.error, more.kind = result.finite, result.error, result.kind
-        more.scores, more.prompt_scores = result.scores, result.prompt_scores
-        return self.handle, result.token_ids, reason, more
-
-
-def _more(request: Request) -> More:
-    return More(
-        rank=request.rank,
-        scheduled=request.first_scheduled_time,
-        first_token=request.first_token_time,
-        finished=request.finish_time,
-        cached=request.num_cached_tokens,
-        preemptions=request.num_preemptions,
-    )
+        progress = None if self.first_sent and reason is None else RequestProgress.of(request)
+        self.first_sent |= result is not None and bool(result.token_ids)
+        return self.handle, result, reason, progress

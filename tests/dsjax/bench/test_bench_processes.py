@@ -9,12 +9,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
 
+from dsjax.hosts.announcement import Announcement
 from processes import Group
 from test_bench_network import CLUSTER, SOURCES
 
 from dsjax.bench.processes import _explained
 from dsjax.config import load_config
-from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.rendezvous import GroupError
 from dsjax.plan.measured import read_measured
 

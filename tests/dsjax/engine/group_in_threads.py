@@ -1,45 +1,65 @@
-"""A group of two processes as two threads, over a store in memory: executors that remember what they were told."""
+"""A group of processes that are threads, over real connections and without JAX: executors that remember what they were told."""
 
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 from dsjax.engine.contract.commands import RankStep, Step
 from dsjax.engine.elastic.follower import Follower
 from dsjax.engine.stream.leader import LeaderExecutor
-from dsjax.hosts import HostOptions
-from dsjax.hosts.announcement import Announcement
+from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import HostGroup
-from dsjax.hosts.rendezvous import JoinRequest
+from dsjax.hosts.rendezvous import Door, attend, open_endpoint
+from dsjax.hosts.wire import Announcement
+from dsjax.messaging.broadcast import BroadcastLog
 
 
-class MemoryStore:
-    """The coordination service's store, for threads."""
+def options_of(count: int, heartbeat: int = 10, start: int = 60) -> list[HostOptions]:
+    """The options of the processes of a group at a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return [HostOptions(("127.0.0.1", port), count, index, "127.0.0.1", start, heartbeat) for index in range(count)]
 
-    def __init__(self):
-        self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
 
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            assert key not in self.values, key
-            self.values[key] = value
-            self._changed.notify_all()
+def enter(options: HostOptions, prepare=dict) -> HostGroup:
+    """Be a process of a group, without JAX; it ends no process where it loses process 0."""
+    endpoint = open_endpoint(options)
+    try:
+        if options.is_leader:
+            log = BroadcastLog(endpoint)
+            door = Door(options, endpoint, log.address)
+            with mock.patch.object(coordination, "start_service", lambda options: (None, "127.0.0.1:1")):
+                response = door.meet(prepare)
+            group = HostGroup(options, response, endpoint, door=door, log=log)
+        else:
+            response, leader = attend(options, endpoint, prepare)
+            group = HostGroup(options, response, endpoint, leader=leader)
+    except BaseException:
+        endpoint.close(linger=1.0)
+        raise
+    group._end_process = lambda error: None
+    opened.append(group)
+    return group
 
-    def get(self, key: str, seconds: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self.values, min(seconds, 5))
-            return self.values.get(key)
 
-    def list(self, folder: str) -> list[tuple[str, bytes]]:
-        with self._changed:
-            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+opened: list[HostGroup] = []
 
-    def delete(self, folder: str) -> None:
-        with self._changed:
-            for key in [
-                key for key in self.values if key == folder or (folder.endswith("/") and key.startswith(folder))
-            ]:
-                del self.values[key]
+
+def close_groups() -> None:
+    """End the connections of all groups of a test."""
+    while opened:
+        group = opened.pop()
+        group.leaving = True
+        group.links.close()
+        group.endpoint.close()
+
+
+def groups(count: int, heartbeat: int = 240, start: int = 60) -> list[HostGroup]:
+    """The groups of so many processes, each of which is a thread."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(enter, options_of(count, heartbeat, start)))
 
 
 class Pending:
@@ -92,15 +112,11 @@ def step(slot: int) -> Step:
 
 
 class Following:
-    """Two groups over one store, and what the second one's process does, in a thread."""
+    """Two groups, and what the second one's process does, in a thread."""
 
     def __init__(self):
-        self.store, self.error = MemoryStore(), None
-        members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-        self.groups = [
-            HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, self.store)
-            for index in (0, 1)
-        ]
+        self.error = None
+        self.groups = groups(2)
         self.follower = Follower(self.groups[1])
         self.thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -109,6 +125,8 @@ class Following:
             self.follow()
         except BaseException as error:
             self.error = error
+        finally:
+            self.groups[1].leave()
 
     def join(self):
         self.thread.join(60)
@@ -145,8 +163,6 @@ class Group(Following):
         super().__init__()
         self.options, self.loaded, self.released = options, [], []
         self.leader, self.second = self.groups
-        self.leader._alone.set()
-        self.second.hear(1)
         self.thread.start()
 
     def _load(self, announcement):
@@ -159,7 +175,7 @@ class Group(Following):
         self.follower.run(self._load, self.released.append, seconds=1.0, **self.options)
 
     def announce(self, number: int, *process_ids: int):
-        self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "a test"))
+        self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "dp=1", "a test"))
 
     def end(self):
         self.leader.leave()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import msgspec
@@ -32,7 +33,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConf
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.transfer.messages import PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
-from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
+from dsjax.engine.transfer.send_buffers import Keeper
 
 VOCABULARY = 300
 
@@ -83,7 +84,8 @@ def make_core(
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
     parts = attachments_of(config, sink=EventStream(run, name) if events else None)
     if links is not None:
-        parts.append(PolledLinks(links, connect, local_tokens=local_tokens, timeout=timeout))
+        dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
+        parts.append(PolledLinks(links, dialer, local_tokens=local_tokens, timeout=timeout))
     if balancer is not None:
         parts.append(balancer)
     core = EngineCore(executor, config, attachments=parts, generations=Successors(), **options)
@@ -128,8 +130,7 @@ def make_prefill(
     parts = attachments_of(config, sink=EventStream(run, name) if events else None)
     if balancer is not None:
         parts.append(balancer)
-    tickets = ChunkTickets(b"the same in every run")
-    options = {"keepers": keepers, "tickets": tickets, "generations": Successors()}
+    options = {"keepers": keepers, "first_number": 1, "generations": Successors()}
     engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
     return Prefill(run, engine)
 
@@ -362,6 +363,8 @@ class ScriptedLink:
     Attributes:
         lost: kinds of messages that do not reach the prefill engine.
     """
+
+    is_idle = False
 
     def __init__(self, prefill: Prefill):
         self._link, self._receive = LocalLink(prefill.engine), lambda message: None

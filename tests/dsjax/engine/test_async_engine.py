@@ -7,23 +7,24 @@ import asyncio
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
-from dsjax.engine.async_engine import AsyncEngine, EngineClosingError, EngineDeadError
+from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.mesh_changer import Generation
-from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.input_processor import InputProcessor, PromptError
-from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
+from dsjax.engine.text.outputs import CompletionOutput, EngineClosingError, EngineDeadError, RequestOutput
 from dsjax.errors import UserError
 
 FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINAL_ONLY)
@@ -116,7 +117,7 @@ async def test_a_wrong_prompt_among_several_queues_none(engine, executor):
 @in_loop()
 async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepared_first(engine, executor):
     """A long prompt is prepared in a thread, which here waits until the short one that came later has been prepared."""
-    prepare, second = engine._streams._inputs.prepare, threading.Event()
+    prepare, second = engine._inputs.prepare, threading.Event()
 
     def in_turn(request_id, *arguments):
         if request_id == "long":
@@ -125,14 +126,36 @@ async def test_seeds_are_drawn_in_the_order_of_arrival_whichever_prompt_is_prepa
         second.set()
         return prepared
 
-    engine._streams._inputs.prepare = in_turn
+    engine._inputs.prepare = in_turn
     long = asyncio.ensure_future(engine.submit("long", [[1] * 3000], FINAL))
     await asyncio.sleep(0)
     short = await engine.submit("short", [[1]], FINAL)
-    expected = InputProcessor(None, engine._streams._inputs.config, engine._streams._inputs.vocab_size)
+    expected = InputProcessor(None, engine._inputs.config, engine._inputs.vocab_size)
     with pytest.raises(AdmissionError):
         await long
     assert short.completions[0].seed == [expected.draw_seed() for _ in range(2)][1]
+
+
+@in_loop()
+async def test_a_prompt_is_rendered_and_prepared_in_one_worker_thread(engine, executor):
+    threads, prepare = [], engine._inputs.prepare
+
+    def watched(*arguments):
+        threads.append(threading.current_thread())
+        return prepare(*arguments)
+
+    def render():
+        threads.append(threading.current_thread())
+        return [1, 2], FINAL
+
+    engine._inputs.prepare = watched
+    stream = await engine.submit_rendered("r", render, DEFAULT_OPTIONS, in_thread=True)
+    assert [output.prompt_token_ids async for _, output in stream] == [[1, 2]]
+    assert threads[0] is threads[1]
+    assert threads[0] is not threading.main_thread()
+    with pytest.raises(UserError, match="no prompt"):
+        await engine.submit_rendered("no", Mock(side_effect=UserError("no prompt")), DEFAULT_OPTIONS, in_thread=False)
+    assert engine.num_unfinished == 0
 
 
 @in_loop(start=False)
@@ -165,7 +188,7 @@ async def test_whoever_finds_that_nothing_can_go_on_ends_it_for_all(engine, exec
 
 @in_loop(step_seconds=0.01)
 async def test_a_call_runs_in_the_engine_s_thread_between_steps_and_gives_its_result_or_its_error(engine, executor):
-    assert await engine.call(lambda core: core.flush_prefix_cache()) is True
+    await engine.call(lambda core: core.flush_prefix_cache())
     stream = await engine.submit("r", [[1, 2, 3]], SamplingParams(max_tokens=100))
     await anext(stream)
     seen = await engine.call(lambda core: (threading.current_thread().name, executor.computing, core.loads()))
@@ -292,7 +315,7 @@ async def test_an_update_behind_the_one_that_a_stop_string_ended_is_no_observer_
     (request,) = stream.completions
     (token,) = tokenizer.encode("a", add_special_tokens=False)
     updates = [Update(request, RowResult((token,)), None), Update(request, None, FinishReason.ABORT)]
-    engine._streams.deliver(updates, None)
+    engine.deliver(updates, None)
     assert seen == updates[:1]
 
 

@@ -180,7 +180,7 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind(prompt, params, err
 @pytest.mark.parametrize(
     ("prefill", "message"),
     [
-        ({"address": "nowhere", "transfer": "a"}, "'nowhere' is no address of a prefill engine, expected HOST:PORT"),
+        ({"address": "nowhere", "transfer": "a"}, "the address of a prefill engine is 'nowhere', expected HOST:PORT"),
         ({"address": 5, "transfer": "a"}, "expected address and transfer as text"),
         ({"address": "[::1]:90"}, "expected address and transfer as text"),
     ],

@@ -83,7 +83,7 @@ def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
     thread.join(60)
     assert engine.num_jobs == engine.buffers.num_kept == 0
     assert len(deaths) == 1
-    assert not engine._thread.alive
+    assert not engine.thread.alive
     assert engine.error is None
 
 
@@ -251,7 +251,7 @@ def test_an_engine_that_ends_ends_its_prefill_threads():
     pair.add("a", [1] * 60)
     pair.turn()
     pair.core.shutdown()
-    assert not pair.engines[0]._thread.alive
+    assert not pair.engines[0].thread.alive
     assert pair.engines[0].core.executor.closed
     answers = []
     pair.engines[0].post(PrefillRequest("late", b"", 0, 1), answers.append)
@@ -286,7 +286,7 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
     requests = [pair.add(f"{i}", [i] * (20 + i)) for i in range(6)]
     for _ in range(turns):
         pair.turn()
-    engine._thread.look_at_processes()
+    engine.thread.look_at_processes()
     assert engine.turn(wait=False)
     changed.due = False
     assert engine.num_jobs == engine.buffers.num_kept == 0
@@ -302,13 +302,13 @@ def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_w
 
 def counted_waits(engine):
     """How often an engine's thread would have waited for commands. It waits for none from now on."""
-    commands, waits = engine._thread._commands, []
+    commands, waits = engine.thread._commands, []
 
     def get(**timeout):
         waits.extend([True] * bool(timeout))
         return commands.get(block=False)
 
-    engine._thread._commands = SimpleNamespace(get=get, put=commands.put, empty=commands.empty)
+    engine.thread._commands = SimpleNamespace(get=get, put=commands.put, empty=commands.empty)
     return waits
 
 
@@ -341,7 +341,7 @@ def test_a_prefill_engine_waits_when_three_steps_in_a_row_have_computed_nothing_
         pair.decode.wake.set()
         pair.core.step()
     assert engine.core.has_unfinished
-    engine._thread.call(lambda: None)  # counting begins anew when something is said
+    engine.thread.call(lambda: None)  # counting begins anew when something is said
     waits = []
     for _ in range(5):
         before = len(told)

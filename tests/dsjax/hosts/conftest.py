@@ -13,3 +13,12 @@ def worded(tmp_path_factory):
     from worded_checkpoint import write_worded_checkpoint
 
     return write_worded_checkpoint(tmp_path_factory.mktemp("worded"))
+
+
+@pytest.fixture(autouse=True)
+def closed_groups():
+    """Ends the connections of the groups that a test has formed."""
+    yield
+    module = sys.modules.get("group_in_threads")
+    if module is not None:
+        module.close_groups()

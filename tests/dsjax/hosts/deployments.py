@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dsjax.messaging.cluster_key import ClusterKey
-from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.secure_channel import SecureChannel
 from dsjax.hosts.secure_listener import SecureListener
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import Credentials
 
 KEY = Credentials(ClusterKey("k" * 32, "the test"))
 OTHER = Credentials(ClusterKey("o" * 32, "the other test"))

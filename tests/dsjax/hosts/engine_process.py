@@ -44,7 +44,6 @@ def main() -> None:
     group = join_group(args, host_options(args))
     from dsjax.engine.elastic.follower import Follower
     from dsjax.engine.setup.loading import load_model
-    from dsjax.engine.stream.leader import EndMessage
 
     loaded = load_model(args, group)
     if group.is_leader:
@@ -56,7 +55,7 @@ def main() -> None:
             "rebalances": engine.core.statistics()["balance"].rebalances,
             "fetched": [load.tiers["host"].fetched for load in engine.core.loads()],
         }
-        loaded.executor._put(EndMessage())
+        group.end()
         loaded.executor.inner.shutdown()
         print("found", json.dumps(found), flush=True)
     else:

@@ -1,86 +1,110 @@
-"""Questions that all processes of a generation answer, here as threads over a store in memory."""
+"""Questions that all processes of a generation answer, here as threads over real connections."""
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
-from group_in_threads import MemoryStore
+from group_in_threads import groups
 from processes import free_port
 
 from dsjax.hosts import HostOptions, coordination
-from dsjax.hosts.announcement import Announcement
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.rendezvous import JoinRequest
+from dsjax.hosts.wire import Announcement
 
 
-def two() -> list[HostGroup]:
-    store = MemoryStore()
-    members = [JoinRequest(index, 2, "host", 10 + index, "127.0.0.1", "m") for index in (0, 1)]
-    return [HostGroup(HostOptions(("127.0.0.1", 1), 2, index, "127.0.0.1", 1, 1), members, store) for index in (0, 1)]
+@pytest.fixture
+def two():
+    return groups(2)
 
 
-def test_questions_are_answered_by_all_in_the_order_of_their_ids_and_who_has_another_value_is_named():
-    first, second = two()
+def begin(groups: list[HostGroup], number: int) -> None:
+    """Have all be in another generation."""
+    groups[0].announce(Announcement(number, list(range(len(groups)))))
+    for group in groups[1:]:
+        group.begin(group.next_announcement(60))
+
+
+def test_questions_are_answered_by_all_in_the_order_of_their_ids_and_who_has_another_value_is_named(two):
+    first, second = two
     second.agreement.tell("kernels", "plain")
-    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\) has kernels plain, process 0 has native"):
+    with pytest.raises(GroupError, match=r"process 1 \(.*\) has kernels plain, process 0 has native"):
         first.agreement.alike("kernels", "kernels", "native")
-    answers: list = []
-    other = threading.Thread(target=lambda: answers.append(second.agreement.ask("pages", 7)))
-    other.start()
-    assert first.agreement.ask("pages", 9) == [9, 7]
-    other.join(60)
-    assert answers == [[9, 7]]
+    answer = second.agreement.tell("pages", (7, b"x"))
+    assert first.agreement.ask("pages", (9, None)) == [[9, None], [7, b"x"]]
+    assert answer.result(60) == [[9, None], [7, b"x"]]
 
 
-def test_one_that_cannot_go_on_says_why_to_all():
-    first, second = two()
+def test_one_that_cannot_go_on_says_why_to_all(two):
+    first, second = two
     with pytest.raises(ValueError, match="damaged"):
         second.agreement.run("loading", lambda: (_ for _ in ()).throw(ValueError("damaged")))
-    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): damaged"):
+    with pytest.raises(GroupError, match=r"process 1 \(.*\): damaged"):
         first.agreement.run("loading", lambda: 1)
 
 
-def test_who_waits_for_an_answer_of_a_generation_that_is_over_waits_no_more():
-    first, _ = two()
-    errors: list = []
+@pytest.mark.parametrize("asks", [0, 1])
+def test_who_waits_for_an_answer_of_a_generation_that_is_over_or_of_a_process_that_is_gone_waits_no_more(two, asks):
+    waiting = [group.agreement.tell("experts") for group in two[asks : asks + 1]]
+    second = two[1].agreement
+    second.tell("other")  # behind it, so that process 0 has heard both
+    two[0].agreement.ask("other")
+    begin(two, 1)
+    with pytest.raises(ValueError, match="another generation has begun"):
+        waiting[0].result(60)
+    two[0].on_change = lambda error: None
+    late = two[0].agreement.tell("experts")
+    two[1].endpoint.close()
+    with pytest.raises(ValueError, match=r"process 1 \(.*\) has gone away"):
+        late.result(60)
+    with pytest.raises(GroupError, match=r"process 1 \(.*\) has gone away"):
+        two[0].agreement.ask("experts")
 
-    def ask():
-        try:
-            first.agreement.ask("experts")
-        except GroupError as error:
-            errors.append(str(error))
 
-    waiting = threading.Thread(target=ask)
-    waiting.start()
-    while not first.store.list(first.key("agree", "experts", 0, 0)):
-        time.sleep(0.001)
-    first.enter(Announcement(1, [0, 1]))
-    waiting.join(60)
-    assert errors == ["generation 0 was given up while process 1 (host, pid 11) was waited for"]
+def test_nothing_is_kept_of_questions_that_were_answered(two):
+    for number in range(1, 20):
+        for _ in range(5):
+            second = two[1].agreement.tell("pages", number)
+            two[0].agreement.ask("pages")
+            second.result(60)
+        begin(two, number)
+    assert not two[0].agreement._gathers
 
 
-def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not_go_on():
-    first, second = two()
-    second.announcements = SimpleNamespace(latest=0, why_ended=None)
+def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not_go_on(two):
+    first, second = two
     for group in (first, second):
         group.check_generation(0, "its weights were loaded")
-    first.lost[1] = GroupError("process 1 has gone away")
-    second.announcements.latest = 1
-    for group, error in ((first, "process 1 has gone away"), (second, "generation 0 was given up while its weights")):
-        with pytest.raises(GroupError, match=error):
-            group.check_generation(0, "its weights were loaded")
+    first.announce(Announcement(1, [0]))
+    second.next_announcement(60)
+    with pytest.raises(GroupError, match="generation 0 was given up while its weights"):
+        second.check_generation(0, "its weights were loaded")
+    first.on_change = lambda error: None
+    second.endpoint.close()
+    first.present = first.members
+    deadline = time.monotonic() + 60
+    with pytest.raises(GroupError, match="has gone away"):
+        while time.monotonic() < deadline:
+            first.check_generation(1, "its weights were loaded")
 
 
-def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_another():
-    first, second = two()
+def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_another(two):
+    first, second = two
     second.agreement.tell("pages", 7)
-    for group in (first, second):
-        group.enter(Announcement(1, [0, 1]))
+    begin(two, 1)
     second.agreement.tell("pages", 8)
     assert first.agreement.ask("pages", 9) == [9, 8]
     second.agreement.tell("pages", 5)
     assert first.agreement.ask("pages", 6) == [6, 5], "it may be asked again"
+
+
+def test_who_is_in_no_group_is_not_heard(two):
+    from dsjax.messaging import Endpoint, RefusedError
+
+    stranger = Endpoint("127.0.0.1", two[0].credentials)
+    peer = stranger.connect(two[0].endpoint.address, "member")
+    with pytest.raises(RefusedError, match="not in the group"):
+        peer.request("gather", (0, "pages", 0)).result(60)
+    stranger.close()
 
 
 def test_a_start_that_fails_leaves_the_address_free_for_the_next_try(monkeypatch):
@@ -89,7 +113,9 @@ def test_a_start_that_fails_leaves_the_address_free_for_the_next_try(monkeypatch
     def fail(*_):
         raise GroupError("the service cannot be reached")
 
+    monkeypatch.setattr(coordination, "start_service", lambda options: (None, "127.0.0.1:1"))
     monkeypatch.setattr(coordination, "join", fail)
     for _ in range(2):  # as in a notebook
         with pytest.raises(GroupError, match="the service cannot be reached"):
             HostGroup.start(options, dict)
+    assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-messaging"]

@@ -61,16 +61,19 @@ def test_the_engines_options_name_the_group(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_aborted_says_its_last_words_once_and_none_when_python_has_ended():
+def test_an_abort_waits_while_this_process_says_why_it_ends_and_not_when_python_has_ended():
     # When Python has ended, a handler of Python's that is called all the same aborts the process again, and so on for ever.
     script = """
-import ctypes, os
-from dsjax.hosts.coordination import on_abort
+import ctypes, os, threading, time
+from dsjax.hosts.coordination import delay_aborts
 library = ctypes.CDLL(None)
+delay_aborts()
 child = os.fork()
-on_abort(lambda: (os.write(2, b"last words"), os._exit(1)))
 if not child:
-    library.abort()
+    threading.Thread(target=library.abort).start()
+    time.sleep(0.2)
+    os.write(2, b"last words")
+    os._exit(1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 library.__cxa_atexit(ctypes.cast(library.abort, ctypes.c_void_p), None, None)  # runs behind all of Python's
 """

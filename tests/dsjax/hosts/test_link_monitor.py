@@ -21,14 +21,6 @@ def request(process_id: int, port: int, pid: int = 10) -> JoinRequest:
 
 
 @pytest.fixture
-def monitor(monkeypatch):
-    monkeypatch.setattr(link_monitor, "_SECONDS", 20.0)  # a machine that runs the suite may be slow
-    made = LinkMonitor(None, 1.0)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def endpoints():
     with contextlib.ExitStack() as opened:
 
@@ -40,17 +32,25 @@ def endpoints():
         yield make
 
 
+@pytest.fixture
+def monitor(monkeypatch, endpoints):
+    monkeypatch.setattr(link_monitor, "_SECONDS", 20.0)  # a machine that runs the suite may be slow
+    made = LinkMonitor(None, endpoints(), 1.0)
+    yield made
+    made.close()
+
+
 def test_a_link_s_round_trip_and_segments_are_seen(monitor, endpoints):
-    own, one, other = endpoints(), endpoints(), endpoints()
+    own, one, other = monitor._endpoint, endpoints(), endpoints()
     members = [request(1, one.port), request(2, other.port)]
-    monitor.look(own, members)
+    monitor.look(members)
     assert set(monitor.links) == {1, 2}
     first = monitor.links[1]
     segments = first.segments
     assert (first.probes, first.unanswered) == (1, 0)
     assert 0 < first.answer < 20
     peers = dict(monitor._peers)
-    monitor.look(own, members)
+    monitor.look(members)
     assert monitor.links[1].probes == 2
     assert [monitor._peers[one][0] is peers[one][0] for one in members] == [True, True], "the connection is kept"
     assert unreached(own, members) == [], "who is watched is reached as before"
@@ -63,23 +63,23 @@ def test_a_link_s_round_trip_and_segments_are_seen(monitor, endpoints):
 
 
 def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(monitor, endpoints):
-    own, other = endpoints(), endpoints()
-    monitor.look(own, [request(1, other.port)])
+    other = endpoints()
+    monitor.look([request(1, other.port)])
     segments = monitor.links[1].segments
     other.close()
     for _ in range(2):
-        monitor.look(own, [request(1, other.port)])
+        monitor.look([request(1, other.port)])
     state = monitor.links[1]
     assert (state.probes, state.unanswered) == (3, 2)
     assert state.segments >= segments, "a connection that is gone takes none of the counts away"
-    monitor.look(own, [request(1, endpoints().port, pid=11)])
+    monitor.look([request(1, endpoints().port, pid=11)])
     assert (monitor.links[1].probes, monitor.links[1].unanswered) == (4, 2)
-    monitor.look(own, [])
+    monitor.look([])
     assert (monitor.links, monitor._peers) == ({}, {}), "who is not in the mesh any more is not shown"
 
 
 def test_a_stranger_at_a_process_s_port_is_no_answer(monitor, endpoints):
-    monitor.look(endpoints(), [request(1, endpoints(OTHER).port)])
+    monitor.look([request(1, endpoints(OTHER).port)])
     assert monitor.links[1] == LinkState(probes=1, unanswered=1)
 
 

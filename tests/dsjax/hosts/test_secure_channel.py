@@ -16,13 +16,12 @@ from typing import NamedTuple
 
 import pytest
 from deployments import KEY, OTHER, address_of, listening, make_certificates, relay
+from dsjax.hosts.tls import ClusterTls
 
 from dsjax.engine.pipeline import process_links
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import link_monitor, rendezvous
-from dsjax.messaging.cluster_key import ClusterKey
-from dsjax.messaging.credentials import CredentialOptions, Credentials
 from dsjax.hosts.group import GroupError
 from dsjax.hosts.secure_channel import (
     BLOCK_BYTES,
@@ -36,7 +35,8 @@ from dsjax.hosts.secure_channel import (
     connect,
 )
 from dsjax.hosts.secure_listener import SecureListener
-from dsjax.hosts.tls import ClusterTls
+from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging.credentials import CredentialOptions, Credentials
 
 GREETING = len(PROTOCOL) + 32 + 1 + len("pages") + 32
 """Bytes that a caller sends before its first frame."""

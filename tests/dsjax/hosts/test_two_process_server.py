@@ -294,7 +294,7 @@ def test_a_follower_that_hangs_is_given_up_and_ends_when_it_goes_on(served, undi
     assert served.metric("dsjax_generation_devices") == 2
     served.group.processes[1].send_signal(signal.SIGCONT)
     assert served.group.processes[1].wait(120) == 1
-    assert "was aborted" in served.group.output[1]
+    assert "goes on without this process" in served.group.output[1], served.group.output[1][-3000:]
 
 
 def test_the_group_ends_as_it_should_though_a_member_is_missing(served):

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import zmq
 
 from dsjax.messaging import Credentials, Endpoint, Link, LinkListener, NotAMemberError, PeerLostError
 from dsjax.messaging.cluster_key import ClusterKey
@@ -108,9 +109,39 @@ def test_who_waits_is_woken_without_a_message_once(listener, link):
     assert listener.receive().header == b"later"
 
 
-def test_what_was_sent_before_a_link_ends_is_received(listener, link):
-    link.send(b"last")
-    assert listener.receive(SECONDS).header == b"last"
+def test_what_was_sent_before_a_link_ends_is_received_though_nobody_listened_then(listener, link):
+    assert listener.wait_for(["one"], SECONDS)
+    sent = np.arange(3_000_001, dtype=np.uint8)
+    for number in range(8):
+        link.send(bytes([number]), sent)
+    link.close(linger=SECONDS)
+    time.sleep(0.5)
+    for number in range(8):
+        assert listener.receive(SECONDS).header == bytes([number])
+    with pytest.raises(LinkLostError):
+        listener.receive(SECONDS)
+
+
+def test_what_a_listener_has_sent_before_it_ends_is_received(listener, link):
+    assert listener.wait_for(["one"], SECONDS)
+    for number in range(8):
+        listener.send("one", bytes([number]))
+    listener.close(linger=SECONDS)
+    time.sleep(0.5)
+    for number in range(8):
+        assert link.receive(SECONDS).header == bytes([number])
+    with pytest.raises(PeerLostError):
+        link.receive(SECONDS)
+
+
+def test_a_listener_can_have_its_links_encrypted_whatever_the_deployment_says(ends):
+    listener = LinkListener(ends[0], encrypted=True)
+    link = Link(ends[1], listener.address, listener.ticket, "one", encrypted=True)
+    link.send(b"there")
+    assert listener.receive(SECONDS).header == b"there"
+    assert listener._socket.mechanism == link._socket.mechanism == zmq.CURVE
+    listener.close()
+    link.close()
 
 
 def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):

@@ -132,7 +132,7 @@ def test_tool_calls_prompt_logprobs_and_structured_output_come_through(keyed):
     for choice in post("/v1/completions", form).json()["choices"]:
         assert re.fullmatch("[0-9]{3}-[0-9]{4}", choice["text"])
     wrong = post("/v1/completions", {**form, "structured_outputs": {"regex": "("}})
-    assert wrong.status_code == 400
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "structured_outputs.regex")
     pieces = {"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "stream": True}
     lines = post("/v1/completions", pieces).text.split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

@@ -227,7 +227,7 @@ def test_completions_that_cannot_be_count_among_none_that_wait(start_server, mon
         raise UserError("no prompt")
 
     monkeypatch.setattr("dsjax.serve.chat.render_prompt", render_prompt)
-    body = {"messages": [{"role": "user", "content": "a"}], "n": n}
+    body = {"messages": [{"role": "user", "content": "a" * 3000}], "n": n}  # which is rendered in a thread
     chat = server.post_later("/v1/chat/completions", body)
     wait_until(lambda: rendering.is_set() or chat.done())
     assert server.serving.gate._entering_requests == 0

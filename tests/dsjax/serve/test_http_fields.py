@@ -234,13 +234,13 @@ def test_both_names_of_reasoning_are_taken_on_input(start):
 def params_given(server, monkeypatch) -> list:
     """The sampling parameters of every request from now on, as the engine gets them."""
     seen = []
-    submit = server.engine.submit
+    prepare = server.parts.inputs.prepare
 
-    async def watched(request_id, prompts, params, options):
+    def watched(request_id, prompt, params, *others):
         seen.append(params)
-        return await submit(request_id, prompts, params, options)
+        return prepare(request_id, prompt, params, *others)
 
-    monkeypatch.setattr(server.engine, "submit", watched)
+    monkeypatch.setattr(server.parts.inputs, "prepare", watched)
     return seen
 
 

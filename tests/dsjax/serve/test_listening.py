@@ -316,6 +316,5 @@ def test_front_ends_share_the_limits():
     inputs = SimpleNamespace(config=None, vocab_size=1, eos_token_ids=(), draw_seed=lambda: 0)
     parts = SimpleNamespace(inputs=inputs, tokenizer=None, outputs=SimpleNamespace(stream_interval=1), num_ranks=1)
     welcome = _welcome(serving, parts, 3, "info", False)(0, "")
-    assert welcome.limited
     assert welcome.options.max_connections == 5462
     assert welcome.options.max_queued_requests == welcome.options.max_queued_tokens == 0

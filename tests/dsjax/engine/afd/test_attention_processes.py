@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from held_processes import KEY
+from deployments import KEY
+from group_in_threads import groups
 from processes import free_port
 from test_expert_link import Experts
 from waits import until
@@ -29,8 +30,8 @@ def pool():
 
 
 @pytest.fixture
-def processes(pool, joined):
-    made = list(pool.map(AttentionProcesses, joined(3)))
+def processes(pool):
+    made = list(pool.map(AttentionProcesses, groups(3)))
     yield made
     for one in made:
         one.close()
@@ -85,8 +86,8 @@ def test_what_is_no_word_is_an_error(pool, processes):
         waits.result(60)
 
 
-def test_where_one_cannot_be_reached_the_others_say_so(pool, joined):
-    three = joined(3)
+def test_where_one_cannot_be_reached_the_others_say_so(pool):
+    three = groups(3)
     made = [pool.submit(AttentionProcesses, group) for group in three[1:]]
     three[0].agreement.tell("attention processes", ["127.0.0.1:1", b"a ticket"])  # where nobody listens
     for one in made:
@@ -94,8 +95,8 @@ def test_where_one_cannot_be_reached_the_others_say_so(pool, joined):
             one.result(60)
 
 
-def test_one_that_is_lost_is_not_waited_for(pool, joined):
-    three = joined(3)
+def test_one_that_is_lost_is_not_waited_for(pool):
+    three = groups(3)
     made = [pool.submit(AttentionProcesses, group) for group in three[:2]]
     listener = LinkListener(three[2].endpoint)  # of one that calls nobody
     three[2].agreement.tell("attention processes", [listener.address, listener.ticket])
@@ -143,12 +144,12 @@ def test_the_next_side_of_experts_has_the_endpoint_of_the_one_before(experts_at)
     after.endpoint.close()
 
 
-def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool, joined, experts_at):
+def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool, experts_at):
     """Its step has failed, and the process lives: the others hear of it though they wait for its rows at a process with experts."""
     experts = Experts(answers=False)
     sides = experts_at(f"127.0.0.1:{experts.port}")
     try:
-        for side, others in zip(sides, pool.map(AttentionProcesses, joined(2)), strict=True):
+        for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
             side.connect()
             side.join(others)
         waits = (
@@ -166,10 +167,10 @@ def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool, joined, experts_at
 
 
 def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_yet_ends_the_wait(
-    pool, joined, experts_at, monkeypatch, caplog
+    pool, experts_at, monkeypatch, caplog
 ):
     monkeypatch.setattr(loading, "expert_space", lambda *_: {})
-    two, sides = joined(2), experts_at(f"127.0.0.1:{free_port()}")
+    two, sides = groups(2), experts_at(f"127.0.0.1:{free_port()}")
     step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=sides[0].placement))
     started = [
         pool.submit(loading._connect_experts, None, step, side, Path(), b"side", group, True)
@@ -177,15 +178,15 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
     ]
     two[0].on_change = lambda error: None
     until(lambda: caplog.text.count("it is waited for") >= 2)
-    two[0]._lose(two[0].members[1])
+    two[0]._left(two[0].members[1])
     with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
         started[0].result(60)
 
 
-def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool, joined, experts_at):
+def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool, experts_at):
     sides = experts_at("127.0.0.1:1")
     sides[0].abandon()
-    for side, others in zip(sides, pool.map(AttentionProcesses, joined(2)), strict=True):
+    for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
         side.join(others)
     with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
         pool.submit(sides[1].agree, 0).result(60)

@@ -66,7 +66,8 @@ class Experts:
                 self.answer(message)
 
     def answer(self, message):
-        self._listener.send(message.sender, msgspec.msgpack.encode(Answered()), *message.frames)
+        with contextlib.suppress(PeerLostError):  # it asks again
+            self._listener.send(message.sender, msgspec.msgpack.encode(Answered()), *message.frames)
 
 
 def refuse(request: Request) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from group_in_threads import groups
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.remote_experts import RemoteExperts
@@ -68,11 +69,11 @@ class Process:
 
 
 @pytest.fixture
-def group(joined):
+def group():
     """Three attention processes as threads. `make` takes the `another` of each."""
     made = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        others = list(pool.map(AttentionProcesses, joined(PROCESSES)))
+        others = list(pool.map(AttentionProcesses, groups(PROCESSES)))
 
         def make(*another):
             made.extend(map(Process, others, another, range(PROCESSES)))

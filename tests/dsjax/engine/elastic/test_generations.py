@@ -145,12 +145,12 @@ def test_an_engine_without_threads_goes_on_with_processes_that_come_back(due):
 
 def test_generations_say_once_that_a_process_has_gone_or_come_back_and_that_one_leaves_until_it_is_decided():
     seen, woken = AfterALoss(), []
-    seen._has_changed, seen._group, seen.failure = False, SimpleNamespace(leavers=[]), None
+    seen._has_changed, seen._group, seen.failure = False, SimpleNamespace(leavers=False), None
     seen.watch(lambda: woken.append(1))
     assert not seen.take_change()
     seen._note_change(None)
     assert [seen.take_change(), seen.take_change(), woken] == [True, False, [1]]
-    seen._group.leavers.append("one")
+    seen._group.leavers = True
     assert [seen.take_change(), seen.take_change()] == [True, True]
 
 

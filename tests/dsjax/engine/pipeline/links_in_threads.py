@@ -6,11 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from dsjax.engine.pipeline.process_links import ProcessLinks
-from dsjax.messaging.cluster_key import ClusterKey
-from dsjax.messaging.credentials import Credentials
 from dsjax.hosts.rendezvous import JoinRequest
+from dsjax.messaging import Credentials, Endpoint
+from dsjax.messaging.cluster_key import ClusterKey
 
 CREDENTIALS = Credentials(ClusterKey("k" * 64, "a test", is_local=True))
+
+
+class Links(ProcessLinks):
+    """Ends the endpoint of its process too."""
+
+    def close(self):
+        super().close()
+        self._group.endpoint.close()
 
 
 def group_of(number: int, processes: int, ask: Callable[[str, Any], list[Any]]) -> SimpleNamespace:
@@ -18,7 +26,7 @@ def group_of(number: int, processes: int, ask: Callable[[str, Any], list[Any]]) 
     present = [JoinRequest(each, processes, "host", 10 + each, "127.0.0.1", "m") for each in range(processes)]
     return SimpleNamespace(
         options=SimpleNamespace(process_id=number, address="127.0.0.1", heartbeat_timeout=10),
-        credentials=CREDENTIALS,
+        endpoint=Endpoint("127.0.0.1", CREDENTIALS),
         agreement=SimpleNamespace(ask=ask),
         present=present,
         check=lambda error=None: None,
@@ -39,7 +47,7 @@ def links_of(order: Sequence[int]) -> list[ProcessLinks]:
 
     made = {}
     threads = [
-        threading.Thread(target=lambda number=number: made.update({number: ProcessLinks(group(number), order)}))
+        threading.Thread(target=lambda number=number: made.update({number: Links(group(number), order)}))
         for number in order
     ]
     for thread in threads:

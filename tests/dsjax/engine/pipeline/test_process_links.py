@@ -1,20 +1,22 @@
 """What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`."""
 
+import contextlib
 import socket
 import threading
+import time
 
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
-from links_in_threads import CREDENTIALS, group_of, links_of
+import zmq
+from links_in_threads import Links, group_of, links_of
 
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
 from dsjax.engine.pipeline import process_links
-from dsjax.engine.pipeline.process_links import SERVICE, Opening, ProcessLinks
+from dsjax.engine.pipeline.process_links import FOUND, HIDDEN, RESULTS
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError
-from dsjax.hosts.secure_channel import connect
+from dsjax.messaging import Link, NotAMemberError
 
 
 @pytest.fixture
@@ -128,11 +130,23 @@ def test_after_an_interrupt_the_same_is_heard_of_what_others_have_found(links):
     assert heard == [[[0], [10], [20]], [[0], [10], [20]], [[1], [11], [21]]]
 
 
-def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it(links):
+def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it_and_is_named(links):
     first, _, last = links
     last.close()
-    with pytest.raises(GroupError, match="connection between two stages has ended"):
+    with pytest.raises(GroupError, match=r"connection between two stages has ended: process 1 .* has ended it"):
         first.hear(0)
+
+
+def test_what_a_process_has_sent_before_it_ends_is_heard_by_those_that_ask_later(links):
+    first, middle, last = links
+    logits = np.arange(3_000_000, dtype=np.float32)
+    last.publish(lambda: logits)
+    last._sent.result(10)
+    last.close()
+    for other in (first, middle):
+        np.testing.assert_array_equal(other.hear(0), logits)
+        with pytest.raises(GroupError, match=r"process 1 .* has ended it"):
+            other.hear(1)
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -146,42 +160,61 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
         told = []
 
         def ask(stage, value):
-            told.append(value[0])
-            return [value, [port, bytes(16)]]
+            told.extend(value.values())
+            return [value, {HIDDEN: (f"127.0.0.1:{port}", b"ticket")}]
 
         group = group_of(0, 2, ask)
-        with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1 port {port}"):
-            ProcessLinks(group, [0, 1])
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", told[0]), 10)
+        with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1:{port}"):
+            Links(group, [0, 1])
+    for address, _ in told:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 10)
 
 
-def test_a_host_that_is_gone_is_not_sent_to_for_ever(links):
-    for channel in (channel for one in links for channel in one._channels):
-        assert channel._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+def test_a_host_that_hangs_is_noticed_within_the_heartbeat_timeout(links):
+    for link in (link for one in links for link in (*one._next, *one._to_leader, *one._listeners)):
+        assert 0 < link._socket.heartbeat_ivl < link._socket.heartbeat_timeout < 10_000
+
+
+def test_hidden_states_alone_go_unencrypted(links):
+    first, middle, last = links
+    names = [[sorted(listener._names) for listener in one._listeners] for one in links]
+    assert names == [[[FOUND.format(1), FOUND.format(2), RESULTS]], [[HIDDEN], [RESULTS]], [[HIDDEN]]]
+    encrypted = [first._listeners[0], middle._listeners[1], *last._next, *last._to_leader, *middle._to_leader]
+    plain = [middle._listeners[0], last._listeners[0], *first._next, *middle._next]
+    for sockets, mechanism in ((encrypted, zmq.CURVE), (plain, zmq.PLAIN)):
+        assert {one._socket.mechanism for one in sockets} == {mechanism}
 
 
 @pytest.mark.parametrize(
-    "opening",
-    [b"hidden", msgspec.msgpack.encode(Opening("hidden", bytes(16))), "a second one", "nothing that is sent"],
+    ("name", "ticket"),
+    [(HIDDEN, b"another"), (HIDDEN, None), (RESULTS, None), (RESULTS, b"another"), ("weights", None)],
 )
-def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_nobody(links, opening):
-    first, middle, _ = links
-    roles = {"a second one": "hidden", "nothing that is sent": "weights"}
-    if opening in roles:
-        opening = msgspec.msgpack.encode(Opening(roles[opening], middle._ticket))
+def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_nobody(links, name, ticket):
+    first, middle, last = links
     sent = np.arange(6, dtype=np.float32).reshape(2, 3)
     first.pass_on(sent)
+    last.publish(lambda: sent)
     arriving = middle.arriving(lambda array: array)
     np.testing.assert_array_equal(arriving.popleft(), sent)
-    with connect(("127.0.0.1", middle._listener.port), SERVICE, CREDENTIALS) as stranger:
-        stranger.send(opening)
-        stranger.send(msgspec.msgpack.encode(([2, 3], "float32")))
-        stranger.settimeout(60)
-        with pytest.raises((EOFError, OSError)):
-            stranger.receive(1)
+    np.testing.assert_array_equal(middle.hear(0), sent)
+    for listener, encrypted in zip(middle._listeners, (False, True), strict=True):
+        with contextlib.suppress(NotAMemberError):
+            stranger = Link(
+                last._group.endpoint, listener.address, ticket or listener.ticket, name, encrypted=encrypted
+            )
+            process_links._send([stranger], [], [np.zeros(1)])
+    time.sleep(0.1)
     first.pass_on(2 * sent)
+    last.publish(lambda: 2 * sent)
     np.testing.assert_array_equal(arriving.popleft(), 2 * sent)
+    np.testing.assert_array_equal(middle.hear(1), 2 * sent)
+
+
+def test_what_cannot_be_read_ends_the_wait_for_it(links):
+    first, middle, _ = links
+    first._next[0].send(b"\xc1")
+    assert "connection between two stages has ended" in raised(middle.arriving(None).popleft)[0]
 
 
 def raised(take):

@@ -1,4 +1,4 @@
-"""A leader and a follower over a store in memory: the same commands, the same results collected before each, and one end for both."""
+"""A leader and a follower over real connections: the same commands, the same results collected before each, and one end for both."""
 
 import pytest
 from group_in_threads import Pair, step
@@ -6,14 +6,7 @@ from group_in_threads import Pair, step
 from dsjax.engine.contract.commands import Clear, Copy, Flush
 from dsjax.engine.stream.leader import Landings
 from dsjax.engine.transfer.messages import PulledChunk
-from dsjax.hosts import group
 from dsjax.hosts.group import GroupError
-
-
-@pytest.fixture(autouse=True)
-def nobody_watches_who_leaves(monkeypatch):
-    """Leave at once: no thread of these groups watches the connections, so that nothing would end the wait for the other process."""
-    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
 
 
 def end(pair: Pair) -> None:
@@ -86,22 +79,10 @@ def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
     end(pair)
 
 
-def test_the_leader_deletes_what_all_have_read_and_keeps_the_rest():
-    pair = Pair()
-    for number in range(150):
-        pending = pair.leader.launch(step(number))
-        pair.take_part(number + 1)
-        pair.leader.collect(pending)
-    # A step's result shows that all have read its message: whole blocks of 64 before it are gone.
-    left = sorted(int(key.rpartition("/")[2]) for key in pair.store.values if "/stream/" in key)
-    assert left == list(range(128, 150))
-    end(pair)
-
-
 def test_a_warm_up_that_fails_elsewhere_is_raised_by_the_leader():
     pair = Pair()
     pair.told.warm_up = lambda progress=None: (_ for _ in ()).throw(RuntimeError("no compiler"))
-    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\): RuntimeError: no compiler"):
+    with pytest.raises(GroupError, match=r"process 1 \(.*\): RuntimeError: no compiler"):
         pair.leader.warm_up()
     pair.join()
     assert isinstance(pair.error, RuntimeError)
@@ -110,7 +91,6 @@ def test_a_warm_up_that_fails_elsewhere_is_raised_by_the_leader():
 def test_a_command_that_the_leader_cannot_launch_ends_all():
     pair = Pair()
     pair.inner.fails_at = 2
-    pair.groups[0].lost_by = lambda error: None
     pair.leader.launch(step(1))
     with pytest.raises(ValueError, match="it cannot be laid out"):
         pair.leader.launch(step(2))
@@ -122,12 +102,10 @@ def test_a_command_that_the_leader_cannot_launch_ends_all():
 def test_an_engine_that_is_given_back_after_its_failure_was_told_does_not_end_the_others_as_if_all_were_well():
     pair = Pair()
     pair.groups[0].leave("its engine could not be started")
-    told = set(pair.store.values)
     pair.leader.shutdown()
     pair.join()
     assert "process 0 has ended the group: its engine could not be started" in str(pair.error)
     assert pair.inner.events == [("shutdown",)]
-    assert set(pair.store.values) <= told, "the others are told once"
 
 
 def test_what_fails_because_a_member_is_gone_names_it():
@@ -136,11 +114,11 @@ def test_what_fails_because_a_member_is_gone_names_it():
 
     def fail(pending):
         pair.groups[0].on_change = lambda error: None
-        pair.groups[0]._lose(pair.groups[0].members[1])
+        pair.groups[0].lose(pair.groups[0].members[1])
         raise RuntimeError("Gloo: connection closed by peer")
 
     pair.inner.wait = fail
-    with pytest.raises(GroupError, match=r"process 1 \(host, pid 11\) has gone away"):
+    with pytest.raises(GroupError, match=r"process 1 \(.*\) has gone away"):
         pair.leader.wait(pending)
     with pytest.raises(GroupError, match="has gone away"):
         pair.leader.launch(step(2))

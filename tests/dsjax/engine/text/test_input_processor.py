@@ -1,10 +1,12 @@
 """What a request's parameters become on their way in: its rules, made of words and tokens, with what cannot be refused."""
 
 import pytest
+from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
-from dsjax.engine.text.input_processor import RuleMaker, bad_word_runs
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.text.input_processor import EncodedPrompt, InputProcessor, PromptError, RuleMaker, bad_word_runs
 
 V = 70  # no multiple of 32
 
@@ -32,6 +34,22 @@ def test_tokens_outside_the_vocabulary_are_refused_in_every_field(field, params)
     with pytest.raises(SamplingError) as caught:
         RuleMaker(None, V, ()).make(SamplingParams(**params))
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(("vocab_size", "refused"), [(V, True), (10_000, False)])
+def test_token_ids_of_the_model_s_tokenizer_are_taken_as_they_are_unless_the_model_has_fewer(vocab_size, refused):
+    tokenizer = tiny_tokenizer()
+    config = SchedulerConfig.from_limits(FakeExecutor().limits, max_num_batched_tokens=16)
+    inputs = InputProcessor(tokenizer, config, vocab_size)
+    ids = [tokenizer.vocab_size - 1, 1]
+    if refused:
+        with pytest.raises(PromptError, match="token 0"):
+            inputs.prepare("a", EncodedPrompt(ids), SamplingParams())
+        return
+    prepared = inputs.prepare("a", EncodedPrompt(ids), SamplingParams())
+    assert prepared.prompt_token_ids is ids
+    assert prepared.completions[0].token_ids == ids
+    assert prepared.completions[0].token_ids is not ids, "to which the tokens that are made are added"
 
 
 def test_a_request_without_rules_has_none_and_completions_do_not_share_theirs():

@@ -37,7 +37,7 @@ def prefill(args: EngineArgs) -> None:
         Follower(group).run_with(args)
         return
     server = load_prefill(args, group)
-    tell(address=server.address, space=server.listener._space)
+    tell(address=server.address, space=server.space)
     for line in sys.stdin:
         request, engine = json.loads(line), server.engine
         if "tokens" in request:

@@ -1,11 +1,10 @@
 """Chunks that other processes of a prefill side keep: offered by process 0, pulled from where they lie, and dropped there."""
 
 import queue
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
-import pytest
 from engine_pair import prefill_request
 from fake_executor import FakeExecutor
 
@@ -14,64 +13,71 @@ from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
-from dsjax.engine.transfer.messages import (
-    ChunkGoneError,
-    ChunkReady,
-    ReleaseChunk,
-)
+from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 from dsjax.engine.transfer.page_chunks import PageChunks
-from dsjax.engine.transfer.send_buffers import ChunkTickets, Keeper
+from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
+
+
+def opened(kept, number):
+    """What comes of a pull."""
+    chunk = Future()
+    kept.open(number, chunk.set_result)
+    return chunk
 
 
 def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    tickets = ChunkTickets()
-    kept = FollowerSendBuffers(5, tickets)
-    timer = threading.Timer(0.05, kept.ready, (3, {"tokens": []}))
-    timer.start()
-    assert kept.open(3, tickets.ticket(3)) == {"tokens": []}
+    kept = FollowerSendBuffers(60)
+    early = opened(kept, 3)
     kept.ready(4, None)  # a third process has that one
+    assert not early.done()
+    kept.ready(3, {"tokens": []})
+    assert early.result(0) == {"tokens": []}
     kept.drop([3, 4])
-    for number in (3, 4):
-        with pytest.raises(ChunkGoneError):
-            kept.open(number, tickets.ticket(number))
+    assert [opened(kept, number).result(0) for number in (3, 4)] == [None, None]
     assert len(kept) == 0
 
 
+def test_a_chunk_that_does_not_come_is_not_waited_for_beyond_its_time():
+    kept = FollowerSendBuffers(0.0)
+    late = opened(kept, 3)
+    time.sleep(0.01)
+    kept.ready(4, {"tokens": []})
+    assert late.result(0) is None
+
+
 def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute_is_waited_for_no_longer():
-    tickets = ChunkTickets()
-    kept, made = FollowerSendBuffers(60, tickets), object.__new__(PageChunks)
+    kept, made = FollowerSendBuffers(60), object.__new__(PageChunks)
     made._leaving, made._threads = queue.SimpleQueue(), []
     made.send_chunks(kept.ready, kept.drop)
 
     def fail():
         raise RuntimeError("the step that made it has failed")
 
-    with ThreadPoolExecutor(1) as thread:
-        pull = thread.submit(kept.open, 3, tickets.ticket(3))
-        made._leaving.put((3, {"tokens": SimpleNamespace(block_until_ready=fail)}, True))
-        with pytest.raises(ChunkGoneError, match="is not kept any more"):
-            pull.result(30)
+    pull = opened(kept, 3)
+    made._leaving.put((3, {"tokens": SimpleNamespace(block_until_ready=fail)}, True))
+    assert pull.result(30) is None
     made._leaving.put((4, {"tokens": 1}, True))
-    assert kept.open(4, tickets.ticket(4)) == {"tokens": 1}
+    assert opened(kept, 4).result(30) == {"tokens": 1}
     made._leaving.put(None)
 
 
 def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
-    group = SimpleNamespace(options=SimpleNamespace(process_id=1))
+    told = []
+    group = SimpleNamespace(
+        options=SimpleNamespace(process_id=1, address="127.0.0.1"),
+        endpoint=SimpleNamespace(address="127.0.0.1:7"),
+        agreement=SimpleNamespace(tell=lambda stage, value: told.append(value)),
+    )
     transfers = FollowerTransfers(EngineArgs(disaggregation_mode="prefill", transfer_timeout=120), group)
-    transfers._tickets, transfers._server = ChunkTickets(), "started with the first generation"
+    transfers._server = "started with the first generation"
     executor = FakeExecutor(transfers=True)
     transfers.join(SimpleNamespace(executor=executor))
-    before = transfers._kept
-    with ThreadPoolExecutor(1) as thread:
-        pull = thread.submit(
-            before.open, 3, transfers._tickets.ticket(3)
-        )  # offered by process 0, and never computed here
-        transfers.join(SimpleNamespace(executor=executor))
-        with pytest.raises(ChunkGoneError, match="is not kept any more"):
-            pull.result(30)
+    pull = opened(transfers._kept, 3)  # offered by process 0, and never computed here
+    transfers.join(SimpleNamespace(executor=executor))
+    assert pull.result(0) is None
     executor._offer(4, {"tokens": 1})
-    assert transfers._kept.open(4, transfers._tickets.ticket(4)) == {"tokens": 1}
+    assert opened(transfers._kept, 4).result(0) == {"tokens": 1}
+    assert told == ["127.0.0.1:7"] * 2, "process 0 asks in each generation"
 
 
 def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
@@ -84,9 +90,7 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     while not any(isinstance(message, ChunkReady) for message in offers):
         engine.turn(wait=False)
     offers = [message for message in offers if isinstance(message, ChunkReady)]
-    assert {offer.address for offer in offers} == {
-        f"there:1#{engine.buffers.tickets.ticket(offer.number)}" for offer in offers
-    }
+    assert {offer.address for offer in offers} == {"there:1"}
     for offer in offers:
         engine.post(ReleaseChunk(offer.number), receive)
     engine.turn(wait=False)
@@ -95,11 +99,8 @@ def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_wh
     assert engine.buffers.num_kept == engine.num_jobs == 0
 
 
-def test_a_chunk_is_opened_by_the_ticket_of_its_own_offer_alone():
-    tickets = ChunkTickets()
-    kept = FollowerSendBuffers(0.01, tickets)
-    kept.ready(3, {"tokens": []})
-    for ticket in (tickets.ticket(4), ChunkTickets().ticket(3), "", "é"):
-        with pytest.raises(ChunkGoneError, match="was not offered with this ticket"):
-            kept.open(3, ticket)
-    assert ChunkTickets(tickets.secret).ticket(3) == tickets.ticket(3), "the processes of a side make the same"
+def test_the_numbers_of_a_side_that_was_started_again_are_not_those_of_before():
+    send = PageSend("a", SimpleNamespace(page_hashes=[b""]), None, 0, 0, 1)
+    first, again = (SendBuffers([Keeper()], 60, print, float).begin(0, send, 0, 1) for _ in range(2))
+    assert first != again  # the same in one run of two billion
+    assert all(0 <= number < 2**31 for number in (first, again)), "as commands have them"

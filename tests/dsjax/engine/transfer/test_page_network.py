@@ -1,12 +1,16 @@
 """Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page.
 
-These are the tests of `transfer/page_channel.py`, `transfer/messages.py` and `transfer/send_buffers.py` too.
+These are the tests of `transfer/messages.py` and `transfer/send_buffers.py` too.
 """
 
 import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,27 +28,29 @@ from waits import until
 
 from dsjax import LLM
 from dsjax.engine.elastic.joining import join_group
-from dsjax.engine.elastic.transfer_processes import host_of
+from dsjax.engine.elastic.transfer_processes import endpoint_of, host_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.transfer import page_network
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
     ChunkGoneError,
     ChunkReady,
     FlushPages,
+    Greeting,
     PrefillRequest,
+    PublishedChunk,
+    PullDone,
     ReleaseChunk,
     TransferFailed,
     TransfersUnderWay,
 )
-from dsjax.engine.transfer.page_channel import PAGES, TransferListener, connect_to, write
-from dsjax.engine.transfer.page_network import PrefillServer, RemoteLink, handoff
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks, handoff
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
+from dsjax.messaging import Endpoint, RefusedError
 from dsjax.messaging.cluster_key import ClusterKey
 from dsjax.messaging.credentials import Credentials, local_credentials
 
@@ -164,15 +170,27 @@ class FakeTransport:
         self.disconnected.append(address)
 
 
+def opened(credentials=None):
+    """An endpoint of a process."""
+    return Endpoint("127.0.0.1", credentials or local_credentials())
+
+
+def dialer(transport=None, space=None, credentials=None):
+    """What makes a decode engine's links."""
+    chunks = RemoteChunks(opened(credentials), transport or FakeTransport(), {}, 60)
+    return RemoteLinks(chunks, space or {}, owns_endpoint=True)
+
+
 def served(lease: float = 60, **fields):
     """Make a server in front of an engine without JAX, and its transport. lease: seconds for which it keeps what nobody asks for."""
     executor = FakeExecutor(transfers=True)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     engine = PrefillEngine(executor, config, timeout=lease)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
-    chunks = ChunkServer(engine.buffers.open, transport, space, "127.0.0.1", lease)
-    server = PrefillServer(engine, chunks, space, "127.0.0.1")
-    engine.buffers.reset([Keeper(chunks.address)])
+    endpoint = opened()
+    chunks = ChunkServer(endpoint, engine.buffers.open, transport, lease)
+    server = PrefillServer(engine, chunks, space, endpoint, owns_endpoint=True)
+    engine.buffers.reset([Keeper(endpoint.address)])
     engine.start()
     return server, transport
 
@@ -188,8 +206,8 @@ class Linked:
         self.server, self.transport = served(lease, **fields)
         self.engine, self.messages = self.server.engine, []
         space = {"page_size": 4, "dtype": "float32"} if fields else {"page_size": 4}
-        chunks = RemoteChunks(self.transport, space, {}, 60, credentials)
-        self.link = RemoteLink(self.server.address, chunks, space, credentials)
+        self.links = dialer(self.transport, space, credentials)
+        self.link = self.links.link_to(self.server.address)
         self.link.connect(
             lambda message: None if isinstance(message, TransfersUnderWay) else self.messages.append(message)
         )
@@ -204,12 +222,12 @@ class Linked:
         until(lambda: sum(message.count for message in self.messages) == 8)
         return self.messages
 
-    def pull(self, offer, chunks=None, number=None):
+    def pull(self, offer, number=None):
         """Pull what was offered, with another number if one is given."""
-        return (chunks or self.link).pull(offer.number if number is None else number, None, offer.address)
+        return self.link.pull(offer.number if number is None else number, None, offer.address)
 
     def close(self):
-        self.link.close()
+        self.links.close()
         self.server.shutdown()
 
 
@@ -250,8 +268,6 @@ def test_a_chunk_that_was_granted_and_not_taken_is_taken_back_when_decode_goes(l
     sides.link.send(ReleaseChunk(first.number))
     with pytest.raises(ChunkGoneError, match="is not kept any more"):
         sides.pull(first, number=12345)
-    with pytest.raises(ChunkGoneError, match="is not kept any more"):
-        sides.pull(first, number=others[0].number)  # with another chunk's ticket
     transport, buffers = sides.transport, sides.engine.buffers
     transport.pulls = False
     with pytest.raises(ChunkGoneError, match="the link is down"):
@@ -267,7 +283,7 @@ def test_a_chunk_that_could_not_be_pulled_is_taken_back_though_decode_says_nothi
     [first, *_], transport, ended = sides.offered(), sides.transport, threading.Event()
     transport.pulls, pull = fault == "hangs", transport.pull
     transport.pull = lambda *arguments: pull(*arguments) if fault == "fails" else ended.wait(60)
-    chunks = RemoteChunks(transport, {"page_size": 4}, {}, 60 if fault == "fails" else 0.5)
+    chunks = RemoteChunks(opened(), transport, {}, 60 if fault == "fails" else 0.5)
     with pytest.raises(ChunkGoneError, match="the link is down" if fault == "fails" else "does not send chunk"):
         chunks.pull(first.address, first.number, None)
     until(lambda: (transport.pulled, transport.withdrawn, transport.published) == ([], [1], {}))
@@ -276,7 +292,7 @@ def test_a_chunk_that_could_not_be_pulled_is_taken_back_though_decode_says_nothi
     pulled = chunks.pull(first.address, first.number, None)
     assert pulled["tokens"][0] == [0, 1, 2, 3]  # it is kept until it is released
     until(lambda: (transport.pulled, transport.published) == ([2], {}))
-    chunks.close()
+    chunks.endpoint.close()
 
 
 def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again(linked):
@@ -296,12 +312,12 @@ def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, compu
     engine = PrefillEngine(
         executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16), timeout=60
     )
-    server = PrefillServer(engine, None, {}, "127.0.0.1")
+    server = PrefillServer(engine, None, {}, opened())
     for number in range(3):
         server.prefill([number] * 33, dp_rank=chosen)
     engine.turn(wait=False)
     assert [load.running + load.waiting for load in engine.core.loads()] == computes
-    server.listener.close()
+    server.endpoint.close()
 
 
 def test_what_nobody_asks_for_or_pulls_is_dropped_after_its_lease():
@@ -320,7 +336,8 @@ def transfer_threads():
 def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_keeps_no_thread(caplog):
     before = transfer_threads()  # some of another test's may still be ending
     nobody = socket.create_server(("127.0.0.1", 0))  # connections are made, and nobody answers until it is closed
-    link = RemoteLink(f"127.0.0.1:{nobody.getsockname()[1]}", RemoteChunks(FakeTransport(), {}, {}, 60), {})
+    links = dialer()
+    link = links.link_to(f"127.0.0.1:{nobody.getsockname()[1]}")
     messages = []
     link.connect(messages.append)
     for name in "abc":
@@ -332,25 +349,28 @@ def test_a_side_that_cannot_be_reached_is_told_of_once_for_all_that_waits_and_ke
     until(lambda: transfer_threads() <= before)
     link.send(PrefillRequest("d", b"", 0, 1))
     until(lambda: len(messages) == 2)
-    link.close()
+    links.close()
 
 
 def test_a_flush_that_finds_no_prefill_engine_is_the_first_thing_that_the_next_connection_brings(linked, monkeypatch):
     sides, flushed, reachable = linked(), [], []
     link, messages = sides.link, sides.messages
     sides.engine.service.flush_core = lambda: flushed.append(True)
-    connect = page_network.connect_to
+    endpoint = sides.links.chunks.endpoint
+    connect = endpoint.connect
 
-    def connect_to(*arguments):
+    def reach(*arguments):
         if not reachable:
             raise OSError("no route")
         return connect(*arguments)
 
-    monkeypatch.setattr(page_network, "connect_to", connect_to)
+    monkeypatch.setattr(endpoint, "connect", reach)
     for _ in range(2):
         link.send(FlushPages())
-        until(lambda: messages and not link._connecting)
-        assert "cannot be reached" in messages.pop().reason
+    assert link.is_idle, "a flush connects to nobody"
+    sides.ask("b")
+    until(lambda: messages and link.is_idle)
+    assert "cannot be reached" in messages.pop().reason
     reachable.append(True)
     sides.offered()
     assert flushed == [True]
@@ -371,39 +391,52 @@ def test_nothing_is_kept_of_a_side_that_has_gone(linked):
     until(lambda: sides.transport.disconnected == ["here"])
     until(lambda: transfer_threads() <= before)
     assert isinstance(sides.messages[-1], TransferFailed)
-    with pytest.raises(ChunkGoneError, match="cannot be reached"):
+    assert sides.link.is_idle
+    with pytest.raises(ChunkGoneError, match="nobody answers"):
         sides.pull(offer)
 
 
-def test_both_ends_look_whether_the_other_host_is_there_while_nothing_is_said(linked):
-    sides = linked()
-    sides.pull(sides.offered()[0])
-    [client], [puller] = sides.server.listener._channels, sides.server._chunks.listener._channels
-    [pulling] = sides.link._chunks._connections.values()
-    for channel in (client, puller, sides.link._channel, pulling.result().channel):
-        assert channel._connection._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+def test_a_prefill_process_that_hangs_fails_its_transfers_before_their_time_is_over():
+    script = "import sys, test_page_network as t; print(t.served()[0].address, flush=True); sys.stdin.read()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script]
+    messages, endpoint = [], Endpoint("127.0.0.1", local_credentials(), silence=1.0)
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        link = RemoteLinks(RemoteChunks(endpoint, FakeTransport(), {}, 60), {"page_size": 4}).link_to(
+            process.stdout.readline().strip()
+        )
+        link.connect(messages.append)
+        link.send(prefill_request("a", range(33)))
+        until(lambda: any(isinstance(message, ChunkReady) for message in messages))
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        until(lambda: isinstance(messages[-1], TransferFailed))
+        assert time.monotonic() - began < 10, "of 60 s that a transfer has"
+        process.kill()
+    endpoint.close()
 
 
-def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another(monkeypatch):
+def test_a_host_that_is_gone_is_waited_for_once_and_by_nobody_who_pulls_from_another():
     tried, limit = [], threading.Event()
 
-    def connect_to(address, *_):
+    def connect(address, role):
         tried.append(address)
         if address == "gone:1":
             limit.wait(60)
         raise OSError("no route")
 
-    monkeypatch.setattr("dsjax.engine.transfer.chunk_network.connect_to", connect_to)
-    chunks = RemoteChunks(FakeTransport(), {}, {}, 60)
+    chunks = RemoteChunks(SimpleNamespace(connect=connect), FakeTransport(), {}, 60)
     with ThreadPoolExecutor(2) as threads:
         pulls = [threads.submit(chunks.pull, "gone:1", number, None) for number in (1, 2)]
         until(lambda: tried)
-        with pytest.raises(ChunkGoneError, match="other:1 cannot be reached: no route"):
+        with pytest.raises(ChunkGoneError, match="chunk 3 cannot be had from other:1: no route"):
             chunks.pull("other:1", 3, None)
         assert not any(pull.done() for pull in pulls)
         limit.set()
         for pull in pulls:
-            with pytest.raises(ChunkGoneError, match=r"gone:1 .* reached"):
+            with pytest.raises(ChunkGoneError, match="from gone:1: no route"):
                 pull.result()
     assert tried == ["gone:1", "other:1"]
 
@@ -412,31 +445,30 @@ def test_a_side_with_another_key_is_told_so(linked):
     sides = linked(credentials=Credentials(ClusterKey("o" * 32, "another file")))
     sides.ask()
     until(lambda: sides.messages)
-    said = "this process showed its cluster key, which is from another file: that side has another one"
-    assert said in sides.messages[0].reason
+    assert "does not belong to this deployment: it has another cluster key" in sides.messages[0].reason
     assert sides.engine.num_jobs == 0
 
 
-@pytest.mark.parametrize("message", [b"\x93\xacpull_request\x01\xa2\xff\xff", b"\x91" * 100_000, "handled"])
-def test_a_message_that_cannot_be_read_or_handled_ends_its_connection(message, caplog):
-    left = threading.Event()
-
-    def receive(_):
-        raise ValueError("a fault of ours")
-
-    peer = SimpleNamespace(receive=receive, leave=left.set)
-    key = local_credentials()
-    listener = TransferListener(lambda channel: peer, {}, "127.0.0.1", service=PAGES, credentials=key)
-    channel, _ = connect_to(listener.address, {}, PAGES, key)
-    if message == "handled":
-        write(channel, CancelTransfer("a"))
-    else:
-        channel.send(message)
-    assert left.wait(60)
-    with pytest.raises(EOFError):
-        channel.receive(100)
-    assert "A connection for pages was closed, because" in caplog.text
-    listener.close()
+def test_a_member_that_says_what_it_should_not_harms_nobody_elses_transfers(linked, caplog):
+    sides = linked()
+    sides.offered()
+    stranger = opened()
+    peer = stranger.connect(sides.server.address, "decode")
+    for _ in range(2):  # before it has greeted, and after
+        for message in (CancelTransfer("a"), ReleaseChunk(sides.messages[0].number), "no message", PullDone(1)):
+            peer.send("prefill", message)
+        peer.send("done", PullDone(1))
+        with pytest.raises(RefusedError, match="is not kept any more"):
+            peer.request("pull", 2**40).result(60)
+        peer.request("prefill", Greeting({"page_size": 4})).result(60)
+    # What it has others publish for it is its own affair.
+    pull = peer.request("pull", sides.messages[0].number, PublishedChunk).result(60)
+    sides.link.send(ReleaseChunk(2**40))
+    assert sides.pull(sides.messages[0])["tokens"][0] == [0, 1, 2, 3]
+    stranger.close()
+    until(lambda: pull.pull in sides.transport.withdrawn and not sides.transport.published)
+    assert sides.engine.num_jobs == 1
+    assert "cannot be read" not in str(sides.messages)
 
 
 def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_anything():
@@ -446,9 +478,24 @@ def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_a
             UserError, match=r"192\.0\.2\.1 is beyond the loopback interface.*--cluster-key-file FILE or"
         ):
             join_group(args, None)
-    engine = SimpleNamespace(page_size=4)
-    with pytest.raises(UserError, match="beyond the loopback interface"):
-        PrefillServer(engine, None, {}, "0.0.0.0")
+        with pytest.raises(UserError, match="beyond the loopback interface"):
+            endpoint_of(args, None)
+
+
+def test_a_process_alone_and_one_with_an_address_for_its_transfers_have_an_endpoint_for_them():
+    group = SimpleNamespace(
+        options=SimpleNamespace(address="127.0.0.1", heartbeat_timeout=7),
+        endpoint="the group's",
+        credentials=local_credentials(),
+    )
+    args = EngineArgs(disaggregation_mode="prefill", heartbeat_timeout=8)
+    assert endpoint_of(args, group) == "the group's"
+    alone, of_address = endpoint_of(args, None), endpoint_of(replace(args, transfer_host="localhost"), group)
+    assert (alone.silence, of_address.silence) == (8, 7)
+    with pytest.raises(UserError, match=f"the address 127.0.0.1:{alone.port} for pages cannot be used: "):
+        endpoint_of(args, group, alone.port)
+    for endpoint in (alone, of_address):
+        endpoint.close()
 
 
 def test_without_an_address_the_loopback_interface_is_taken(monkeypatch):

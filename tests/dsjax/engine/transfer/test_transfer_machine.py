@@ -85,7 +85,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule()
     def prefill_is_trusted_again(self):
-        for pause in self.pair.incoming._backoffs:
+        for pause in self.pair.incoming._backoffs.values():
             pause._until = 0.0
 
     @rule(poisoned=st.booleans())

@@ -1,0 +1,98 @@
+"""Who is in a group: processes that ask process 0 to go on without them, and those that come back.
+
+`engine/elastic/test_follower.py` has what is decided about leavers, `test_two_process_server.py` real processes.
+"""
+
+import time
+
+import pytest
+from group_in_threads import enter, groups
+
+from dsjax.hosts import group as group_module
+from dsjax.hosts.wire import Announcement
+from dsjax.messaging import RefusedError
+
+
+@pytest.fixture
+def three(monkeypatch):
+    monkeypatch.setattr(group_module, "_TOGETHER_SECONDS", 0.3)
+    return groups(3)
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_those_that_ask_to_leave_at_once_are_told_of_once(three):
+    leader, told = three[0], []
+    leader.on_change = told.append
+    for each in three[1:]:
+        each.leader.request("leave", kind=bool)
+    until(lambda: told)
+    assert (told, leader.leavers) == ([None], True)
+    assert {member.process_id for member in leader.take_leavers()} == {1, 2}
+    assert (leader.take_leavers(), leader.leavers) == ([], False)
+
+
+def test_one_that_is_kept_hears_why_and_one_that_has_no_part_that_it_may_go(three):
+    leader, second, third = three
+    asked = second.leader.request("leave", kind=bool)
+    until(lambda: leader.leavers)
+    leader.keep(leader.take_leavers()[0], "it is needed")
+    with pytest.raises(RefusedError, match="it is needed"):
+        asked.result(60)
+    leader.announce(Announcement(1, [0, 1]))
+    asked = [each.leader.request("leave", kind=bool) for each in (second, third)]
+    until(lambda: len(leader._asked_to_leave) == 2)
+    for member in leader.take_leavers():
+        leader.excuse(member)
+    assert [one.result(60) for one in asked] == [False, True], "the second waits for a generation without it"
+    assert leader.live_ids == [0]
+    assert leader.take_ended() == {1, 2}
+
+
+def test_a_process_that_comes_back_waits_until_jax_has_forgotten_the_one_before_and_is_told_of_when_it_is_ready(
+    three, monkeypatch
+):
+    leader, told, waited = three[0], [], []
+    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", waited.append)
+    leader.on_change = told.append
+    leader.announce(Announcement(4, [0, 1, 2]))
+    three[2].endpoint.close()
+    until(lambda: len(told) == 1)
+    back = enter(three[2].options)
+    assert (waited, back.generation, back._response.here) == ([2], 5, [0, 1])
+    assert leader.live_ids == [0, 1]
+    time.sleep(0.05)
+    assert len(told) == 1, "it has no programs yet"
+    back.say_ready()
+    until(lambda: len(told) == 2)
+    assert leader.live_ids == [0, 1, 2]
+    leader.announce(Announcement(5, [0, 1, 2]))
+    assert back.next_announcement(60).number == 5
+    until(lambda: three[1].members == leader.members)  # by which it looks at links
+
+
+def test_the_mesh_changes_once_for_several_that_come_back_together(three, monkeypatch):
+    monkeypatch.setattr("dsjax.hosts.coordination.wait_until_forgotten", lambda process_id: None)
+    leader, told = three[0], []
+    leader.on_change = lambda error: error is None and told.append(leader.live_ids)
+    for each in three[1:]:
+        each.endpoint.close()
+    until(lambda: leader.live_ids == [0])
+    back = [enter(each.options) for each in three[1:]]
+    for each in back:
+        each.say_ready()
+    until(lambda: told)
+    assert told == [[0, 1, 2]]
+
+
+def test_one_that_has_left_and_comes_back_is_counted_on_again(three):
+    leader, member = three[0], three[0].members[1]
+    super(type(leader), leader).excuse(member)
+    assert leader.live_ids == [0, 2]
+    leader.replace(member)
+    assert leader.live_ids == [0, 1, 2]
