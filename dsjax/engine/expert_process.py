@@ -416,7 +416,8 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     if args.eplb:
         writer.rehearse()
     space = expert_space(args, step, checkpoint.directory)
-    listen = lambda host, port: Endpoint(host, credentials, port=port, silence=args.heartbeat_timeout)  # noqa: E731
+    options = {"silence": args.heartbeat_timeout, "holds": (OPEN,)}  # who connects early is let in when all is ready
+    listen = lambda host, port: Endpoint(host, credentials, port=port, **options)  # noqa: E731
     return ExpertProcess(step, writer, space, _listen(share.address, listen))
 
 

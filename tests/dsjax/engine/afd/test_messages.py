@@ -3,6 +3,7 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,12 +12,14 @@ from layouts import write_checkpoint
 from processes import free_port
 from waits import until
 
+from dsjax.engine import expert_process
 from dsjax.engine.afd.expert_slots import NOBODY
 from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.messaging import Endpoint, Link, RefusedError
+from dsjax.messaging import Endpoint, Link, LinkListener, RefusedError
 from dsjax.messaging.credentials import local_credentials
+from dsjax.messaging.endpoint import PING
 
 FIRST = 2
 """The second of two processes with two devices each."""
@@ -26,8 +29,8 @@ NOT_FILLED = np.zeros((2, 2), "<i4").tobytes()
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    args = EngineArgs(
+def args(tmp_path_factory):
+    return EngineArgs(
         model=str(write_checkpoint(tmp_path_factory.mktemp("experts"))),
         afd_role="expert",
         afd_address=f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
@@ -41,6 +44,10 @@ def process(tmp_path_factory):
         page_size=4,
         max_model_len=64,
     )
+
+
+@pytest.fixture(scope="module")
+def process(args):
     process = load_experts(args)
     yield process
     process.close()
@@ -131,6 +138,22 @@ def refusal(process, enter):
         return error
 
     return refusal
+
+
+def test_who_comes_in_the_moment_before_all_is_ready_is_let_in_then(args, endpoint, monkeypatch):
+    addresses, early = [free_port() for _ in range(2)], []
+
+    def listener(own):
+        peer = endpoint.connect(own.address, "attention")
+        early.append(peer.request(OPEN, Open({})))
+        assert peer.request(PING).result(SECONDS) is None  # so that it has come
+        return LinkListener(own)
+
+    monkeypatch.setattr(expert_process, "LinkListener", listener)
+    process = load_experts(replace(args, afd_address=",".join(f"127.0.0.1:{port}" for port in addresses)))
+    with pytest.raises(RefusedError, match="it gives no name of an attention side"):
+        early[0].result(SECONDS)
+    process.close()
 
 
 def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(refusal):
