@@ -17,17 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 WORK = (
-    "announcements",
     "cache events",
     "chunk drain",
     "chunk offer",
     "chunk pull",
-    "chunk reports",
     "chunk server",
     "client watch",
-    "command stream",
     "compile ahead",
-    "connection",
     "disk reader",
     "disk writer",
     "expert balancing",
@@ -36,10 +32,8 @@ WORK = (
     "front end counters",
     "front end requests",
     "headless server",
-    "host watch",
     "leave",
     "link monitor",
-    "listener",
     "load reports",
     "messaging",
     "observers",

@@ -187,12 +187,10 @@ def build_executor(record: StepRecording, model: str | None, *, show_progress: b
             f"{directory} is another checkpoint than the recorded one: its fingerprint is {found[:16]}…, expected "
             f"{header.fingerprint[:16]}…; give the recorded checkpoint's directory with --model"
         )
-    spec = MeshSpec.parse(args.mesh)
-    emulate_devices(spec.num_devices)
-    from dsjax.engine.setup import loading, stages
+    emulate_devices(MeshSpec.parse(args.mesh).num_devices)
+    from dsjax.engine.setup import loading
 
-    load = loading.load_model if spec.pp_size == 1 else stages.load_stages
-    executor = load(args, show_progress=show_progress).executor
+    executor = loading.load_model(args, show_progress=show_progress).executor
     limits = asdict(executor.limits)
     recorded = {"num_stages": 1} | header.limits  # older recordings do not say it
     if limits != recorded:

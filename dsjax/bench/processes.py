@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.options import Checked, option
+from dsjax.hosts import GroupOptions, HostOptions
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -23,22 +21,6 @@ Agree = Callable[[str, Any], list[Any]]
 def alone(what: str, value: Any) -> list[Any]:
     """`Agree` of one process."""
     return [value]
-
-
-@dataclass(frozen=True)
-class GroupOptions(Checked):
-    """Many hosts: the same command on each, as of dsjax serve."""
-
-    coordinator_address: str | None = option(
-        None, "HOST:PORT of process 0; default: what Slurm, Kubernetes and others say"
-    )
-    num_processes: int | None = option(None, "processes of the group", least=1)
-    process_id: int | None = option(None, "which one this is, from 0", least=0)
-    host_address: str | None = option(None, "address of this host that the others reach")
-    start_timeout: int = option(300, "seconds in which all processes must have come", least=1)
-    heartbeat_timeout: int = option(10, "seconds after which a silent process is taken for dead", least=1)
-    cluster_key_file: str | None = option(None, "file with the secret that all processes share; or DSJAX_CLUSTER_KEY")
-    encrypt_bulk: bool = option(False, "as of dsjax serve")
 
 
 class Processes:
@@ -92,10 +74,9 @@ def measuring_together(
     Raises:
         UserError, GroupError: the options are wrong, or the group does not form; while measuring, a process of it has gone or failed.
     """
-    from dsjax.hosts import HostOptions
     from sharding.emulation import emulate_devices
 
-    hosts = HostOptions.find(**dataclasses.asdict(options))
+    hosts = HostOptions.find(options)
     emulate_devices(-(-num_devices // (hosts.num_processes if hosts else 1)))
     if hosts is None:
         yield Processes()

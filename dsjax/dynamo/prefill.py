@@ -10,6 +10,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 from rich.console import Console
 
+from dsjax.addresses import is_loopback, split_address
 from dsjax.dynamo.arguments import parse
 from dsjax.dynamo.translation import Chunk, Chunks, translate
 from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
@@ -19,7 +20,6 @@ from dsjax.engine.schedule.request import StepPlan
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.transfer.page_network import PrefillServer
 from dsjax.errors import UserError
-from dsjax.messaging.addresses import is_loopback, split_address
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_parts import add_background_metrics, add_prefill_metrics
 from dsjax.serve.startup_screen import warm_up_bar

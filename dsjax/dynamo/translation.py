@@ -236,10 +236,10 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
     if {"address", "transfer"} <= params.keys():
         return {"address": params["address"], "transfer": params["transfer"]}
     if {"bootstrap_host", "bootstrap_port", "bootstrap_room"} <= bootstrap.keys():
+        from dsjax.addresses import join_address
         from dsjax.engine.transfer.page_network import handoff
-        from dsjax.hosts.options import joined
 
-        return handoff(joined(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"])
+        return handoff(join_address(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"])
     return None
 
 

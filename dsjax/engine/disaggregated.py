@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import jax
@@ -26,7 +25,7 @@ from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import PrefillSizes
 from dsjax.engine.setup.loading import LoadedEngine, load_model
-from dsjax.engine.setup.side_options import decode_args, prefill_args
+from dsjax.engine.setup.side_options import decode_args, naming_prefill, prefill_args
 from dsjax.engine.setup.sizes import EngineLayout
 from dsjax.engine.transfer.chunk_network import ChunkServer
 from dsjax.engine.transfer.page_chunks import move_chunk
@@ -34,7 +33,7 @@ from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks
 from dsjax.engine.transfer.prefill_links import LocalLink
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
-from sharding import MeshError, MeshSpec
+from sharding import MeshSpec
 from sharding.mesh import device_order
 
 
@@ -63,7 +62,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
         prefill_options = prefill_args(args)
-        with _named_prefill(args):
+        with naming_prefill(args):
             model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
         config = prefill_options.scheduler_config(model.executor.limits)
@@ -72,7 +71,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
             config,
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, eplb=prefill_options.eplb, page_source=prefill_options.page_source),
+            attachments=attachments_of(config, prefill_options),
         )
         opened.pop_all()
     engine.start()
@@ -82,19 +81,9 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
 
 def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
     """Whether the model and the options go together with the prefill side's mesh, before the decode side's weights are read."""
-    with _named_prefill(args):
-        EngineLayout.of(prefill_args(args), open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
-
-
-@contextmanager
-def _named_prefill(args: EngineArgs) -> Iterator[None]:
-    """Say of what cannot be that it is the prefill side's, whose options have other names than an engine's where it has its own."""
-    try:
-        yield
-    except (UserError, MeshError) as error:
-        raise UserError(
-            f"of --prefill-mesh {args.prefill_mesh}, whose own values have --prefill- before an option's name: {error}"
-        ) from error
+    options = prefill_args(args)
+    with naming_prefill(args):
+        EngineLayout.of(options, open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
 
 
 def load_prefill(
@@ -127,7 +116,7 @@ def load_prefill(
             config,
             timeout=args.transfer_timeout,
             async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, eplb=args.eplb, sink=event_sink, page_source=args.page_source),
+            attachments=attachments_of(config, args, event_sink),
             keepers=keepers_of(endpoint.address, group),
             generations=None if group is None else Generations(args, group, model, library),
         )

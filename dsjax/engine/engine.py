@@ -8,7 +8,6 @@ from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine_thread import EngineThread, Listener
-from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import MeshChanger
@@ -17,15 +16,15 @@ from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stats import StepStats
 from dsjax.engine.text.input_processor import InputProcessor, Prompt
 from dsjax.engine.text.output_processor import OutputProcessor
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, PageEventStream
+from dsjax.engine.tiers.event_publisher import EventPublisher, PageEventStream
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
-from dsjax.engine.transfer.messages import TRANSFER_SECONDS, PrefillLink
-from dsjax.engine.transfer.prefill_links import Dialer, PrefillLinks
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 
 ENGINE_END = ": "
@@ -38,14 +37,11 @@ class EngineParts:
     `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
 
     Args:
+        args: the engine's options; None: their defaults.
         eos_token_ids: tokens that end a completion unless it ignores them.
-        seed: requests without a seed draw theirs from it, in the order of their coming.
-        async_scheduling: plan a step while the one before computes.
-        eplb: how experts are moved after their load; None: they stay where they are.
-        kv_events: where events of pages are published; None: nowhere.
-        prefills, prefill_dialer: as of `PrefillLinks`. local_prefill_tokens, transfer_timeout: as of `EngineArgs`.
-        event_sink: is given them too, in the engine's thread.
-        stream_interval, page_source: as in `EngineArgs`. generations: as of `EngineCore`.
+        prefills: the links to engines that compute prompts for this one; None: there are none.
+        event_sink: receives the events of pages too, in the engine's thread.
+        generations: as of `EngineCore`.
 
     Attributes:
         core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
@@ -57,47 +53,38 @@ class EngineParts:
         executor: Executor,
         tokenizer: Tokenizer | None,
         scheduler_config: SchedulerConfig,
+        args: EngineArgs | None = None,
         *,
         eos_token_ids: Sequence[int] = (),
-        seed: int = 0,
-        async_scheduling: bool = True,
-        eplb: EplbConfig | None = None,
-        kv_events: KvEventsConfig | None = None,
-        prefills: Sequence[PrefillLink] | None = None,
-        prefill_dialer: Dialer | None = None,
-        local_prefill_tokens: int = 1,
-        transfer_timeout: float = TRANSFER_SECONDS,
+        prefills: PrefillLinks | None = None,
         event_sink: EventSink | None = None,
-        stream_interval: int = 1,
-        page_source: str | None = None,
         generations: MeshChanger | None = None,
     ):
+        args = args or EngineArgs()
         self.tokenizer = tokenizer
         with (
             contextlib.ExitStack() as opened
         ):  # where something fails, nobody has the publisher's thread and sockets closed
-            publisher = event_sink
-            if kv_events is not None and kv_events.publishes:
-                publisher = EventPublisher(kv_events, executor.limits.num_ranks)
+            publisher, events = event_sink, args.kv_events
+            if events is not None and events.publishes:
+                publisher = EventPublisher(events, executor.limits.num_ranks)
                 opened.callback(publisher.close)
                 if event_sink is not None:
                     publisher = EventSinks((publisher, event_sink))
-            attachments = attachments_of(scheduler_config, eplb=eplb, sink=publisher, page_source=page_source)
+            attachments = attachments_of(scheduler_config, args, publisher)
             if prefills is not None:
-                attachments.append(
-                    PrefillLinks(prefills, prefill_dialer, local_tokens=local_prefill_tokens, timeout=transfer_timeout)
-                )
+                attachments.append(prefills)
             self.core = EngineCore(
                 executor,
                 scheduler_config,
-                async_scheduling=async_scheduling,
+                async_scheduling=args.async_scheduling,
                 attachments=attachments,
                 generations=generations,
             )
             opened.pop_all()
-        self.prefills = tuple(prefills or ())
-        self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, seed)
-        self.outputs = OutputProcessor(tokenizer, stream_interval)
+        self.prefills = () if prefills is None else tuple(prefills.links.values())
+        self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, args.seed)
+        self.outputs = OutputProcessor(tokenizer, args.stream_interval)
 
     @property
     def num_ranks(self) -> int:
@@ -238,25 +225,22 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 
 
 def attachments_of(
-    config: SchedulerConfig,
-    *,
-    eplb: EplbConfig | None = None,
-    sink: EventSink | None = None,
-    page_source: str | None = None,
+    config: SchedulerConfig, args: EngineArgs | None = None, sink: EventSink | None = None
 ) -> list[Attachment]:
-    """The parts of a core that its configuration and these options ask for.
+    """The parts of a core that its sizes and the engine's options ask for.
 
-    eplb: how experts are moved after their load; None: they stay where they are. sink: is told of pages; None: nobody wants to know.
+    args: None: the options' defaults. sink: is told of pages; None: nobody wants to know.
     """
+    args = args or EngineArgs()
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:
         parts.append(OffloadAttachment(config))
-    if page_source is not None:
-        parts.append(import_page_source(page_source).attachment())
+    if args.page_source is not None:
+        parts.append(import_page_source(args.page_source).attachment())
     if sink is not None:
         parts.append(PageEventStream(sink))
-    if eplb is not None:
+    if args.eplb is not None:
         from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 
-        parts.append(ExpertBalancer(eplb))
+        parts.append(ExpertBalancer(args.eplb))
     return parts

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from dsjax.addresses import split_address
 from dsjax.background import start_thread
 from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.hub import resolve
@@ -37,7 +38,6 @@ from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.engine.setup.loading import expert_space
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, LinkListener, Peer, PeerLostError, Request
-from dsjax.messaging.addresses import split_address
 from dsjax.messaging.link import LinkLostError, Message
 from dsjax.messaging.wire import decoded
 from dsjax.model.step import ModelStep

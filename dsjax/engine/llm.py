@@ -108,10 +108,10 @@ class LLM:
         from dsjax.engine.elastic.generations import Generations
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
+        from dsjax.engine.transfer.prefill_links import PrefillLinks
 
         library = ProgramLibrary()
         links, dialer = None, None
-        stages = MeshSpec.parse(self.args.mesh).pp_size
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -122,44 +122,34 @@ class LLM:
             separated = load_separated(self.args, show_progress=show_progress)
             loaded, links = separated.decode, [separated.link]
             opened.callback(separated.link.close)
-        elif self.args.disaggregation_mode == "decode":
-            from dsjax.engine.disaggregated import remote_links
-
-            loaded = load_model(self.args, group, library=library, show_progress=show_progress)
-            links = []
-        elif stages > 1:
-            from dsjax.engine.setup.stages import load_stages
-
-            loaded = load_stages(self.args, group, show_progress=show_progress)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
         if self.args.disaggregation_mode == "decode":
-            dialer = remote_links(self.args, loaded, group)
+            from dsjax.engine.disaggregated import remote_links
+
+            links, dialer = [], remote_links(self.args, loaded, group)
             opened.callback(dialer.close)
+        prefills = None
+        if links is not None:
+            prefills = PrefillLinks(
+                links, dialer, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
+            )
         kernels = loaded.facts.kernels
         if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
-        fixed = self.args.separated or (stages > 1 and group is not None)
+        fixed = self.args.separated or (group is not None and MeshSpec.parse(self.args.mesh).pp_size > 1)
         self._generations = None if fixed else Generations(self.args, group, loaded, library)
         self.parts = EngineParts(
             loaded.executor,
             self.tokenizer,
             self.args.scheduler_config(loaded.executor.limits),
+            self.args,
             eos_token_ids=loaded.eos_token_ids,
-            seed=self.args.seed,
-            async_scheduling=self.args.async_scheduling,
-            eplb=self.args.eplb,
-            kv_events=self.args.kv_events,
-            prefills=links,
-            prefill_dialer=dialer,
-            local_prefill_tokens=self.args.local_prefill_tokens,
-            transfer_timeout=self.args.transfer_timeout,
+            prefills=prefills,
             event_sink=event_sink,
-            stream_interval=self.args.stream_interval,
-            page_source=self.args.page_source,
             generations=self._generations,
         )
         self.engine = LLMEngine(self.parts)

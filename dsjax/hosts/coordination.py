@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from dsjax.addresses import join_address, split_address
 from dsjax.hosts.gloo.collectives import Collectives
 from dsjax.hosts.options import HostOptions
-from dsjax.messaging.addresses import join_address, split_address
 from sharding.jax_internals import (
     distributed_state,
     make_cpu_clients_with,

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dsjax.addresses import join_address
 from dsjax.background import contained
 from dsjax.hosts import coordination
 from dsjax.hosts.agreement import Agreement
@@ -25,7 +26,6 @@ from dsjax.hosts.options import HostOptions
 from dsjax.hosts.rendezvous import Door, attend, located, open_endpoint, say_ready
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
 from dsjax.messaging import Credentials, Endpoint, Peer, Request
-from dsjax.messaging.addresses import join_address
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]

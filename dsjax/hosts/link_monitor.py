@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsjax.addresses import join_address
 from dsjax.background import start_thread
 from dsjax.errors import UserError
 from dsjax.hosts.membership import Membership
 from dsjax.hosts.wire import JoinRequest
 from dsjax.messaging import Endpoint, Peer
-from dsjax.messaging.addresses import join_address
 from dsjax.messaging.endpoint import PING
 
 _PROBES = 5

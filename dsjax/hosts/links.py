@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from dsjax.addresses import join_address
 from dsjax.background import contained
 from dsjax.errors import UserError
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.wire import Announcement, JoinRequest
 from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
-from dsjax.messaging.addresses import join_address
 from dsjax.messaging.endpoint import PING
 
 _SERVICE = "look"

@@ -9,11 +9,11 @@ import socket
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
 from dsjax.messaging.credentials import CredentialOptions, Credentials
-from dsjax.options import option
+from dsjax.options import Checked, option
 
 _log = logging.getLogger(__name__)
 
@@ -22,8 +22,11 @@ COORDINATOR_PORT = 8476
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupOptions:
-    """Options of a process that belongs to a group; those that are None, `HostOptions.find` looks for elsewhere."""
+class GroupOptions(Checked):
+    """Many hosts: the same command on each.
+
+    `HostOptions.find` looks elsewhere for those that are None.
+    """
 
     coordinator_address: str | None = option(
         None,
@@ -32,7 +35,10 @@ class GroupOptions:
     )
     num_processes: int | None = option(None, "processes that the mesh's devices belong to", least=1, of_host=True)
     process_id: int | None = option(
-        None, "which of them this is, from 0; process 0 has HTTP and the scheduler", least=0, of_host=True
+        None,
+        "which of them this is, from 0; process 0 serves HTTP, schedules, prints and writes",
+        least=0,
+        of_host=True,
     )
     host_address: str | None = option(
         None, "address that others reach this host at; default: that of the way to the coordinator", of_host=True
@@ -42,12 +48,6 @@ class GroupOptions:
         10,
         "seconds after which a process that gives no sign of life is taken for dead; the rest goes on",
         least=1,
-        of_host=True,
-    )
-    link_monitor_interval: int = option(
-        10,
-        "seconds between two looks at the links to the other processes, for /metrics; 0: none",
-        least=0,
         of_host=True,
     )
     cluster_key_file: str | None = option(
@@ -98,7 +98,7 @@ class HostOptions:
     @property
     def coordinator_text(self) -> str:
         """`HOST:PORT`, as it was given."""
-        return joined(*self.coordinator)
+        return join_address(*self.coordinator)
 
     def read_credentials(self) -> Credentials:
         """Read the credentials with which this process joins its group.
@@ -109,33 +109,19 @@ class HostOptions:
         return self.credentials.read(self.coordinator[0], self.address)
 
     @classmethod
-    def find(
-        cls,
-        coordinator_address: str | None = None,
-        num_processes: int | None = None,
-        process_id: int | None = None,
-        host_address: str | None = None,
-        start_timeout: int = 300,
-        heartbeat_timeout: int = 10,
-        link_monitor_interval: int = 0,
-        **credentials: Any,
-    ) -> HostOptions | None:
+    def find(cls, options: GroupOptions, link_monitor_interval: int = 0) -> HostOptions | None:
         """What the options say; what they leave open, LeaderWorkerSet's variables say, or whatever JAX knows. None: one process.
-
-        credentials: as of `CredentialOptions`.
 
         Raises:
             UserError: some of it is missing, contradictory, or no address; or there is no cluster key, and addresses are beyond loopback.
         """
-        given = (coordinator_address, num_processes, process_id)
+        given = (options.coordinator_address, options.num_processes, options.process_id)
         if None in given:
-            detected = _from_leader_worker_set(os.environ) or _from_jax(start_timeout)
-            given = tuple(
-                option if option is not None else other for option, other in zip(given, detected, strict=True)
-            )
+            detected = _from_leader_worker_set(os.environ) or _from_jax(options.start_timeout)
+            given = tuple(own if own is not None else other for own, other in zip(given, detected, strict=True))
         coordinator_address, num_processes, process_id = given
         if all(value is None for value in given) or (num_processes == 1 and not process_id):
-            if host_address is not None and num_processes is None:
+            if options.host_address is not None and num_processes is None:
                 raise UserError("--host-address is for a group of processes; give --coordinator-address too")
             return None
         names = ("--coordinator-address", "--num-processes", "--process-id")
@@ -150,38 +136,19 @@ class HostOptions:
                 f"--process-id is {process_id} and --num-processes {num_processes}; expected an id from 0 to "
                 f"{max(num_processes - 1, 0)}, another for each process"
             )
-        coordinator = split(coordinator_address)
-        address = own_address(coordinator, process_id, host_address)
-        options = cls(
+        coordinator = split_address(coordinator_address, "--coordinator-address")
+        found = cls(
             coordinator,
             num_processes,
             process_id,
-            address,
-            start_timeout,
-            heartbeat_timeout,
+            own_address(coordinator, process_id, options.host_address),
+            options.start_timeout,
+            options.heartbeat_timeout,
             link_monitor_interval,
-            CredentialOptions(**credentials),
+            options.credentials,
         )
-        options.read_credentials()  # what is wrong with them is said now
-        return options
-
-
-def joined(host: str, port: int) -> str:
-    """`HOST:PORT`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`.
-
-    Raises:
-        UserError: it is something else.
-    """
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise UserError(f"--coordinator-address is {text!r}, expected HOST:PORT, such as 10.0.0.1:8476")
-    return host, int(port)
+        found.read_credentials()  # what is wrong with them is said now
+        return found
 
 
 def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
@@ -193,7 +160,7 @@ def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int
     leader, size, index = values
     if not size.isdecimal() or not index.isdecimal():
         raise UserError(f"LWS_GROUP_SIZE is {size!r} and LWS_WORKER_INDEX {index!r}; expected integers")
-    return joined(leader, COORDINATOR_PORT), int(size), int(index)
+    return join_address(leader, COORDINATOR_PORT), int(size), int(index)
 
 
 def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsjax.addresses import join_address
 from dsjax.background import start_thread
 from dsjax.errors import UserError
 from dsjax.hosts import coordination
@@ -25,7 +26,6 @@ from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions, own_address
 from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared
 from dsjax.messaging import Endpoint, NotAMemberError, Peer, PeerLostError, RefusedError, Request
-from dsjax.messaging.addresses import join_address
 from dsjax.messaging.endpoint import counted
 
 if TYPE_CHECKING:

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 
 from dsjax.hosts.options import HostOptions
-from dsjax.messaging.addresses import split_address  # noqa: F401
-from dsjax.messaging.wire import decoded  # noqa: F401
 
 
 class JoinRequest(msgspec.Struct, frozen=True):

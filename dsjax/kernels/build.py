@@ -1,7 +1,7 @@
 """Building the native kernels: which compiler, where the library is kept, and whether it works on this machine.
 
 Nothing here ever stops a start: what cannot be built or used is a ``BuiltLibrary`` without a path, and a line that says why. A library is
-code that this process runs, so none is loaded that somebody else can have written (``dsjax/ownership.py``).
+code that this process runs, so none is loaded that somebody else can have written (``dsjax/owned_folder.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pathlib import Path
 import jax
 import jaxlib
 
-from dsjax.file_lock import try_lock
 from dsjax.kernels.run_commands import run_command, run_together
-from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted, why_distrusted
+from dsjax.owned_folder import WRITABLE_BY_OTHERS, is_trusted, try_lock, why_distrusted
 from sharding.cores import most_threads
 
 SOURCES = Path(__file__).parent / "native"

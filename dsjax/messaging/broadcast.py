@@ -15,8 +15,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.background import note_failure
-from dsjax.messaging.addresses import join_address, split_address, zmq_endpoint
 from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
 from dsjax.messaging.endpoint import Endpoint, Peer, Request
 from dsjax.messaging.errors import PeerLostError

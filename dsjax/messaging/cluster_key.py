@@ -14,9 +14,11 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from dsjax.errors import UserError, why_unreadable
+from dsjax.owned_folder import DistrustedError, OwnedFolder, open_file, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ def local_key(environment: Mapping[str, str] = os.environ) -> ClusterKey:
     reasons = []
     for folder in _folders(environment):
         try:
-            with _opened(folder) as descriptor:
+            with contextlib.closing(OwnedFolder(Path(folder), private=True)) as owned, owned.opened() as descriptor:
                 return _key_in(folder, descriptor)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror or error}")
@@ -128,58 +130,22 @@ def _folders(environment: Mapping[str, str]) -> Iterator[str]:
         yield os.path.join(tempfile.gettempdir(), f"dsjax-{os.geteuid()}")
 
 
-@contextlib.contextmanager
-def _opened(folder: str) -> Iterator[int]:
-    """Open a folder that belongs to this user alone, which is made where it is missing. What is in it is reached by the descriptor, so
-    that nobody can put another folder in its place meanwhile.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            raise PermissionError(0, f"it belongs to user {status.st_uid}, not to {os.geteuid()}")
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            raise PermissionError(0, f"its mode is {stat.S_IMODE(status.st_mode):04o}, expected 0700")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _key_in(folder: str, descriptor: int) -> ClusterKey:
-    try:
-        opened = _open_key(descriptor)
-    except FileNotFoundError:
-        _make_key(descriptor)
-        opened = _open_key(descriptor)
     path = os.path.join(folder, _NAME)
+    try:
+        try:
+            opened = open_file(_NAME, descriptor, private=True)
+        except FileNotFoundError:
+            text = f"{secrets.token_hex(32)}\n".encode()
+            write_whole(descriptor, _NAME, f"{_NAME}.{secrets.token_hex(8)}", [text], once=True)
+            opened = open_file(_NAME, descriptor, private=True)
+    except DistrustedError as error:
+        raise UserError(
+            f"{path} is no file that only this user can read ({error.strerror}); delete it, or give another key with {FLAG} FILE or "
+            f"{VARIABLE}"
+        ) from error
     with os.fdopen(opened, encoding="ascii") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise UserError(
-                f"{path} is no file that only this user can read; delete it, or give another key with {FLAG} FILE or {VARIABLE}"
-            )
         try:
             return ClusterKey(file.read(_MOST_CHARACTERS + 2), f"the file {path}", is_local=True)
         except ValueError as error:  # a UserError, or no text
             raise UserError(f"{path} holds no cluster key; delete it, and a new one is made") from error
-
-
-def _open_key(descriptor: int) -> int:
-    return os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=descriptor)
-
-
-def _make_key(descriptor: int) -> None:
-    """Put a new key into a folder, complete from the moment that it has its name. Where another process was first, its key stays."""
-    temporary = f"{_NAME}.{secrets.token_hex(8)}"
-    written = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=descriptor)
-    try:
-        with os.fdopen(written, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, _NAME, src_dir_fd=descriptor, dst_dir_fd=descriptor, follow_symlinks=False)
-    finally:
-        os.unlink(temporary, dir_fd=descriptor)

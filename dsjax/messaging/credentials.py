@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from dsjax.addresses import is_loopback
 from dsjax.errors import UserError
 from dsjax.messaging import cluster_key
-from dsjax.messaging.addresses import is_loopback
 from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key
 
 

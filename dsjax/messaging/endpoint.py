@@ -26,9 +26,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.background import contained, note_failure, start_thread
 from dsjax.errors import UserError
-from dsjax.messaging.addresses import join_address, split_address, zmq_endpoint
 from dsjax.messaging.credentials import Credentials
 from dsjax.messaging.curve import (
     LISTENER,

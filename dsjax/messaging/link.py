@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dsjax.messaging.addresses import join_address, split_address, zmq_endpoint
+from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
 from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
 from dsjax.messaging.errors import NotAMemberError, PeerLostError

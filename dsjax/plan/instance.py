@@ -79,9 +79,13 @@ class Instance:
 
     @property
     def places_by_load(self) -> bool:
-        """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can."""
-        layout = self.layout
-        return self.options.engine.balances and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
+        """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can.
+
+        That of dsjax cannot where stages are in several processes, one on each host.
+        """
+        layout, engine = self.layout, self.options.engine
+        apart = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
+        return engine.balances and not apart and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
 
     @cached_property
     def dry_runs(self) -> tuple[DryRun, ...]:

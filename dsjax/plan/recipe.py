@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shlex
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.side_options import PREFILLS_OWN
+from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
+from dsjax.options import flag_of
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, storage_rate
 from dsjax.plan.engine import dsjax_engine
@@ -369,12 +371,14 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         together["--enable-eplb"] = ""
     if copies[1]:
         together["--redundant-experts"] = str(copies[1])
-    if copies[0] != copies[1]:
-        together["--prefill-redundant-experts"] = str(copies[0])
-    for flag in (f"--{name.replace('_', '-')}" for name in PREFILLS_OWN):
+    own = {"redundant_experts": copies[0]} if copies[0] != copies[1] else {}
+    for field in dataclasses.fields(PrefillConfig):
+        flag = flag_of(field)
         if prefill.get(flag) != decode.get(flag):
-            together[f"--prefill-{flag[2:]}"] = prefill[flag]
+            own[field.name] = int(prefill[flag])
             prefill[flag] = decode[flag]
+    if own:
+        together["--prefill-config"] = json.dumps(own)
     share = "--gpu-memory-utilization"  # JAX takes the same of every device of a process
     shares = [side[share] for side in (prefill, decode) if share in side]
     for side in (prefill, decode) if shares else ():

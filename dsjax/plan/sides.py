@@ -46,7 +46,7 @@ PARTS = (
     Part(
         "chunks of prompts",
         ("prefill_tokens",),
-        ("max_num_batched_tokens", "prefill_chunk", "prefill_max_num_batched_tokens", "prefill_prefill_chunk"),
+        ("max_num_batched_tokens", "prefill_chunk", "prefill_config"),
         "the best size is searched",
     ),
     Part(
@@ -54,7 +54,7 @@ PARTS = (
         ("redundant_experts", "expert_skew"),
         (
             "redundant_experts",
-            "prefill_redundant_experts",
+            "prefill_config",
             "enable_eplb",
             "eplb_config",
             "init_expert_location",
@@ -158,10 +158,10 @@ PARTS = (
     Part(
         "whether it fits",
         ("fit", "memory_fraction"),
-        ("gpu_memory_utilization", "cache_tokens", "prefill_cache_tokens", "max_model_len", "page_size"),
+        ("gpu_memory_utilization", "cache_tokens", "prefill_config", "max_model_len", "page_size"),
         "a verdict for four engines; the engine ends at its start, and `dsjax dryrun --fit` counts to the byte",
     ),
-    Part("requests at once", ("concurrency",), ("max_num_seqs", "prefill_max_num_seqs"), "the best batch is searched"),
+    Part("requests at once", ("concurrency",), ("max_num_seqs", "prefill_config"), "the best batch is searched"),
     Part(
         "when prompts are taken in",
         ("scheduler_recv_interval",),

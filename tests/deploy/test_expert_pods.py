@@ -171,7 +171,7 @@ def test_attention_on_two_hosts_is_a_group_whose_processes_find_each_other_and_e
     monkeypatch.setenv("DSJAX_CLUSTER_KEY", "k" * 32)
     for name, value in {"LEADER_ADDRESS": "127.0.0.1", "GROUP_SIZE": str(spec["size"]), "WORKER_INDEX": "1"}.items():
         monkeypatch.setenv(f"LWS_{name}", value)
-    found = HostOptions.find(start_timeout=attention.start_timeout)
+    found = HostOptions.find(attention)
     assert (found.coordinator_text, found.num_processes, found.process_id) == ("127.0.0.1:8476", 2, 1)
     assert {"name": "coordinator", "containerPort": 8476} in container["ports"]
     (pods,) = group["StatefulSet"]

@@ -17,14 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
-import msgspec
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
 from fake_executor import FakeExecutor
-from group_in_threads import Group, Told
+from group_in_threads import close_groups, enter, groups
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import background
@@ -39,13 +38,13 @@ from dsjax.engine.experts import expert_balancer
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import EngineObserver
-from dsjax.engine.stream import leader
 from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
-from dsjax.hosts import HostOptions, coordination, group, secure_channel, secure_listener
+from dsjax.hosts import HostOptions, coordination
+from dsjax.hosts.group import GroupError
 from dsjax.hosts.link_monitor import LinkMonitor
-from dsjax.hosts.wire import JoinRequest
+from dsjax.hosts.wire import Announcement
 from dsjax.messaging import Endpoint, Link
 from dsjax.messaging.credentials import local_credentials
 from dsjax.serve import connections, headless
@@ -248,14 +247,6 @@ def fail_chunk_server(monkeypatch):
         server.close()
 
 
-def fail_chunk_reports(monkeypatch):
-    entered = []
-    good = msgspec.msgpack.encode(messages.PulledChunk(0, 0, 1, [1], True))
-    reader = SimpleNamespace(closed=threading.Event(), next=iter([b"\xc1", good, None]).__next__)
-    leader._read_pulled(reader, SimpleNamespace(enter=entered.append))
-    assert [chunk.number for chunk in entered] == [1]
-
-
 def fail_client_watch(monkeypatch):
     """A request whose client cannot be watched is answered."""
 
@@ -270,17 +261,6 @@ def fail_client_watch(monkeypatch):
         return await connections.unless_client_leaves(SimpleNamespace(receive=receive), work())
 
     assert asyncio.run(answer()) == "answer"
-
-
-def fail_command_stream(monkeypatch):
-    """A follower that cannot read what it is to do ends, instead of standing still while all others wait for it."""
-    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0)
-    monkeypatch.setattr(follower, "decode", once(BROKEN))
-    made = Group()
-    leader.LeaderExecutor(Told(), made.leader).set_recording(True)
-    made.thread.join(60)
-    assert not made.thread.is_alive()
-    assert "can be read no further: injected" in str(made.error)
 
 
 def fail_leave(monkeypatch):
@@ -341,38 +321,11 @@ def fail_cache_events(monkeypatch):
     assert list(publisher._kept[0]) == [(1, b"batch")]
 
 
-def listening(serve):
-    listener = secure_listener.SecureListener(socket.create_server(("127.0.0.1", 0)), KEY, {"experts": serve}, "test")
-    return listener, lambda: secure_channel.connect(("127.0.0.1", listener.port), "experts", KEY, 5)
-
-
 def has_ended(channel):
     channel.settimeout(60)
     with pytest.raises((EOFError, OSError)):
         channel.receive(100)
     return True
-
-
-def fail_connection(monkeypatch):
-    """Who has connected sees the end, instead of waiting for an answer; the next one is served."""
-    served = []
-    listener, connect = listening(once(BROKEN, served.append))
-    assert has_ended(connect())
-    connect()
-    until(lambda: served)
-    listener.close()
-
-
-def fail_listener(monkeypatch):
-    """The next one that connects is let in."""
-    monkeypatch.setattr(secure_listener.SecureListener, "_make_room", once(BROKEN))
-    served = []
-    listener, connect = listening(served.append)
-    with contextlib.suppress(EOFError, OSError, ValueError):
-        connect()
-    connect()
-    until(lambda: served)
-    listener.close()
 
 
 def fail_transfer_connection(monkeypatch):
@@ -388,10 +341,6 @@ def fail_transfer_connection(monkeypatch):
 
 KEY = local_credentials()
 OPTIONS = HostOptions(("127.0.0.1", 1), 2, 0, "127.0.0.1", 1, 1)
-
-
-def member(index, pid=10):
-    return JoinRequest(index, 2, "host", pid, "127.0.0.1", "machine", 0)
 
 
 def fail_messaging(monkeypatch):
@@ -625,7 +574,7 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
     def fail():
         raise BROKEN
 
-    thread = start_thread("listener", fail, name="fails", on_failure=released.set_exception)
+    thread = start_thread("messaging", fail, name="fails", on_failure=released.set_exception)
     assert released.exception(20) is BROKEN
     thread.join(60)
     assert not thread.is_alive()
@@ -633,5 +582,5 @@ def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
 
 
 def test_an_interrupt_is_not_contained():
-    with pytest.raises(KeyboardInterrupt), contained("listener"):
+    with pytest.raises(KeyboardInterrupt), contained("messaging"):
         raise KeyboardInterrupt

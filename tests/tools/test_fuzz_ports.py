@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "pipelin
 from fuzz_ports import MEMBERS, STRANGERS, Fuzzer, UnderWay, greeting, mechanism_of, ports_of
 from links_in_threads import CREDENTIALS, links_of
 
+from dsjax.addresses import split_address
 from dsjax.messaging import Credentials, Endpoint, Link, LinkListener
-from dsjax.messaging.addresses import split_address
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 from dsjax.messaging.cluster_key import ClusterKey
 from dsjax.messaging.curve import ROLES

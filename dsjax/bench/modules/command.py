@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 
 from dsjax.bench.modules.options import ModelOptions, ModuleGrid, RunOptions
-from dsjax.bench.processes import GroupOptions, Processes, measuring_together
+from dsjax.bench.processes import Processes, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
+from dsjax.hosts import GroupOptions
 from dsjax.options import check_place
 from dsjax.progress import in_turn
 

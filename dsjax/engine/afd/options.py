@@ -1,14 +1,13 @@
-"""``ApartOptions``, with ``--attention-mesh`` and ``--expert-mesh``: what they may be, and what does not go with them. No JAX."""
+"""``ApartOptions``, with ``--attention-mesh`` and ``--expert-mesh``: what they may be. No JAX."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from dsjax.addresses import split_address
 from dsjax.errors import UserError
-from dsjax.messaging.addresses import split_address
 from dsjax.options import option
 
 if TYPE_CHECKING:
@@ -16,17 +15,6 @@ if TYPE_CHECKING:
 
 Args = TypeVar("Args")
 """`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
-
-_REFUSED = {
-    "prefill_mesh": "prompts are computed on the attention side",
-    "disaggregation_mode": "prompts are computed on the attention side",
-    "ep_dispatch_algorithm": "no device of an expert is nearer than another",
-    "enable_shared_experts_fusion": "shared experts are on the attention side",
-    "dispatch": "the host takes rows from one side to the other, and no collective does",
-    "devices_per_host": "rows go from each device to each device with experts, in one stage",
-    "moe_chunk_tokens": "a step's tokens travel at once; give a smaller --max-num-batched-tokens",
-}
-"""Options that do not go with experts apart, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,39 +56,13 @@ class ApartOptions:
 
 
 def check_apart(args: Args) -> None:
-    """Check the two meshes, and that the other options go with them.
+    """Check the two meshes, and the processes with experts.
 
     Raises:
-        UserError: they do not. MeshError: a mesh cannot be.
+        UserError: they cannot be so. MeshError: a mesh cannot be.
     """
-    if args.attention_mesh is None and args.expert_mesh is None:
-        if args.afd_role != "both" or args.afd_address is not None or args.afd_server_rank is not None:
-            raise UserError(
-                "--afd-role, --afd-address and --afd-server-rank go with --attention-mesh and --expert-mesh; give these too"
-            )
-        if args.num_afd_stages != type(args).num_afd_stages:
-            raise UserError(
-                f"--num-afd-stages is {args.num_afd_stages}, and no experts have devices of their own; give --attention-mesh and "
-                "--expert-mesh too, or leave it out"
-            )
+    if args.expert_mesh is None:
         return
-    if args.num_afd_stages != type(args).num_afd_stages and not args.enable_dbo:
-        raise UserError(
-            f"--num-afd-stages is {args.num_afd_stages}, and steps are computed whole; give --enable-dbo too, or leave it out"
-        )
-    if (args.afd_role == "both") != (args.afd_address is None):
-        raise UserError(
-            f"--afd-role is {args.afd_role} and --afd-address {args.afd_address}; addresses are for processes of each side, --afd-role "
-            "attention and --afd-role expert, and both need them"
-        )
-    for given, other in (("attention", "expert"), ("expert", "attention")):
-        if getattr(args, f"{other}_mesh") is None:
-            raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
-    if args.mesh not in (type(args).mesh, args.attention_mesh):
-        raise UserError(
-            f"--mesh {args.mesh} is given with --attention-mesh and --expert-mesh, which name all devices; leave one out"
-        )
-    expert_spec(args)
     _check_processes(args)
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
@@ -109,26 +71,6 @@ def check_apart(args: Args) -> None:
         raise UserError(
             f"--attention-mesh {args.attention_mesh} has ep, and its devices have no routed experts; leave ep out, and say how many "
             "devices have experts with --expert-mesh"
-        )
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, reason in _REFUSED.items():
-        if getattr(args, name) != defaults[name]:
-            raise UserError(
-                f"--{name.replace('_', '-')} does not go with --expert-mesh: {reason}; leave one of the two out"
-            )
-    if args.compile_ahead not in (0, defaults["compile_ahead"]):
-        raise UserError(
-            f"--compile-ahead is {args.compile_ahead}, and with --expert-mesh nothing is compiled ahead: a step is many programs there; "
-            "leave it out"
-        )
-    if args.afd_role != "attention" and (args.coordinator_address is not None or (args.num_processes or 1) > 1):
-        instead = {
-            "expert": "each process with experts is known by --afd-address and --afd-server-rank; leave them out",
-            "both": "start processes with experts (--afd-role expert), or leave them out",
-        }
-        raise UserError(
-            "--coordinator-address and --num-processes are for an attention side of several processes (--afd-role attention), and "
-            f"--afd-role is {args.afd_role}; {instead[args.afd_role]}"
         )
 
 
@@ -150,17 +92,12 @@ def _check_processes(args: Any) -> None:
     if len(set(addresses)) < len(addresses):
         raise UserError(f"--afd-address is {args.afd_address}, which names a process twice; give each its own")
     rank = args.afd_server_rank
-    if args.afd_role != "expert":
-        if rank is not None:
-            raise UserError(
-                f"--afd-server-rank {rank} is for --afd-role expert, and this is {args.afd_role}; leave it out"
-            )
-    elif rank is None and len(addresses) > 1:
+    if args.afd_role == "expert" and rank is None and len(addresses) > 1:
         raise UserError(
             f"--afd-address names {len(addresses)} processes of experts; say which of them this one is with --afd-server-rank, from 0 to "
             f"{len(addresses) - 1}"
         )
-    elif rank is not None and rank >= len(addresses):
+    if rank is not None and rank >= len(addresses):
         raise UserError(f"--afd-server-rank is {rank}, and --afd-address names {len(addresses)} processes, from 0 on")
 
 

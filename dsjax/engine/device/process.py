@@ -14,7 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from dsjax.errors import UserError
-from dsjax.ownership import why_distrusted
+from dsjax.owned_folder import why_distrusted
 from sharding.jax_internals import backend_is_running, keep_programs_of_every_process
 
 LEAST_COMPILE_SECONDS = 0.2

@@ -118,7 +118,6 @@ class Follower:
         from dsjax.engine.elastic.generations import drop, load_generation, release
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
-        from dsjax.engine.setup.stages import load_stages
         from sharding.mesh import MeshSpec
 
         chunks = None
@@ -135,7 +134,7 @@ class Follower:
 
         def load(announcement: Announcement | None) -> Executor:
             if has_stages:  # there is no other generation
-                return load_stages(args, self.group).executor
+                return load_model(args, self.group, library=library).executor
             if announcement is None:
                 loaded = load_model(args, self.group, library=library, held=held)
             else:

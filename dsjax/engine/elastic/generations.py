@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from dsjax.addresses import split_address
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.options import afd_addresses, expert_spec
@@ -36,7 +37,6 @@ from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import LoadedEngine, load_model
-from dsjax.engine.setup.stages import load_stages
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor
 from dsjax.errors import ChangeUnderWayError, UserError
@@ -502,10 +502,8 @@ def load_generation(
     args: with which the process was started. held: weights of the generation before it, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
-    if MeshSpec.parse(options.mesh).pp_size > 1:
-        held.clear()  # a stage's parameters are parts of the whole model's, which are read
-        return replace(load_stages(options, is_later=True), held=held)
-    return load_model(options, group, mesh=mesh_of(announcement), is_later=True, library=library, held=held)
+    mesh = mesh_of(announcement) if MeshSpec.parse(options.mesh).pp_size == 1 else None
+    return load_model(options, group, mesh=mesh, is_later=True, library=library, held=held)
 
 
 def drop(held: HeldWeights) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
 from dsjax.engine.contract.commands import VERSION
 from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.combinations import check_group
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions
 from dsjax.versions import installed_version
@@ -27,23 +27,9 @@ def host_options(args: EngineArgs) -> HostOptions | None:
         UserError: options that do not go together, or an address that is none; or what started this process says that it is one of
             several, and its options are of an engine of one.
     """
-    options = HostOptions.find(
-        args.coordinator_address,
-        args.num_processes,
-        args.process_id,
-        args.host_address,
-        args.start_timeout,
-        args.heartbeat_timeout,
-        args.link_monitor_interval,
-        **dataclasses.asdict(args.credentials),
-    )
-    beside = args.expert_mesh is not None and args.afd_role != "attention"
-    flag = "--prefill-mesh" if args.separated else f"--expert-mesh with --afd-role {args.afd_role}" if beside else None
-    if options is not None and flag is not None:
-        raise UserError(
-            f"{flag} is for an engine of one process, and what started this one says that it is process {options.process_id} of "
-            f"{options.num_processes}; give --num-processes 1 --process-id 0"
-        )
+    options = HostOptions.find(args, args.link_monitor_interval)
+    if options is not None:
+        check_group(args)
     return options
 
 

@@ -34,10 +34,6 @@ class ExpertOptions:
             UserError: it is not JSON, or has fields or values that cannot be.
         """
         if not self.enable_eplb:
-            if self.eplb_config is not None:
-                raise UserError(
-                    "--eplb-config is given without --enable-eplb; add it, or for experts that stay where they are use --redundant-experts"
-                )
             return None
         return EplbConfig() if self.eplb_config is None else EplbConfig.parse(self.eplb_config)
 

@@ -11,11 +11,9 @@ import numpy as np
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.contract.executor import Kind
-from dsjax.engine.device.access import Pending
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.experts.expert_part import expert_share
 from dsjax.engine.pipeline.pending_stages import PendingStages
-from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 
 OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
@@ -29,7 +27,7 @@ class ExpertsOfStages:
     of its stage, by the `ExpertExchange` of that stage's executor: between two steps there, as on a mesh without stages.
 
     Args:
-        stages: of this process. config: of the whole model.
+        stages: all of them. config: of the whole model.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], config: ModelConfig):
@@ -57,19 +55,10 @@ class ExpertsOfStages:
             return msgspec.structs.replace(command, layer=command.layer - rows.start) if command.layer in rows else None
         return command
 
-    def launched(self, pending: PendingStages) -> None:
-        """Take notice of a command of ``OF_EXPERTS`` that has begun at the stages here."""
-
     def collect(self, pending: PendingStages) -> LoadWindow | Exchanged:
         """What came of a command of ``OF_EXPERTS`` at all stages."""
-        return self._collect_here(pending)
-
-    def _collect_here(self, pending: PendingStages) -> LoadWindow | Exchanged | None:
-        return _joined([stage.collect(part) for stage, part in self._own(pending)])
-
-    def _own(self, pending: PendingStages) -> list[tuple[StageExecutor, Pending]]:
-        """The stages here that have a part of a command, each with its part."""
-        return [(stage, part) for stage, part in zip(self._stages, pending.parts, strict=True) if part is not None]
+        own = [(stage, part) for stage, part in zip(self._stages, pending.parts, strict=True) if part is not None]
+        return _joined([stage.collect(part) for stage, part in own])
 
     def _together(self, each: Sequence[ExpertSlots]) -> ExpertSlots:
         seconds = [one.seconds for one in each]
@@ -79,66 +68,6 @@ class ExpertsOfStages:
             expert_share=expert_share(self._config),
             seconds=None if None in seconds else tuple(max(of_one) for of_one in zip(*seconds, strict=True)),
         )
-
-
-class ExpertsOfProcesses(ExpertsOfStages):
-    """Moves the experts of all stages, of which other processes have some.
-
-    Process 0, which has the balancer, hears from all others what came of each command.
-
-    Where experts are everywhere follows from what was placed: it is told at the start, and once more when programs are warm.
-
-    Args:
-        links: to the other processes, each of which makes one of these and is told the same commands.
-    """
-
-    def __init__(self, stages: Sequence[StageExecutor], config: ModelConfig, links: ProcessLinks):
-        super().__init__(stages, config)
-        self._links = links
-        self._whole: ExpertSlots | None = None
-        self.meet()
-
-    @property
-    def slots(self) -> ExpertSlots:
-        """Where the experts of all processes are; to be asked in process 0."""
-        while self._whole is None:
-            self._links.hear_found()
-        return self._whole
-
-    def meet(self) -> None:
-        """Have process 0 know where the experts here are, and what it takes to move them. All processes do so at the same place."""
-        own = [mover.slots for mover in self._movers if mover is not None]
-        told = plain(self._together(own) if own else None)
-        if self._links.leads:
-            self._links.expect(lambda: told, self._enter_slots)
-        else:
-            self._links.tell(lambda: told)
-
-    def launched(self, pending: PendingStages) -> None:
-        """Tell process 0 what comes of a command here, or remember that the others will."""
-        if self._links.leads:
-            self._links.expect(lambda: plain(self._collect_here(pending)), lambda found: self._enter(pending, found))
-            return
-        own = self._own(pending)
-        self._links.tell(lambda: plain(_joined([stage.found(part) for stage, part in own])))
-
-    def collect(self, pending: PendingStages) -> LoadWindow | Exchanged:
-        """What came of a command at the stages of all processes; in process 0. Waits for them."""
-        while pending.results is None:
-            self._links.hear_found()
-        return pending.results
-
-    def _enter_slots(self, found: Sequence[Found]) -> None:
-        self._whole = self._together(parts_of(ExpertSlots, found))
-
-    def _enter(self, pending: PendingStages, found: Sequence[Found]) -> None:
-        command = pending.command
-        result = _joined(parts_of(LoadWindow if isinstance(command, ReadLoads) else Exchanged, found))
-        if isinstance(command, PlaceExperts) and result.error is None:
-            placed = self._whole.physical_to_logical.copy()
-            placed[command.layer] = np.frombuffer(command.physical_to_logical, "<i4")
-            self._whole = dataclasses.replace(self._whole, physical_to_logical=placed)
-        pending.results = result
 
 
 def _joined(parts: Sequence[LoadWindow | Exchanged]) -> LoadWindow | Exchanged | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
 from dsjax.engine.device.launch_rows import RowRules, read_step
 from dsjax.engine.device.mesh_executor import MeshExecutor
-from dsjax.engine.experts.eplb import Exchanged
 from dsjax.engine.pipeline.stage_programs import StagePrograms
 
 
@@ -84,17 +82,6 @@ class StageExecutor(MeshExecutor):
             Made(np.asarray(one.outcome), None if one.drafts is None else np.asarray(one.drafts))
             for one in pending.kept.outcomes
         ]
-
-    def found(self, pending: Pending) -> Any:
-        """What came of a command that reads loads or moves experts, in whichever thread; waits for it.
-
-        To be called in the order of commands: an exchange that nobody has waited for took from this call on.
-        """
-        began, last, done = time.monotonic(), pending.last, pending.done
-        if last is not None:
-            jax.block_until_ready(last)
-        found = pending.handler.collect(pending)
-        return found if done or not isinstance(found, Exchanged) else found._replace(seconds=time.monotonic() - began)
 
     def _arrived(self) -> tuple[Array, ...]:
         return () if self.model.begins else (self.arriving.popleft(),)

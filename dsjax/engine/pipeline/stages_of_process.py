@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from dsjax.engine.contract.commands import Command, Score, Step
-from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts, Progress
-from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfProcesses
+from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts
 from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor, counts_of_all
 from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
@@ -26,11 +25,11 @@ class StagesOfProcess(PipelineExecutor):
     stages of other processes compute meanwhile.
 
     Args:
-        links: to the other processes. experts: that follow the load; None: they stay where they are.
+        links: to the other processes.
     """
 
-    def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks, experts: ExpertsOfProcesses | None = None):
-        super().__init__(stages, experts)
+    def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
+        super().__init__(stages)
         self._links = links
         self._heard = itertools.count()  # numbers of commands whose results come from the last stage
         self._loads: ExpertCounts | None = None
@@ -52,8 +51,6 @@ class StagesOfProcess(PipelineExecutor):
                     self._links.pass_on(last.leaving.popleft())
             elif isinstance(command, Step | Score):
                 self._links.publish(lambda: self._found(pending))
-            if isinstance(command, OF_EXPERTS):
-                self._experts.launched(pending)
         return pending
 
     def wait(self, pending: PendingStages) -> None:
@@ -64,7 +61,7 @@ class StagesOfProcess(PipelineExecutor):
 
     def collect(self, pending: PendingStages) -> Any:
         """Wait for a command, and give what came of it at the last stage, wherever that is; of a step, tell the stages here."""
-        if self._links.ends or isinstance(pending.command, OF_EXPERTS):
+        if self._links.ends:
             return super().collect(pending)
         self.wait(pending)
         self._hear(pending)
@@ -81,12 +78,6 @@ class StagesOfProcess(PipelineExecutor):
         """
         if pending.results is None and not self._links.ends and pending.number is not None:
             pending.results = self._links.hear(pending.number)
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every program of the stages here; process 0 is told what an exchange took at each."""
-        super().warm_up(progress)
-        if self._experts is not None:
-            self._experts.meet()
 
     def counts(self) -> ExecutorCounts:
         """What the last step did here, and what happened since the start; of the experts' load what was read last."""

@@ -11,14 +11,13 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import stat
-import tempfile
 import threading
 import time
 from pathlib import Path
 
-from dsjax.file_lock import try_lock
-from dsjax.ownership import WRITABLE_BY_OTHERS, is_trusted, why_distrusted
+from dsjax.owned_folder import DistrustedError, OwnedFolder, is_trusted, open_file, try_lock, write_whole
 
 MOST_BYTES = 4 << 30
 """Beyond it the programs that were not used for longest are deleted."""
@@ -37,15 +36,17 @@ _log = logging.getLogger(__name__)
 class Turn:
     """A process's turn to compile a program, until it is closed or the process ends. Without a file it keeps nobody else from it."""
 
-    def __init__(self, descriptor: int | None = None, path: Path | None = None):
-        self._descriptor, self._path = descriptor, path
+    def __init__(self, descriptor: int | None = None, folder: OwnedFolder | None = None, name: str = ""):
+        self._descriptor, self._folder, self._name = descriptor, folder, name
 
     def close(self) -> None:
         """Let others have their turn. A second time it has no effect."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)  # who has opened it meanwhile finds the program before compiling it
+            with contextlib.suppress(OSError), self._folder.opened() as folder:
+                os.unlink(
+                    self._name, dir_fd=folder
+                )  # who has opened it meanwhile finds the program before compiling it
             os.close(descriptor)
 
     __del__ = close  # whatever interrupt it was lost in
@@ -60,12 +61,16 @@ class Turn:
 class ProgramFolder:
     """A folder of programs. Any thread and any number of processes may use it.
 
+    Raises:
+        DistrustedError: others can have written there. OSError: it cannot be made.
+
     Attributes:
         path: of the folder. num_read, num_written: programs that this process has read and written there.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
         self.path, self._most_bytes = path, most_bytes
+        self._folder = OwnedFolder(path)
         self.num_read = self.num_written = 0
         self._lock = threading.Lock()
         self._writes = True
@@ -78,102 +83,89 @@ class ProgramFolder:
         """
         if cache is None or ":/" in str(cache):
             return None
-        path = cache / "programs"
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            reason = why_distrusted(path)
-        except OSError:  # of the folder around it that was said already
-            return None
-        if reason is not None:
+            return cls(cache / "programs")
+        except DistrustedError as error:
+            reason = f"{cache / 'programs'}: {error.strerror}"
             _log.warning("Compiled programs are neither read nor kept whole, only JAX's cache is used: %s.", reason)
-            return None
-        return cls(path)
+        except OSError:  # of the folder around it that was said already
+            pass
+        return None
 
     def read(self, name: str) -> bytes | None:
         """What was written under a name; None where nothing was, or it is torn, or somebody else can have written it."""
-        path = self.path / f"{name}{_KIND}"
         try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+            with self._folder.opened() as folder, os.fdopen(open_file(f"{name}{_KIND}", folder), "rb") as file:
+                content = file.read()
+                with contextlib.suppress(OSError):
+                    os.utime(file.fileno())  # used now
+        except DistrustedError as error:
+            _log.warning("%s in %s is not read: %s.", f"{name}{_KIND}", self.path, error.strerror)
+            return None
         except OSError:
             return None
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or not is_trusted(status) or status.st_mode & WRITABLE_BY_OTHERS:
-                _log.warning("%s is not read: somebody else can have written it.", path)
-                return None
-            try:
-                content = file.read()
-            except OSError:
-                return None
         head = len(_MAGIC) + hashlib.sha256().digest_size
         data = content[head:]
         if content[:head] != _MAGIC + hashlib.sha256(name.encode() + data).digest():
             return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # used now
         with self._lock:
             self.num_read += 1
         return data
 
-    def write(self, name: str, data: bytes) -> None:
-        """Keep a program, whole or not at all. Where that cannot be, it is said once, and nothing is kept from then on."""
+    def write(self, name: str, data: bytes) -> bool:
+        """Keep a program, whole or not at all, and say whether it is kept. After a failure, which is logged, nothing more is kept."""
         if not self._writes:
-            return
+            return False
         try:
             self._write(name, data)
             if self.num_written % _WRITES_PER_LOOK == 1:
                 self._make_room()
+            return True
         except OSError as error:
             with self._lock:
                 first, self._writes = self._writes, False
             if first:
                 _log.warning("Compiled programs cannot be kept in %s (%s).", self.path, error.strerror or error)
+            return False
 
     def turn(self, name: str) -> Turn | None:
         """The turn to make what is to be kept under a name; None while another process, or another part of this one, has it."""
         if not self._writes:
             return Turn()
-        path = self.path / f"{name}{_TURN}"
         try:
-            return Turn(try_lock(path), path)
+            with self._folder.opened() as folder:
+                return Turn(try_lock(f"{name}{_TURN}", folder), self._folder, f"{name}{_TURN}")
         except BlockingIOError:
             return None
         except OSError:  # whoever cannot have a turn need not wait for one
             return Turn()
 
     def _write(self, name: str, data: bytes) -> None:
-        descriptor, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self.path)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(name.encode() + data).digest() + data)
-            os.replace(unfinished, self.path / f"{name}{_KIND}")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+        head = _MAGIC + hashlib.sha256(name.encode() + data).digest()
+        with self._folder.opened() as folder:
+            write_whole(folder, f"{name}{_KIND}", f"{_UNFINISHED}{secrets.token_hex(8)}", [head, data])
         with self._lock:
             self.num_written += 1
 
     def _make_room(self) -> None:
         """Delete what was not used for longest, of programs alone, and what killed processes have left half written."""
-        kept = []
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):  # another process has deleted it
-                    status = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(status.st_mode) or not is_trusted(status):
-                        continue
-                    if entry.name.endswith(_KIND):
-                        kept.append((status.st_mtime, status.st_size, entry.path))
-                    elif time.time() - status.st_mtime > _OLD_SECONDS and _is_left(entry.name):
-                        os.unlink(entry.path)
-        kept.sort(reverse=True)
-        size = 0
-        for _, bytes_of_it, path in kept:
-            size += bytes_of_it
-            if size > self._most_bytes:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+        kept, size = [], 0
+        with self._folder.opened() as folder:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):  # another process has deleted it
+                        status = entry.stat(follow_symlinks=False)
+                        if not stat.S_ISREG(status.st_mode) or not is_trusted(status):
+                            continue
+                        if entry.name.endswith(_KIND):
+                            kept.append((status.st_mtime, status.st_size, entry.name))
+                        elif time.time() - status.st_mtime > _OLD_SECONDS and _is_left(entry.name):
+                            os.unlink(entry.name, dir_fd=folder)
+            for _, bytes_of_it, name in sorted(kept, reverse=True):
+                size += bytes_of_it
+                if size > self._most_bytes:
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
 
 
 def _is_left(name: str) -> bool:

@@ -1,5 +1,7 @@
-"""``ProgramLibrary``: compiled programs of the meshes that an engine has had, or may come to have, for whichever devices they are needed,
-and on disk those of earlier starts. Where JAX cannot do what that takes, programs are compiled as if there were no library.
+"""``ProgramLibrary``: compiled programs of the meshes that an engine has had, or may come to have, for whichever devices they are needed.
+
+They are on disk, and in memory where they cannot be on disk. Where JAX cannot do what that takes, programs are compiled as if there
+were no library.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ class ProgramLibrary:
 
     Attributes:
         folder: where programs are kept for other processes and later starts; None: nowhere.
-        beside_the_cache: of a mesh, bytes of a device that a step needs beside weights and cache.
+        beside_the_cache: of a mesh and a stage, bytes of a device that a step needs beside weights and cache.
         pages: of a mesh, how many each DP rank's cache has in programs that were compiled ahead; the cache must then have as many.
     """
 
     def __init__(self, folder: ProgramFolder | None = None):
         self.folder = folder
-        self.beside_the_cache: dict[str, int] = {}
+        self.beside_the_cache: dict[Hashable, int] = {}
         self.pages: dict[str, int] = {}
         self._kept: dict[Hashable, dict[Hashable, KeptProgram]] = {}
         self._lock = threading.Lock()
@@ -78,7 +80,7 @@ class ProgramLibrary:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all programs together."""
+        """Bytes of the programs that are kept in memory."""
         with self._lock:
             return sum(len(kept.data) for shelf in self._kept.values() for kept in shelf.values())
 
@@ -123,10 +125,12 @@ class _OnDisk(NamedTuple):
         data = None if name is None else self.folder.read(name)
         return None if data is None else KeptProgram(*pickle.loads(data))
 
-    def write(self, key: Hashable, options: Mapping[str, Any] | None, kept: KeptProgram) -> None:
+    def write(self, key: Hashable, options: Mapping[str, Any] | None, kept: KeptProgram) -> bool:
+        """Write a program, and say whether it is there."""
         name = self.name(key, options)
-        if name is not None and identity.SOURCES.are_those_that_run:
-            self.folder.write(name, pickle.dumps(tuple(kept)))
+        if name is None or not identity.SOURCES.are_those_that_run:
+            return False
+        return self.folder.write(name, pickle.dumps(tuple(kept)))
 
     def turn(self, key: Hashable, options: Mapping[str, Any] | None) -> Turn | None:
         name = self.name(key, options)
@@ -142,7 +146,7 @@ def _can_be_found_alone(mesh: Mesh) -> bool:
 
 
 class Shelf:
-    """The programs of one kind of mesh, for the devices of one mesh: in memory, for other meshes, and on disk, for other starts."""
+    """The programs of one kind of mesh, for the devices of one mesh: on disk, or in memory where they cannot be on disk."""
 
     def __init__(
         self, library: ProgramLibrary, kept: dict[Hashable, KeptProgram] | None, on_disk: _OnDisk | None, mesh: Mesh
@@ -151,7 +155,7 @@ class Shelf:
         self._devices = list(mesh.devices.flat)
 
     def has(self, key: Hashable, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether a program is kept, in memory after this."""
+        """Whether a program is kept."""
         return self._take(key, options) is not None
 
     def turn(self, key: Hashable, options: Mapping[str, Any] | None = None) -> Turn | None:
@@ -165,10 +169,9 @@ class Shelf:
         if (self._kept is None or key not in self._kept) and self._library.works:
             try:
                 kept = serialized_program.keep(compiled, read, self._devices)
-                if self._kept is not None:
+                is_on_disk = self._on_disk is not None and self._on_disk.write(key, options, kept)
+                if self._kept is not None and not is_on_disk:
                     self._kept[key] = kept
-                if self._on_disk is not None:
-                    self._on_disk.write(key, options, kept)
             except Exception as error:  # whatever JAX has changed
                 self._library.give_up(error)
         return compiled
@@ -194,6 +197,4 @@ class Shelf:
                 kept = self._on_disk.read(key, options)
             except Exception as error:  # whatever JAX, or a class that the file names, has changed
                 self._library.give_up(error)
-            if kept is not None and self._kept is not None:
-                self._kept[key] = kept
         return kept

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from dsjax.addresses import split_address
 from dsjax.engine.contract.commands import Command
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.errors import UserError
-from dsjax.messaging.addresses import split_address
 
 if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
     import numpy as np

@@ -9,10 +9,10 @@ from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, ex
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.experts.options import ExpertOptions
-from dsjax.engine.pipeline.options import StageOptions, check_stages
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.combinations import check_combinations
 from dsjax.engine.setup.side_options import SideOptions, check_sides, check_sizes
-from dsjax.engine.tiers.options import TierOptions, check_tiers
+from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
 from dsjax.options import option
@@ -35,6 +35,10 @@ class BasicOptions:
         "devices as axis=size pairs: dp (replicas), tp (devices of each), ep (groups that experts are spread over; default dp × tp ÷ etp), "
         "etp (devices of a group, which share its experts' widths; default 1, or tp where ep is no multiple of it), pp (stages, each with "
         "a run of the layers on dp × tp devices of its own; default 1)",
+    )
+    pp_layer_partition: str | None = option(
+        None,
+        "layers of each stage of a --mesh with pp, such as 31,30; default: so that the fullest stage has as little work as can be",
     )
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
     dtype: str = option(
@@ -171,7 +175,7 @@ class BasicOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(
-    GroupOptions, SideOptions, ExpertOptions, TierOptions, ApartOptions, StageOptions, BasicOptions
+    GroupOptions, SideOptions, ExpertOptions, TierOptions, ApartOptions, BasicOptions
 ):  # `--help` lists the last base first
     """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank.
 
@@ -190,12 +194,18 @@ class EngineArgs(
         least=0,
         of_host=True,
     )
+    link_monitor_interval: int = option(
+        10,
+        "seconds between two looks at the links to the other processes, for /metrics; 0: none",
+        least=0,
+        of_host=True,
+    )
 
     def __post_init__(self):
         if self.mla_prefill is None:
             object.__setattr__(self, "mla_prefill", self.mla_decode if self.batch_invariant else "CC")
         for field in dataclasses.fields(self):
-            if field.name not in ("speculative_config", "eplb_config", "kv_events_config"):
+            if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
                 _check(field, getattr(self, field.name))
         _ = (
             self.speculation,
@@ -203,16 +213,13 @@ class EngineArgs(
             self.num_redundant,
             self.kv_events,
             self.credentials,
+            self.prefill,
         )  # wrong ones are refused here
         check_sizes(self)
+        check_combinations(self)
         check_apart(self)
         if self.attention_mesh is not None:
             object.__setattr__(self, "mesh", self.attention_mesh)
-        check_tiers(self)
-        from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
-
-        meshes = (self.mesh, self.prefill_mesh, self.decode_mesh)
-        check_stages(self, max(MeshSpec.parse(mesh).pp_size for mesh in meshes if mesh is not None))
         check_sides(self)
 
     @classmethod

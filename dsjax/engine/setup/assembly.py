@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dsjax.addresses import split_address
 from dsjax.config import ModelConfig
 from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
 from dsjax.engine.afd.options import afd_addresses, expert_spec
@@ -26,7 +27,6 @@ from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.messaging import Endpoint
-from dsjax.messaging.addresses import split_address
 from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -234,10 +234,6 @@ def _kernels(
         cores=Cores.of(device),
     )
     if args.batch_invariant and kernels.pallas is not None:
-        if args.kernel_config is not None:
-            raise UserError(
-                "--batch-invariant has the same tiles for every shape, and --kernel-config has others; leave one of the two out"
-            )
         kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
         kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, open_sums(kernels)))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":

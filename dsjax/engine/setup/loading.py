@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
 from dsjax.engine.experts.expert_moves import ExpertMoves
+from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
@@ -45,12 +46,13 @@ from dsjax.engine.setup.assembly import experts_apart, remote_experts, weights_f
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
+from dsjax.engine.setup.stages import OwnStages, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
+from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
-from dsjax.engine.tiers.options import NO_SHARED_DISK
 from dsjax.engine.tiers.page_files import PageFiles
 from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
 from dsjax.engine.transfer.page_chunks import PageChunks
@@ -94,13 +96,13 @@ def load_model(
     show_progress: bool = False,
     held: HeldWeights | None = None,
 ) -> LoadedEngine:
-    """Check everything, then load the model that ``args`` names onto its mesh.
+    """Check everything, then load the model that ``args`` names onto its mesh, or the meshes of its stages.
 
     Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
 
     group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
-    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. is_later: no tokenizer is read, for there
-        is one already.
+    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. Stages always take the first ones.
+    is_later: no tokenizer is read, for there is one already.
     library: of programs that this process has compiled before.
     held: parameters of another mesh on this process's devices, as in ``load``; empty once the executor has its own. None: there are none.
 
@@ -115,141 +117,234 @@ def load_model(
     descriptor_limit()  # a memory-mapped file of the checkpoint keeps one each
     if args.record_steps is not None:
         check_writable(args.record_steps)
-    lock = lock_disk(args, group)
+    # Before anything expensive is done.
+    lock = None if args.disk_cache is None else lock_folder(args.disk_cache)
     # Whoever keeps the error, as a notebook does, must not keep the folder and connections too.
     with contextlib.ExitStack() as opened:
         if lock is not None:
             opened.callback(lock.close)
-        loaded = _load_model(args, group, lock, opened, mesh, is_later, library, show_progress, held)
+        library = library or ProgramLibrary()
+        held = HeldWeights() if held is None else held
+        loader = _Loader(args, group, mesh, is_later, library, show_progress, held)
+        loaded = loader.load(lock, opened)
         opened.pop_all()
         return loaded
 
 
-def _load_model(
-    args: EngineArgs,
-    group: HostGroup | None,
-    lock: PageFolder | None,
-    opened: contextlib.ExitStack,
-    mesh: Mesh | None,
-    is_later: bool,
-    library: ProgramLibrary | None,
-    show_progress: bool,
-    held: HeldWeights | None,
-) -> LoadedEngine:
-    """Do what `load_model` says. lock: the folder of `--disk-cache`, which is this engine's. opened: what is closed where it fails."""
-    spec = MeshSpec.parse(args.mesh)
-    checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
-    config, directory = checkpoint.config, checkpoint.directory
-    # Before the mesh is built, for that starts JAX and emulates its devices.
-    of_experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
-    check_layout(config, spec, args.num_redundant, weights, of_experts, args.moe_dense_tp_size)
-    if of_experts is None or args.afd_role == "attention":
-        mesh, expert_mesh = mesh or spec.build(), None
-    else:
-        mesh, expert_mesh = build_both(spec, of_experts)
-    if group is not None and not is_later:
-        check_shares(spec, mesh, group)
-    kept_in = enable_compile_cache()
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu:
-        keep_freed_memory()
-    library, held = library or ProgramLibrary(), HeldWeights() if held is None else held
-    library.keep_in(kept_in)
-    layout = EngineLayout.of(args, checkpoint, mesh)
-    step, buckets = layout.step, layout.buckets
-    weights = weights_format(args, config, step.dtype, checkpoint.bf16_experts)
-    experts: Side | None = None
-    if expert_mesh is not None:
-        experts = ExpertSide(step.apart, expert_mesh)
-    elif of_experts is not None:
-        experts = remote_experts(args, mesh.devices.flat[0].platform, group and group.endpoint)
-        opened.callback(experts.close)
-        _connect_experts(args, step, experts, directory, held.name, group, is_later)
+class _Loader:
+    """Loads one model for `load_model`, whose arguments these are.
 
-    def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
-        fixed = {"placement": placement, "weights": weights, "mtp": step.has_module}
-        if step.apart is None:
-            return load(config, source, mesh, step.rules, **fixed, **options)
-        fixed |= options
-        if isinstance(experts, ExpertSide):
-            experts.params = load(config, source, experts.mesh, experts.rules, only=experts.infos, **fixed)
-        return load(config, source, mesh, step.rules, only=step.table.infos, **fixed)
+    Each stage of this process has a layout, parameters and an executor; without stages there is one of each.
 
-    def read_all() -> dict[str, Array]:
-        if on_cpu:
-            check_host_memory(args, step, held=held.nbytes)
+    Raises:
+        UserError, MeshError: options, model and devices that do not go together.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        group: HostGroup | None,
+        mesh: Mesh | None,
+        is_later: bool,
+        library: ProgramLibrary,
+        show_progress: bool,
+        held: HeldWeights,
+    ):
+        self.args, self.group, self.is_later, self.library, self.held = args, group, is_later, library, held
+        self.show_progress = show_progress
+        self.spec = spec = MeshSpec.parse(args.mesh)
+        self.checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
+        self.config, self.directory = self.checkpoint.config, self.checkpoint.directory
+        # Before a mesh is built, for that starts JAX and emulates its devices.
+        experts, weights = expert_spec(args), "bf16" if args.weights == "auto" else args.weights
+        check_layout(self.config, spec.stage, args.num_redundant, weights, experts, args.moe_dense_tp_size)
+        self.stages: OwnStages | None = None
+        expert_mesh: Mesh | None = None
+        if spec.pp_size > 1:
+            held.clear()  # a stage's parameters are parts of the whole model's, which are read
+            self.stages = OwnStages.of(args, self.config, group)
+            meshes = self.stages.meshes
+        elif experts is None or args.afd_role == "attention":
+            meshes = [mesh or spec.build()]
         else:
-            pool = Pool.of(step, 0)
-            if pool is not None:
-                pool = replace(pool, used=pool.used - held.device_bytes(mesh.local_devices[0]))
-            check_device_memory(args, step, pool)
-        options: dict[str, Any] = {"progress": show_progress, "held": held}
+            mesh, expert_mesh = build_both(spec, experts)
+            meshes = [mesh]
+        if group is not None and not is_later and self.stages is None:
+            check_shares(spec, meshes[0], group)
+        library.keep_in(enable_compile_cache())
+        self.on_cpu = meshes[0].devices.flat[0].platform == "cpu"
+        if self.on_cpu:
+            keep_freed_memory()
+        stages = self.stages.stages if self.stages else [None]
+        self.layouts = [
+            EngineLayout.of(args, self.checkpoint, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)
+        ]
+        self.steps = [layout.step for layout in self.layouts]
+        self.weights = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
+        self.experts: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
+
+    @property
+    def step(self) -> ModelStep:
+        """The model's step; with stages, that of the last one here."""
+        return self.steps[-1]
+
+    def load(self, lock: PageFolder | None, opened: contextlib.ExitStack) -> LoadedEngine:
+        """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
+        args, group, directory = self.args, self.group, self.directory
+        if self.step.apart is not None and self.experts is None:
+            self.experts = experts = remote_experts(
+                args, self.step.mesh.devices.flat[0].platform, group and group.endpoint
+            )
+            opened.callback(experts.close)
+            _connect_experts(args, self.step, experts, directory, self.held.name, group, self.is_later)
+        params, sources = self._read_all()
+        limits = self._limits(params) if group is None else common_limits(group, lambda: self._limits(params))
+        facts = [
+            describe_engine(args, layout.step, limits, layout.buckets, one, self.weights)
+            for layout, one in zip(self.layouts, params, strict=True)
+        ]
+        disk = lock and partial(open_disk, args, page_space(args, self.step, directory), lock)
+        with explained_out_of_memory("its cache was made", SMALLER_CACHE):
+            if self.stages is None:
+                executor: Executor = self._executor(self.layouts[0], params[0], limits, disk, opened)
+                engine_facts = facts[0]
+            else:
+                pages = disk and DividedPages(len(self.steps), disk)
+                executors = [
+                    self._executor(layout, one, limits, pages and pages.part, opened)
+                    for layout, one in zip(self.layouts, params, strict=True)
+                ]
+                executor = self.stages.join(executors, pages, opened)
+                engine_facts = self.stages.describe(facts, self.steps, params, limits)
+        opened.pop_all()  # the executor closes them
+        opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
+        if group is not None and group.is_leader and len(group.present) > 1:
+            executor = LeaderExecutor(executor, group)
+            opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
+        if group is None or group.is_leader:
+            executor = record_if_wanted(args, executor, self.step.mesh, directory)
+        self.held.clear()
+        has_tokenizer = (directory / "tokenizer.json").is_file() and not self.is_later
+        tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+        return LoadedEngine(
+            executor,
+            tokenizer,
+            self.config,
+            read_eos_token_ids(directory, tokenizer),
+            engine_facts,
+            page_space(args, self.step, directory) if limits.transfers else None,
+            self.held,
+            sources,
+        )
+
+    def _read_all(self) -> tuple[list[dict[str, Array]], WeightBytes]:
+        """Read the parameters of every step, in all processes; and say where those of all processes come from."""
+        group, read = self.group, self._read_here
+        if group is not None:
+            if self.on_cpu and self.stages is None:
+                group.connect([device.id for device in self.step.mesh.devices.flat])
+            names = self.step.kernels.names(self.step.prefill_form, self.step.decode_form)
+            group.agreement.alike("kernels", "kernels", names)
+        self.held.counts = WeightBytes()
+        params = read() if group is None else group.agreement.run("loading", read)
+        sources = self.held.counts
+        if group is not None:
+            sources = WeightBytes.total(group.agreement.ask("weights", astuple(sources)))
+        with explained_out_of_memory("its weights were loaded", SMALLER):
+            return [materialise(step, one) for step, one in zip(self.steps, params, strict=True)], sources
+
+    def _read_here(self) -> list[dict[str, Array]]:
+        args, held, group = self.args, self.held, self.group
+        if self.on_cpu:
+            check_host_memory(args, *self.steps, held=held.nbytes)
+        else:
+            for step in self.steps:
+                pool = Pool.of(step, 0)
+                if pool is not None:
+                    pool = replace(pool, used=pool.used - held.device_bytes(step.mesh.local_devices[0]))
+                check_device_memory(args, step, pool)
+        options: dict[str, Any] = {"progress": self.show_progress}
+        if self.stages is None:
+            options["held"] = held
         if group is not None:
             options["check"] = partial(group.check_generation, group.generation, "its weights were loaded")
         with explained_out_of_memory("its weights were loaded", SMALLER):
-            return read(checkpoint, step.stored_placement if config.is_moe else None, **options)
+            return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
-    if group is not None:
-        if on_cpu:
-            group.connect([device.id for device in mesh.devices.flat])
-        group.agreement.alike("kernels", "kernels", step.kernels.names(step.prefill_form, step.decode_form))
-    held.counts = WeightBytes()
-    params = read_all() if group is None else group.agreement.run("loading", read_all)
-    sources = held.counts
-    if group is not None:
-        sources = WeightBytes.total(group.agreement.ask("weights", astuple(sources)))
-    with explained_out_of_memory("its weights were loaded", SMALLER):
-        params = materialise(step, params)
+    def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
+        """What reads parameters of a step, without what else this object holds."""
+        return partial(_read, self.args, self.config, self.weights, self.experts, step)
 
-    def find_limits() -> ExecutorLimits:
-        return library.settled(str(spec), layout.limits(args, library, params, None, experts))
+    def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
+        """Limits with as many pages as fit the devices with the least room."""
+        each = [
+            layout.limits(self.args, self.library, one, None, self.experts)
+            for layout, one in zip(self.layouts, params, strict=True)
+        ]
+        return self.library.settled(str(self.spec), min(each, key=lambda limits: limits.pages_per_rank))
 
-    limits = find_limits() if group is None else common_limits(group, find_limits)
-    with explained_out_of_memory("its cache was made", SMALLER_CACHE):
-        executor: Executor = MeshExecutor(
+    def _executor(
+        self,
+        layout: EngineLayout,
+        params: dict[str, Array],
+        limits: ExecutorLimits,
+        disk: Callable[[Shapes], PageDisk] | None,
+        opened: contextlib.ExitStack,
+    ) -> MeshExecutor:
+        """Make the executor of one mesh."""
+        args, group, step, directory = self.args, self.group, layout.step, self.directory
+        apart, read = step.apart is not None, self._reader(step)
+        parts = executor_parts(
+            args,
+            limits,
+            0 if apart else layout.per_exchange,
+            lambda paths, placements: read(directory, step.stored(placements), only=paths),
+            disk,
+        )
+        if apart:
+            parts.append(_side_part(args, directory, group, step.mesh))
+            if args.eplb:
+                parts.append(_mover(step, self.experts, self.checkpoint, self.weights, layout.per_exchange))
+        shared = group is not None and step.stage is None
+        executor = (MeshExecutor if step.stage is None else StageExecutor)(
             step,
             params,
             limits,
-            buckets,
+            layout.buckets,
             num_drafts=layout.num_drafts,
             experts_per_exchange=layout.per_exchange,
-            parts=executor_parts(
-                args,
-                limits,
-                0 if of_experts is not None else layout.per_exchange,
-                lambda paths, placements: read(directory, step.stored(placements), only=paths),
-                lock and partial(open_disk, args, page_space(args, step, directory), lock),
-            )
-            + ([_side_part(args, directory, group, mesh)] if of_experts is not None else [])
-            + (
-                [_mover(step, experts, checkpoint, weights, layout.per_exchange)]
-                if of_experts is not None and args.eplb
-                else []
-            ),
-            meet=None if group is None else lambda: group.agreement.ask("compiled"),
-            library=library if of_experts is None else None,  # it keeps steps that are one program each
-            experts=experts,
+            parts=parts,
+            meet=(lambda: group.agreement.ask("compiled")) if shared else None,
+            library=None if apart else self.library,  # it keeps steps that are one program each
+            experts=self.experts,
         )
-    opened.pop_all()  # the executor closes them
-    opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
-    if group is not None and group.is_leader and len(group.present) > 1:
-        executor = LeaderExecutor(executor, group)
-        opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
-    if group is None or group.is_leader:
-        executor = record_if_wanted(args, executor, mesh, directory)
-    held.clear()
-    has_tokenizer = (directory / "tokenizer.json").is_file() and not is_later
-    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
-    return LoadedEngine(
-        executor,
-        tokenizer,
-        config,
-        read_eos_token_ids(directory, tokenizer),
-        describe_engine(args, step, limits, buckets, params, weights),
-        page_space(args, step, directory) if limits.transfers else None,
-        held,
-        sources,
-    )
+        opened.callback(executor.shutdown)
+        return executor
+
+
+def _read(
+    args: EngineArgs,
+    config: ModelConfig,
+    weights: str,
+    experts: Side | None,
+    step: ModelStep,
+    source: Checkpoint | Path,
+    placement: LayerPlacements,
+    **options: Any,
+) -> dict[str, Array]:
+    """Read parameters of a step, all or those of the paths `only`. config: of the whole model. placement: of the step's experts."""
+    if step.stage is not None:
+        options = {"only": step.table.infos, "window": step.stage.window(config)} | options
+    if step.apart is not None:
+        options["only"] = step.table.infos
+    if not step.config.is_moe:
+        placement = None
+    elif step.stage is not None:
+        placement = placement_of_all(config, step, placement)
+    options |= {"placement": placement, "weights": weights, "mtp": args.speculation is not None}
+    if isinstance(experts, ExpertSide):
+        experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
+    return load(config, source, step.mesh, step.rules, **options)
 
 
 def _connect_experts(
@@ -337,19 +432,6 @@ def executor_parts(
     if per_exchange:
         parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
     return parts
-
-
-def lock_disk(args: EngineArgs, group: HostGroup | None) -> PageFolder | None:
-    """Open and lock the folder for pages, before anything expensive is done; None where none is wanted.
-
-    Raises:
-        UserError: the folder cannot be used, or several processes would have to share it.
-    """
-    if args.disk_cache is None:
-        return None
-    if group is not None:
-        raise UserError(NO_SHARED_DISK)
-    return lock_folder(args.disk_cache)
 
 
 def open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:

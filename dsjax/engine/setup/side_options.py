@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from dsjax.engine.contract.json_option import JsonOption
 from dsjax.engine.transfer.messages import TRANSFER_SECONDS
-from dsjax.engine.transfer.transport import BACKENDS, FLAG, check_installed
+from dsjax.engine.transfer.transport import BACKENDS, check_installed
 from dsjax.errors import UserError
 from dsjax.options import option
 
 Args = TypeVar("Args")
 """`EngineArgs`, which are checked here where they are made, so that this module cannot name them."""
 
-PREFILLS_OWN = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "cache_tokens", "redundant_experts")
-"""Options of which the engine of `--prefill-mesh` may have other values: `--prefill-` before the option's own name."""
 _DECODES_ALONE = {
     "host_cache_bytes": 0,
     "disk_cache": None,
@@ -25,12 +26,35 @@ _DECODES_ALONE = {
     "record_steps": None,
 }
 """Options that a prefill engine does without, and their values there."""
-_ONE_SIDE = {
-    "prefill_mesh": None,
-    "decode_mesh": None,
-    **{f"prefill_{name}": None for name in PREFILLS_OWN},
-}
+_ONE_SIDE = dict.fromkeys(("prefill_mesh", "decode_mesh", "prefill_config"))
 """Options of two sides, and their values in the options of one."""
+
+
+@dataclass(frozen=True)
+class PrefillConfig(JsonOption):
+    """Sizes of the engine of `--prefill-mesh`, each in place of the option of its name; None: as that option says.
+
+    Raises:
+        UserError: a value that cannot be.
+    """
+
+    flag: ClassVar[str] = "--prefill-config"
+    example: ClassVar[str] = '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384}\''
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefill_chunk: int | None = None
+    cache_tokens: int | None = None
+    redundant_experts: int | None = None
+
+    def __post_init__(self):
+        for name in self.given:
+            self.check_integers(name, least=0 if name == "redundant_experts" else 1)
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The sizes that are given, by the options' names."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,35 +67,10 @@ class SideOptions:
         of_host=True,
     )
     decode_mesh: str | None = option(None, "devices that make tokens; with --prefill-mesh", of_host=True)
-    prefill_max_num_seqs: int | None = option(
+    prefill_config: str | dict[str, Any] | None = option(
         None,
-        "most prompts under way on a DP rank of --prefill-mesh; default: as --max-num-seqs, or 256 over all ranks of that mesh, at least 8 "
-        "on each",
-        least=1,
-        of_host=True,
-    )
-    prefill_max_num_batched_tokens: int | None = option(
-        None,
-        "most tokens of a DP rank of --prefill-mesh in one step; default: as --max-num-batched-tokens",
-        least=1,
-        of_host=True,
-    )
-    prefill_prefill_chunk: int | None = option(
-        None,
-        "most tokens of one prompt in one step of --prefill-mesh; default: as --prefill-chunk",
-        least=1,
-        of_host=True,
-    )
-    prefill_cache_tokens: int | None = option(
-        None,
-        "token slots of the cache of a DP rank of --prefill-mesh; default: as --cache-tokens",
-        least=1,
-        of_host=True,
-    )
-    prefill_redundant_experts: int | None = option(
-        None,
-        "physical experts beside the logical ones on --prefill-mesh; default: as --redundant-experts, or as --eplb-config says",
-        least=0,
+        "sizes of a DP rank of --prefill-mesh that differ from the options of their names: JSON such as "
+        '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}\'',
         of_host=True,
     )
     local_prefill_tokens: int = option(
@@ -109,6 +108,15 @@ class SideOptions:
         return self.prefill_mesh is not None
 
     @property
+    def prefill(self) -> PrefillConfig:
+        """`prefill_config`, read.
+
+        Raises:
+            UserError: it is not JSON, or has fields or values that cannot be.
+        """
+        return PrefillConfig() if self.prefill_config is None else PrefillConfig.parse(self.prefill_config)
+
+    @property
     def is_side(self) -> bool:
         """Whether this engine is one side of two that hand pages over."""
         return self.disaggregation_mode != "agg"
@@ -121,10 +129,28 @@ def decode_args(args: Args) -> Args:
 
 
 def prefill_args(args: Args) -> Args:
-    """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
-    changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | _prefills_own(args)
-    changed |= _experts(args, args.prefill_mesh, changed)
-    return replace(args, **changed, **_DECODES_ALONE, **_ONE_SIDE)
+    """Give the options of the engine that computes prompts, with sizes of its own where they are given.
+
+    Raises:
+        UserError, MeshError: they do not go together.
+    """
+    changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | args.prefill.given
+    with naming_prefill(args):
+        changed |= _experts(args, args.prefill_mesh, changed)
+        return replace(args, **changed, **_DECODES_ALONE, **_ONE_SIDE)
+
+
+@contextmanager
+def naming_prefill(args: Args) -> Iterator[None]:
+    """Say of an error that it is the prefill side's."""
+    from sharding.errors import MeshError
+
+    try:
+        yield
+    except (UserError, MeshError) as error:
+        raise UserError(
+            f"of --prefill-mesh {args.prefill_mesh}, whose own sizes --prefill-config has: {error}"
+        ) from error
 
 
 def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -144,108 +170,36 @@ def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"eplb_config": config, "redundant_experts": redundant}
 
 
-def check_sizes(args: Args, of_prefill: frozenset[str] = frozenset()) -> None:
-    """Check that the sizes of an engine go together. of_prefill: of `PREFILLS_OWN`, those of which the prefill engine has other values.
+def check_sizes(args: Args) -> None:
+    """Check that the sizes of an engine go together.
 
     Raises:
         UserError: they do not.
     """
-    sizes = dict.fromkeys(PREFILLS_OWN, "") | dict.fromkeys(of_prefill, "prefill_")
-    values = {name: getattr(args, before + name) for name, before in sizes.items()}
-    flags = {name: _flag(before + name) for name, before in sizes.items()}
-    seqs, tokens, kept = (values[name] for name in ("max_num_seqs", "max_num_batched_tokens", "cache_tokens"))
+    seqs, tokens, kept = args.max_num_seqs, args.max_num_batched_tokens, args.cache_tokens
     if seqs is not None and tokens < seqs:
-        other = "" if not of_prefill or "max_num_seqs" in of_prefill else ", or give --prefill-max-num-seqs"
         raise UserError(
-            f"{flags['max_num_batched_tokens']} is {tokens}, less than {flags['max_num_seqs']} {seqs}, so running requests would "
-            f"stall each other; raise the first or lower the second{other}"
+            f"--max-num-batched-tokens is {tokens}, less than --max-num-seqs {seqs}, so running requests would stall each other; raise "
+            "the first or lower the second"
         )
     if kept is not None and kept % args.page_size:
         raise UserError(
-            f"{flags['cache_tokens']} is {kept}, which is no whole number of pages of {args.page_size} tokens (--page-size); "
+            f"--cache-tokens is {kept}, which is no whole number of pages of {args.page_size} tokens (--page-size); "
             f"give {-(-kept // args.page_size) * args.page_size}"
         )
 
 
 def check_sides(args: Args) -> None:
-    """Check that the options of prefill apart from decode go together, and with all others.
+    """Check the mesh, or those of two sides, the options of the prefill side, and that there is what moves pages to another process.
 
     Raises:
-        UserError: they do not. MeshError: a mesh cannot be.
+        UserError: they cannot be so. MeshError: a mesh cannot be.
     """
-    if args.is_side:
-        if args.separated:
-            raise UserError(
-                f"--disaggregation-mode {args.disaggregation_mode} is one side of two, and --prefill-mesh has both; leave one out"
-            )
-        _check_transfers(args, f"--disaggregation-mode {args.disaggregation_mode}")
-        if args.disaggregation_mode == "prefill":
-            _check_prefills_alone(args)
-        check_installed(args.disaggregation_transfer_backend)
-    elif args.disaggregation_transfer_backend != type(args).disaggregation_transfer_backend:
-        raise UserError(
-            f"{FLAG} {args.disaggregation_transfer_backend} moves pages between processes, and no others are told of here; leave it out, "
-            "or give --disaggregation-mode too (dsjax dynamo)"
-        )
-    if args.prefill_mesh is None and args.decode_mesh is None:
-        _check_no_sides(args)
-        return
-    for given, other in (("prefill", "decode"), ("decode", "prefill")):
-        if getattr(args, f"{other}_mesh") is None:
-            raise UserError(f"--{given}-mesh is given without --{other}-mesh; give both, or --mesh alone")
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
-    for mesh in (args.prefill_mesh, args.decode_mesh):
-        MeshSpec.parse(mesh)
-    if args.mesh != type(args).mesh:
-        raise UserError(
-            f"--mesh {args.mesh} is given with --prefill-mesh and --decode-mesh, which name all devices; leave one out"
-        )
-    check_sizes(args, frozenset(_prefills_own(args)))
-    _check_transfers(args, "--prefill-mesh")
-    if args.coordinator_address is not None or (args.num_processes or 1) > 1:
-        raise UserError(
-            "--prefill-mesh and --decode-mesh are meshes of one process; leave --num-processes out, or give each side processes of its "
-            "own (dsjax dynamo --disaggregation-mode)"
-        )
-
-
-def _check_no_sides(args: Args) -> None:
-    """Refuse what only sides have, where an engine has no two sides."""
-    for name in _prefills_own(args):
-        raise UserError(
-            f"{_flag(f'prefill_{name}')} is given without --prefill-mesh and --decode-mesh; give them too, or {_flag(name)} alone"
-        )
-
-
-def _check_transfers(args: Args, flag: str) -> None:
-    """Check that this engine's pages can go to others, or theirs come here."""
-    if "CD" in (args.mla_prefill, args.mla_decode):
-        raise UserError(
-            f"{flag} moves pages of the latent cache, and the MLA form CD keeps none; use another --mla-prefill and --mla-decode"
-        )
-    if not args.enable_prefix_caching:
-        raise UserError(f"{flag} hands pages over through the prefix cache, which --no-enable-prefix-caching turns off")
-    if args.record_steps is not None:
-        raise UserError(
-            f"--record-steps does not go with {flag}: a recording would lack what pages from elsewhere held; leave one of them out"
-        )
-
-
-def _check_prefills_alone(args: Args) -> None:
-    """Refuse what only a decode side has, where an engine computes prompts for other processes."""
-    for name in ("host_cache_bytes", "disk_cache", "kv_events_config"):
-        if getattr(args, name) != _DECODES_ALONE[name]:
-            raise UserError(
-                f"{_flag(name)} is not for --disaggregation-mode prefill, only for decode; leave it out there"
-            )
-
-
-def _prefills_own(args: Args) -> dict[str, Any]:
-    """Give those of `PREFILLS_OWN` of which the prefill engine has values of its own, by the options' own names."""
-    values = {name: getattr(args, f"prefill_{name}") for name in PREFILLS_OWN}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    MeshSpec.parse(args.mesh)
+    if args.is_side:
+        check_installed(args.disaggregation_transfer_backend)
+    if args.separated:
+        MeshSpec.parse(args.decode_mesh)
+        prefill_args(args)

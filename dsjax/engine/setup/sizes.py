@@ -101,12 +101,12 @@ class EngineLayout:
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
-        mesh, known = str(self.step.spec), library.beside_the_cache
-        if mesh not in known:
-            known[mesh] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
+        key, known = (str(self.step.spec), self.step.stage), library.beside_the_cache
+        if key not in known:
+            known[key] = beside_the_cache(self.step, params, self.sizes, self.buckets, self.num_drafts, experts)
         moves = self.per_exchange and self.step.apart is None  # else it takes memory of other devices
         moving = expert_programs.exchange_bytes(self.step, self.per_exchange) if moves else 0
-        pool = Pool.of(self.step, known[mesh] + moving + chunk_bytes(args, self.step))
+        pool = Pool.of(self.step, known[key] + moving + chunk_bytes(args, self.step))
         return _limits(args, self.step, self.sizes, pool if pool is None or used is None else replace(pool, used=used))
 
 
@@ -195,10 +195,6 @@ def _host_pages(args: EngineArgs, step: ModelStep) -> int:
     """Count the pages of each DP rank for which ``--host-cache-bytes`` has room."""
     if not args.host_cache_bytes:
         return 0
-    if not args.enable_prefix_caching:
-        raise UserError(
-            "--host-cache-bytes keeps pages of the prefix cache, which --no-enable-prefix-caching turns off"
-        )
     each = page_bytes(args, step)
     pages = args.host_cache_bytes // step.spec.dp_size // each
     if pages < 1:

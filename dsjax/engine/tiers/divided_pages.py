@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -41,7 +43,12 @@ class DividedPages:
         self._shapes.append(shapes)
         if len(self._shapes) == self._count:
             self._disk = self._open(self._whole_shapes())
-        return _DiskOfPart(self, number)
+        whole = {
+            name: partial(getattr(self, name), number) for name in ("write", "drop", "read", "take", "forget", "close")
+        }
+        return SimpleNamespace(
+            **whole, reports=lambda seconds=0.0: PageReports([], [])
+        )  # what comes of pages is said of whole ones
 
     def report_through(self, reporters: Sequence[PageReporter]) -> None:
         """Have each executor look after its own part when reports are asked for. reporters: of the executors."""
@@ -113,38 +120,3 @@ class DividedPages:
                 before = whole[array][0][0] if array in whole else 0
                 whole[array] = ((before + shape[0], *shape[1:]), dtype)
         return whole
-
-
-class _DiskOfPart:
-    """The disk as one executor sees it: pages that have its layers alone."""
-
-    def __init__(self, pages: DividedPages, part: int):
-        self._pages, self._part = pages, part
-
-    def write(self, number: int, name: bytes, page: Page) -> None:
-        """Give the own part of a page that is to be written."""
-        self._pages.write(self._part, number, name, page)
-
-    def drop(self, everything: bool, names: list[bytes]) -> None:
-        """Delete pages, after what was to be written before."""
-        self._pages.drop(self._part, everything, names)
-
-    def read(self, rank: int, number: int, name: bytes) -> None:
-        """Begin to read a page."""
-        self._pages.read(self._part, rank, number, name)
-
-    def take(self, rank: int, number: int) -> Page:
-        """Give the own part of a page that was read."""
-        return self._pages.take(self._part, rank, number)
-
-    def forget(self, rank: int, number: int) -> None:
-        """Keep a page no longer that was read, or is being read."""
-        self._pages.forget(self._part, rank, number)
-
-    def reports(self, seconds: float = 0.0) -> PageReports:
-        """Report nothing: what comes of pages is said of whole ones."""
-        return PageReports([], [])
-
-    def close(self) -> None:
-        """Say that the own part of all pages has been given."""
-        self._pages.close(self._part)

@@ -1,4 +1,4 @@
-"""`TierOptions`: where pages of the prefix cache go when they leave the devices, and who is told; what does not go with it. No JAX."""
+"""`TierOptions`: where pages of the prefix cache go when they leave the devices, and who is told. No JAX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.tiers.event_publisher import KvEventsConfig
-from dsjax.errors import UserError
 from dsjax.options import option
 
 
@@ -48,36 +47,3 @@ class TierOptions:
         if self.kv_events_config is None:
             return None
         return KvEventsConfig.parse(self.kv_events_config)
-
-
-NO_SHARED_DISK = (
-    "--disk-cache does not work on a mesh of several processes yet; leave it out, or use --host-cache-bytes"
-)
-"""Why a folder of pages is refused to several processes: at once where their number is given, else when they have met."""
-
-
-def check_tiers(args: Any) -> None:
-    """Check that the other options go with offload tiers and page events. args: `EngineArgs`, which are checked where they are made.
-
-    Raises:
-        UserError: they do not.
-    """
-    events = args.kv_events
-    if events is not None and events.publishes and not args.enable_prefix_caching:
-        raise UserError(
-            "--kv-events-config tells of the prefix cache's pages, and --no-enable-prefix-caching turns it off; leave one of them out"
-        )
-    if args.disk_cache is None:
-        if args.disk_cache_bytes:
-            raise UserError("--disk-cache-bytes is given without --disk-cache; give the folder too")
-        return
-    if not args.disk_cache_bytes:
-        raise UserError("--disk-cache is given without --disk-cache-bytes; say how many bytes the pages in it may take")
-    if not args.enable_prefix_caching:
-        raise UserError("--disk-cache keeps pages of the prefix cache, which --no-enable-prefix-caching turns off")
-    if args.record_steps is not None:
-        raise UserError(
-            "--record-steps does not go with --disk-cache: a recording would lack what pages from the disk held; leave one of them out"
-        )
-    if (args.num_processes or 1) > 1:  # a group that a cluster's variables name is found later, and refused then
-        raise UserError(NO_SHARED_DISK)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsjax.engine.tiers.page_folder import Entry, PageFolder, open_file, space_name, write_whole
+from dsjax.engine.tiers.page_folder import Entry, PageFolder, space_name
+from dsjax.owned_folder import open_file, write_whole
 
 MAGIC = b"dsjaxpg1"
 HEADER = struct.Struct("<8s32s32sQI44x")

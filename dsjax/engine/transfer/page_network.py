@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dsjax.addresses import split_address
 from dsjax.background import start_thread
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.transfer.chunk_network import ROLE, ChunkServer, RemoteChunks
@@ -28,7 +29,6 @@ from dsjax.engine.transfer.messages import (
 )
 from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
 from dsjax.messaging import Endpoint, Peer, Request
-from dsjax.messaging.addresses import split_address
 from dsjax.messaging.curve import LISTENER
 from dsjax.messaging.endpoint import CONNECT_SECONDS
 

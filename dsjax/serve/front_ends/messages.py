@@ -22,8 +22,6 @@ from dsjax.serve.options import ServeOptions
 _LENGTH = 4
 MOST_UNSENT_BYTES = 64 << 20
 """Most bytes of messages that a front end has not read. One that is so far behind hangs, and is ended."""
-_MOST_FIRST_BYTES = 1 << 30
-"""Most bytes of the first message, which has the tokenizer's file."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -304,7 +302,14 @@ def read_first(end: socket.socket) -> Any:
     Raises:
         EOFError: the engine's process has gone.
     """
-    return msgspec.msgpack.decode(receive_frame(end, _MOST_FIRST_BYTES), type=FromEngine)
+    return msgspec.msgpack.decode(_exactly(end, int.from_bytes(_exactly(end, _LENGTH), "little")), type=FromEngine)
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    data = end.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise EOFError
+    return data
 
 
 def _to_bytes(text: str | None) -> bytes | None:

@@ -7,7 +7,8 @@ from dsjax.bench.modules import command as modules_command
 from dsjax.bench.modules.options import ModelOptions, ModuleGrid, RunOptions
 from dsjax.bench.network import command as network_command
 from dsjax.bench.network import options as network_options
-from dsjax.bench.processes import GroupOptions, measuring_together
+from dsjax.bench.processes import measuring_together
+from dsjax.hosts import GroupOptions
 
 
 def main() -> int:

@@ -28,9 +28,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 OPTIONS = {
     "prefill_mesh": "tp=2",
     "decode_mesh": "dp=2",
-    "prefill_max_num_seqs": 2,
-    "prefill_max_num_batched_tokens": 32,
-    "prefill_prefill_chunk": 24,
+    "prefill_config": {"max_num_seqs": 2, "max_num_batched_tokens": 32, "prefill_chunk": 24},
     "enable_eplb": True,
     "eplb_config": {"num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "payback": 0},
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
@@ -149,7 +147,7 @@ def test_each_side_has_its_own_mesh_and_sizes_and_decode_alone_the_tiers():
     both = EngineArgs(prefill_mesh="tp=2", decode_mesh="dp=4", **sizes)
     own = {"max_num_seqs": 8, "max_num_batched_tokens": 16_384, "prefill_chunk": 8192, "cache_tokens": 65_536}
     own |= {"redundant_experts": 0}
-    args = replace(both, **{f"prefill_{name}": value for name, value in own.items()})
+    args = replace(both, prefill_config=own)
     assert args.num_devices == 6
     assert (decode_args(args).mesh, decode_args(args).host_cache_bytes) == ("dp=4", 1000)
     assert (prefill_args(args).mesh, prefill_args(args).host_cache_bytes) == ("tp=2", 0)
@@ -169,24 +167,20 @@ def test_each_side_has_its_own_mesh_and_sizes_and_decode_alone_the_tiers():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"decode_mesh": None}, "--prefill-mesh is given without --decode-mesh"),
-        ({"prefill_mesh": None}, "--decode-mesh is given without --prefill-mesh"),
         ({"decode_mesh": "dp=x"}, "dp=x"),
-        ({"mesh": "dp=4"}, "--mesh dp=4 is given with"),
-        ({"mla_prefill": "CD", "mla_decode": "CD"}, "CD keeps none"),
-        ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
-        ({"record_steps": "x"}, "--record-steps"),
-        ({"num_processes": 2}, "one process"),
         (
-            {"prefill_mesh": None, "decode_mesh": None, "prefill_max_num_seqs": 2},
-            "--prefill-max-num-seqs is given without",
+            {"max_num_seqs": 256, "prefill_config": {"max_num_batched_tokens": 128}},
+            "^of --prefill-mesh .*--prefill-config .*128, less than --max-num-seqs 256",
+        ),
+        ({"prefill_config": {"cache_tokens": 1000}}, "^of --prefill-mesh .*--cache-tokens is 1000, .* give 1008"),
+        (
+            {"prefill_config": {"prefill_chunk": 0}},
+            "--prefill-config has prefill_chunk 0; expected an integer of at least 1",
         ),
         (
-            {"max_num_seqs": 256, "prefill_max_num_batched_tokens": 128},
-            "128, less than --max-num-seqs 256, .*--prefill-max",
+            {"prefill_config": '{"tokens": 1}'},
+            "--prefill-config has the unknown field tokens; the fields are max_num_seqs",
         ),
-        ({"prefill_cache_tokens": 1000}, "--prefill-cache-tokens is 1000, .* give 1008"),
-        ({"prefill_prefill_chunk": 0}, "--prefill-prefill-chunk is 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, says):
@@ -198,7 +192,10 @@ def test_options_that_cannot_be_are_refused(options, says):
     ("options", "says"),
     [
         ({"decode_mesh": "dp=3000"}, "^--decode-mesh dp=3000 and --prefill-mesh dp=1 want 3001 devices, found "),
-        ({"prefill_cache_tokens": 64}, "^of --prefill-mesh dp=1, .* is 128, but the cache of a DP rank holds 64"),
+        (
+            {"prefill_config": {"cache_tokens": 64}},
+            "^of --prefill-mesh dp=1, .* is 128, but the cache of a DP rank holds 64",
+        ),
         ({"prefill_mesh": "tp=3"}, "^of --prefill-mesh tp=3, .*heads"),
         ({"disk_cache": "taken", "disk_cache_bytes": 1 << 20}, "is in use by another engine"),
     ],
@@ -207,7 +204,7 @@ def test_what_does_not_fit_is_refused_of_its_side_and_leaves_another_server_s_fo
     checkpoint, tmp_path, monkeypatch, options, says
 ):
     jax.devices()  # from here on no more can be emulated
-    if "prefill_cache_tokens" not in options:  # the cache is what is left beside the weights
+    if "prefill_config" not in options:  # the cache is what is left beside the weights
         monkeypatch.setattr(loading, "load", lambda *args, **rest: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     (taken := tmp_path / "taken").mkdir()

@@ -170,7 +170,7 @@ def test_a_process_whose_engine_cannot_be_started_leaves_the_others_though_it_li
     def fail(*arguments, **options):
         raise ValueError("there is no room for its cache")
 
-    monkeypatch.setattr("dsjax.engine.setup.stages.load_stages", fail)
+    monkeypatch.setattr("dsjax.engine.setup.loading.load_model", fail)
     monkeypatch.setattr(Follower, "run_with", fail)
     with pytest.raises(ValueError, match="no room for its cache"):
         LLM(mesh="pp=2", group=group)

@@ -48,7 +48,7 @@ def main() -> None:
     loaded = load_model(args, group)
     if group.is_leader:
         config = args.scheduler_config(loaded.executor.limits)
-        engine = LLMEngine(EngineParts(loaded.executor, None, config, eplb=args.eplb))
+        engine = LLMEngine(EngineParts(loaded.executor, None, config, args))
         found = {
             "greedy": [continuations(engine, prompts, GREEDY) for prompts in (PROMPTS, OTHERS, PROMPTS)],
             "sampled": continuations(engine, PROMPTS[:2], SAMPLED),

@@ -2,9 +2,15 @@
 
 import pytest
 
+from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
 from dsjax.hosts import options
-from dsjax.hosts.options import HostOptions, joined, split
+from dsjax.hosts.options import GroupOptions, HostOptions
+
+
+def find(coordinator_address=None, num_processes=None, process_id=None, host_address=None, **options):
+    place = {"num_processes": num_processes, "process_id": process_id, "host_address": host_address}
+    return HostOptions.find(GroupOptions(coordinator_address=coordinator_address, **place, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -15,12 +21,12 @@ def no_launcher(monkeypatch):
 
 
 def test_a_process_without_options_is_alone():
-    assert HostOptions.find() is None
-    assert HostOptions.find(num_processes=1) is None
+    assert find() is None
+    assert find(num_processes=1) is None
 
 
 def test_options_say_all():
-    found = HostOptions.find("127.0.0.1:1234", 4, 3, start_timeout=7, heartbeat_timeout=5)
+    found = find("127.0.0.1:1234", 4, 3, start_timeout=7, heartbeat_timeout=5)
     assert found == HostOptions(("127.0.0.1", 1234), 4, 3, "127.0.0.1", 7, 5)
     assert not found.is_leader
 
@@ -28,19 +34,19 @@ def test_options_say_all():
 def test_leader_worker_set_says_where_a_pod_is(monkeypatch):
     for name, value in (("LWS_LEADER_ADDRESS", "127.0.0.1"), ("LWS_GROUP_SIZE", "4"), ("LWS_WORKER_INDEX", "2")):
         monkeypatch.setenv(name, value)
-    found = HostOptions.find()
+    found = find()
     assert (found.coordinator, found.num_processes, found.process_id) == (("127.0.0.1", 8476), 4, 2)
-    assert HostOptions.find(process_id=1).process_id == 1
+    assert find(process_id=1).process_id == 1
     monkeypatch.setenv("LWS_GROUP_SIZE", "four")
     with pytest.raises(UserError, match="LWS_GROUP_SIZE is 'four'"):
-        HostOptions.find()
+        find()
 
 
 def test_slurm_is_found_as_jax_finds_it(monkeypatch):
     variables = {"JOB_ID": "77", "STEP_NODELIST": "127.0.0.1", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    found = HostOptions.find()
+    found = find()
     assert (found.coordinator[0], found.num_processes, found.process_id) == ("127.0.0.1", 2, 1)
 
 
@@ -61,18 +67,18 @@ def test_slurm_is_found_as_jax_finds_it(monkeypatch):
 )
 def test_what_cannot_be_is_refused_with_what_would(given, message):
     with pytest.raises(UserError) as error:
-        HostOptions.find(*given)
+        find(*given)
     assert message in str(error.value)
 
 
 def test_a_host_address_must_be_this_hosts_own():
-    assert HostOptions.find("127.0.0.1:1234", 2, 1, host_address="127.0.0.1").address == "127.0.0.1"
+    assert find("127.0.0.1:1234", 2, 1, host_address="127.0.0.1").address == "127.0.0.1"
     with pytest.raises(UserError, match=r"--host-address: '192\.0\.2\.1' is no address of this host"):
-        HostOptions.find("127.0.0.1:1234", 2, 1, host_address="192.0.2.1")
+        find("127.0.0.1:1234", 2, 1, host_address="192.0.2.1")
     with pytest.raises(UserError, match="others cannot reach"):
-        HostOptions.find("127.0.0.1:1234", 2, 1, host_address="0.0.0.0")
+        find("127.0.0.1:1234", 2, 1, host_address="0.0.0.0")
     with pytest.raises(UserError, match="give --coordinator-address too"):
-        HostOptions.find(host_address="127.0.0.1")
+        find(host_address="127.0.0.1")
 
 
 def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
@@ -81,12 +87,12 @@ def test_a_group_beyond_loopback_needs_a_cluster_key(monkeypatch, tmp_path):
         with pytest.raises(
             UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
         ):
-            HostOptions.find(*given)
+            find(*given)
     (tmp_path / "key").write_text("k" * 31)
     with pytest.raises(UserError, match="has 31 characters, expected 32"):
-        HostOptions.find("127.0.0.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+        find("127.0.0.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
     (tmp_path / "key").write_text("k" * 32)
-    options = HostOptions.find("192.0.2.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
+    options = find("192.0.2.1:1234", 2, 1, cluster_key_file=str(tmp_path / "key"))
     assert options.coordinator == ("192.0.2.1", 1234)
     assert "kkkk" not in repr(options)
 
@@ -139,16 +145,16 @@ def names(monkeypatch):
 def test_an_address_that_others_cannot_reach_is_refused(names, coordinator, process_id, host_address, source, message):
     names(source)
     with pytest.raises(UserError) as error:
-        HostOptions.find(coordinator, 2, process_id, host_address)
+        find(coordinator, 2, process_id, host_address)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(("host", "process_id"), [("127.0.0.1", 0), ("localhost", 1), ("127.0.1.1", 0)])
 def test_a_group_that_is_wholly_on_loopback_is_allowed(host, process_id):
     for host_address in (None, "127.0.0.1"):
-        assert HostOptions.find(f"{host}:1234", 2, process_id, host_address).address.startswith("127.")
+        assert find(f"{host}:1234", 2, process_id, host_address).address.startswith("127.")
 
 
 def test_addresses_of_both_families_are_read_and_written():
     for text in ("10.0.0.1:8476", "[fd00::1]:8476", "leader.ns:80"):
-        assert joined(*split(text)) == text
+        assert join_address(*split_address(text)) == text

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_together(tmp_path):
-    """With drafts, experts that move, and so few pages on the devices that those of earlier prompts come back from host memory."""
+    """With drafts, redundant experts, and so few pages on the devices that those of earlier prompts come back from host memory."""
     checkpoint = str(write_checkpoint(tmp_path, mtp=True))
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
     tokens, loads = generate_alone(checkpoint, record, **FEW_SHAPES, speculative_config=drafts)
@@ -30,8 +30,7 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
         "model": checkpoint,
         "mesh": "pp=2,tp=2",  # one DP rank, so that prompts push out each other's pages
         "speculative_config": drafts,
-        "enable_eplb": True,
-        "eplb_config": {"num_redundant_experts": 2, "window_size": 4, "step_interval": 4, "payback": 0},
+        "redundant_experts": 2,
         "cache_tokens": 36,
         "host_cache_bytes": 400_000,
     }
@@ -51,8 +50,6 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
         assert lines[-1]["loads"] == loads
         assert lines[0]["mesh"] == "pp=2,tp=2"
         assert lines[1]["fetched"] > lines[0]["fetched"]
-        assert lines[-1]["rebalances"]
-        assert lines[-1]["failures"] == 0
     finally:
         group.end()
 

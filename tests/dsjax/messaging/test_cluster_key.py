@@ -115,7 +115,7 @@ def test_the_key_lies_in_the_first_folder_that_is_this_users_alone(tmp_path, mon
     ]
     (tmp_path / "temporary" / f"dsjax-{os.geteuid()}").rename(tmp_path / "foreign")
     (tmp_path / "temporary" / f"dsjax-{os.geteuid()}").symlink_to(tmp_path / "foreign")  # as another user may put there
-    with pytest.raises(UserError, match=r"its mode is 0755, expected 0700.*give one with --cluster-key-file FILE"):
+    with pytest.raises(UserError, match=r"others can read it \(mode 0755\).*give one with --cluster-key-file FILE"):
         local_key(variables)
 
 
@@ -123,7 +123,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "dsjax").mkdir(mode=0o700)
     monkeypatch.setattr(cluster_key, "_folders", lambda environment: [str(tmp_path / "dsjax")])
     monkeypatch.setattr(cluster_key.os, "geteuid", lambda: 12345678)
-    with pytest.raises(UserError, match=r"it belongs to user \d+, not to 12345678"):
+    with pytest.raises(UserError, match=r"it belongs to another user"):
         local_key({})
 
 

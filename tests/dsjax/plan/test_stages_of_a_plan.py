@@ -43,13 +43,18 @@ def test_the_fullest_stage_has_half_of_the_experts_and_its_own_of_everything_els
 
 
 def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory():
-    copies = InstanceLayout(STAGED.mesh, redundant=8)
-    instance = question(engine=dsjax_engine(), precision=FP8).instance(copies, {})
-    still = memory(V3, copies, FP8, H20.hardware.memory_bytes)
-    assert instance.memory.reserve.value - still.reserve.value == (256 + 8) // 8 * expert_bytes(V3, 1, FP8)
-    options = serve_options("deepseek-v3", instance, 8.0, 2048.0)
-    assert "--enable-eplb" in options
-    assert json.loads(options["--eplb-config"])["num_redundant_experts"] == 8
+    """On one host: stages in several processes refuse to move experts, and are not credited with it."""
+    asked = question(engine=dsjax_engine(), precision=FP8)
+    for mesh, slots, moves in ((MeshSpec.parse("pp=2,tp=4"), (256 + 8) // 4, True), (STAGED.mesh, 0, False)):
+        copies = InstanceLayout(mesh, redundant=8)
+        instance, still = asked.instance(copies, {}), memory(V3, copies, FP8, H20.hardware.memory_bytes)
+        assert instance.memory.reserve.value - still.reserve.value == slots * expert_bytes(V3, 1, FP8)
+        options = serve_options("deepseek-v3", instance, 8.0, 2048.0)
+        assert ("--enable-eplb" in options) == moves
+        copied = (
+            json.loads(options["--eplb-config"])["num_redundant_experts"] if moves else options["--redundant-experts"]
+        )
+        assert int(copied) == 8
 
 
 def test_a_step_of_a_batch_takes_what_it_takes_on_one_stage_and_what_stages_add(both):

@@ -19,6 +19,7 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.serve.front_ends.engine_server import EngineServer
 from dsjax.serve.front_ends.shared_engine import SharedEngine
 from dsjax.serve.options import ServeOptions
@@ -52,8 +53,8 @@ class LiveServer:
             self.executor,
             tokenizer or tiny_tokenizer(),
             config,
+            EngineArgs(stream_interval=stream_interval),
             eos_token_ids=eos,
-            stream_interval=stream_interval,
         )
         self.engine = (SharedEngine if front_ends else AsyncEngine)(self.parts)
         self.serving = Serving(

@@ -121,7 +121,7 @@ def test_what_is_loopback_is_told_from_the_address_alone():
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/no/such/path"])
 def test_a_follower_s_metrics_want_the_key_and_its_probes_do_not(path):
-    client = TestClient(Headless(HostOptions.find("127.0.0.1:1", 2, 1), KEYED).app())
+    client = TestClient(Headless(HostOptions(("127.0.0.1", 1), 2, 1, "127.0.0.1"), KEYED).app())
     assert client.get(path).status_code == 401
     assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
     for key in ("one", "root"):
@@ -132,7 +132,7 @@ def test_a_follower_s_metrics_want_the_key_and_its_probes_do_not(path):
 
 
 def test_a_follower_of_an_attention_side_shows_its_own_links_to_processes_with_experts():
-    headless = Headless(HostOptions.find("127.0.0.1:1", 2, 1), ServeOptions())
+    headless = Headless(HostOptions(("127.0.0.1", 1), 2, 1, "127.0.0.1"), ServeOptions())
     client, line = TestClient(headless.app()), 'dsjax_expert_process_calls_total{process="1",expert_process="0"} 7'
     assert "dsjax_follower_ready" in client.get("/metrics").text, "without keys everybody may read"
     headless._follower = SimpleNamespace(phase="loading", group=None, executor=None)
@@ -172,7 +172,7 @@ def follow(monkeypatch):
 
     def run(port, http=ServeOptions(), allowed=False):
         monkeypatch.setenv("DYN_SYSTEM_PORT", port)
-        _follow(EngineArgs(), HostOptions.find("127.0.0.1:1", 2, 1), http, allowed)
+        _follow(EngineArgs(), HostOptions(("127.0.0.1", 1), 2, 1, "127.0.0.1"), http, allowed)
         with made.pop() as listener:
             return listener.getsockname()[0]
 

@@ -1,6 +1,7 @@
 """Experts that follow the load at each stage: tokens are those of one device, and what a server shows describes all stages together.
 
-Then the stages are shared out to two processes, here two threads: process 0 is a step ahead of the other, and both make what one makes.
+Then, with experts that stay, the stages are shared out to two processes, here two threads: process 0 is a step ahead of the other, and
+both make what one makes.
 Real processes: `test_stages_of_processes.py` in `tests/dsjax/hosts`.
 
 These are the tests of `pipeline/stages_of_process.py` and of `pipeline/pending_stages.py` too.
@@ -20,12 +21,11 @@ from links_in_threads import links_of
 from staged_model import assert_same_answer, follow_load, load_stages
 
 from dsjax import SamplingParams
-from dsjax.engine.contract.commands import ReadLoads, Step
+from dsjax.engine.contract.commands import Step
 from dsjax.engine.contract.executor import ExecutorWrapper
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.experts.expert_part import expert_share
-from dsjax.engine.pipeline.experts_of_stages import ExpertsOfProcesses
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.engine.stream.leader import is_collected
 
@@ -231,8 +231,7 @@ def recorded(llm):
 def found(llm):
     """What one process and then two processes make of the same requests.
 
-    ends: the executors of process 0, with the first stage, and of process 1, with all others. leading: that of process 0 as its engine
-    sees it. before: what the balancer did before there were two. moving: what two make while experts move.
+    leading: the executor of process 0, with the first stage, as its engine sees it; process 1 has all others.
     """
     core, sequence = llm.engine.core, prompts()[-1]["prompt_token_ids"]
     while llm.engine.has_unfinished():  # an exchange that was begun
@@ -241,20 +240,14 @@ def found(llm):
     whole, (first, *others), links = core.executor, llm.executor.stages, links_of([0, 1])
     with experts_stay(llm):
         expected, logits, loads = made(llm), llm.logits([sequence])[0], recorded(llm)
-        ends = [
-            StagesOfProcess(stages, link, ExpertsOfProcesses(stages, llm.config, link))
-            for stages, link in zip(([first], others), links, strict=True)
-        ]
+        ends = [StagesOfProcess(stages, link) for stages, link in zip(([first], others), links, strict=True)]
         core.executor = leading = Leading(*ends, links[0])
-        found = SimpleNamespace(llm=llm, ends=ends, leading=leading, expected=expected, two=[made(llm)])
+        found = SimpleNamespace(leading=leading, expected=expected, two=[made(llm)])
         found.logits = logits, llm.logits([sequence])[0]
         llm.engine.flush_prefix_cache()
         found.two.append(made(llm))
         found.loads = loads, recorded(llm)
-    found.before, found.placed = core.part(ExpertBalancer).stats, placed(ends[0])
-    follow_load(llm)
-    found.moving = made(llm)
-    yield found
+        yield found
     leading.end()
     core.executor = whole
     for link in links:
@@ -284,48 +277,3 @@ def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_and_beg
     assert loads_of_two.padding_share == pytest.approx(loads.padding_share)
     np.testing.assert_array_equal(shown_of_two.tokens_per_expert, loads.tokens_per_expert)
     assert (after, after_of_two) == (None, None)
-
-
-def placed(experts) -> np.ndarray:
-    return experts.extension(ExpertMover).slots.physical_to_logical
-
-
-def test_process_0_decides_for_the_experts_of_others_and_no_token_changes(found):
-    llm, (first, last) = found.llm, found.ends
-    assert found.moving == found.expected
-    stats, slots = llm.engine.core.part(ExpertBalancer).stats, first.extension(ExpertMover).slots
-    assert stats.rebalances > found.before.rebalances
-    assert stats.failures == found.before.failures
-    assert stats.exchange_seconds > found.before.exchange_seconds
-    assert sum(stats.rank_tokens) > 0
-    own = [stage.extension(ExpertMover).slots for stage in last.stages]
-    np.testing.assert_array_equal(slots.physical_to_logical, np.concatenate([one.physical_to_logical for one in own]))
-    assert (slots.physical_to_logical != found.placed).any()
-    for name in ("ranks", "expert_bytes", "per_exchange"):
-        assert getattr(slots, name) == getattr(own[0], name)
-    assert slots.expert_share == expert_share(llm.config)
-
-
-def test_process_0_hears_what_goes_wrong_elsewhere(found, monkeypatch):
-    llm, (first, last) = found.llm, found.ends
-    before = placed(first)
-    row = random_row(np.random.default_rng(4), before.shape[1])
-    with monkeypatch.context() as patch:
-        patch.setattr(last.stages[1].programs, "place_experts", lambda layers: failing())
-        errors = move(llm, 1, row)
-    assert errors == [None] * (len(errors) - 1) + ["RuntimeError: the device said no"]
-    np.testing.assert_array_equal(placed(first), before)
-    assert not any(move(llm, 1, row))
-    np.testing.assert_array_equal(placed(first)[1], row)
-
-
-def test_process_0_knows_what_an_exchange_takes_once_all_are_warm(found):
-    first, last = (end._experts for end in found.ends)
-    for mover, seconds in zip(last._movers, ((0.25, 0.125), (0.125, 0.5)), strict=True):
-        mover._seconds = seconds
-    for experts in (last, first):
-        experts.meet()
-    command = ReadLoads()
-    told = [end.launch(command) for end in reversed(found.ends)]
-    assert found.ends[0].collect(told[1]).logical.shape == (LAYERS, TINY["n_routed_experts"])
-    assert first.slots.seconds == (0.25, 0.5)

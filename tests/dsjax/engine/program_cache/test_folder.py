@@ -62,7 +62,7 @@ def test_what_others_can_write_is_not_read_and_neither_is_a_link_nor_a_pipe(fold
     path = folder.path / f"{NAME}.program"
     path.chmod(0o666)
     assert folder.read(NAME) is None
-    assert "somebody else can have written it" in caplog.text
+    assert "is not read: others can write to it (mode 0666)" in caplog.text
     path.unlink()
     path.symlink_to(folder.path / f"{OTHER}.program")
     assert folder.read(NAME) is None

@@ -83,7 +83,21 @@ def test_a_later_start_finds_a_program_on_disk(tmp_path):
     assert shelf.has("key", options)
     found = run_on(shelf.find("key", options), second)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert later.folder.num_read == 1
+    assert later.folder.num_read == 2
+
+
+def test_a_program_is_kept_in_memory_only_where_the_folder_does_not_have_it(tmp_path, monkeypatch):
+    first, second = mesh_of([0, 1, 2, 3]), mesh_of([2, 0, 3, 1])
+    library = ProgramLibrary(ProgramFolder.inside(tmp_path))
+    shelf = library.shelf("about", first, ("model",))
+    expected = run_on(shelf.compile("on disk", lowered(first)), first)
+    assert library.num_bytes == 0
+    monkeypatch.setattr(library.folder, "write", lambda name, data: False)
+    shelf.compile("in memory", lowered(first))
+    assert library.num_bytes > 0
+    other = library.shelf("about", second, ("model",))
+    jax.tree.map(np.testing.assert_array_equal, run_on(other.find("in memory"), second), expected)
+    jax.tree.map(np.testing.assert_array_equal, run_on(other.find("on disk"), second), expected)
 
 
 def test_what_cannot_be_described_is_kept_for_this_process_alone(tmp_path):

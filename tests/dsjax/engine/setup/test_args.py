@@ -44,14 +44,6 @@ def test_the_scheduler_uses_all_the_room_of_the_runner():
     assert (config.max_num_batched_tokens, config.policy, config.prefix_caching) == (99, "priority", False)
 
 
-def test_what_only_a_decode_side_has_is_refused_of_a_prefill_side():
-    with pytest.raises(UserError, match="--host-cache-bytes is not for --disaggregation-mode prefill"):
-        EngineArgs(disaggregation_mode="prefill", host_cache_bytes=1)
-    EngineArgs(disaggregation_mode="decode", host_cache_bytes=1)
-    for side in ("prefill", "decode"):
-        assert EngineArgs(disaggregation_mode=side, enable_eplb=True).eplb is not None
-
-
 @pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["dryrun"]], ids=lambda command: command[0])
 def test_a_command_that_is_no_side_of_two_refuses_to_be_one(command):
     result = CliRunner().invoke(app, [*command, "--disaggregation-mode", "decode"])

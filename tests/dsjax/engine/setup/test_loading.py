@@ -65,7 +65,7 @@ SEPARATED = {"prefill_mesh": "dp=1", "decode_mesh": "dp=1"}
         ({}, "dsjax.engine.setup.loading.read_eos_token_ids"),
         ({}, "dsjax.engine.engine.EngineCore"),
         ({}, "dsjax.engine.elastic.generations.Generations"),
-        ({"mesh": "pp=2"}, "dsjax.engine.setup.stages.read_eos_token_ids"),
+        ({"mesh": "pp=2"}, "dsjax.engine.setup.loading.read_eos_token_ids"),
         (SEPARATED, "dsjax.engine.disaggregated.PrefillEngine"),
         (SEPARATED, "dsjax.engine.engine.EngineCore"),
     ],

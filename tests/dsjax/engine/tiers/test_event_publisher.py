@@ -220,7 +220,7 @@ def test_an_engine_publishes_what_its_options_say_and_gives_the_endpoint_back(tm
     for turn in range(2):
         executor, numbers = FakeExecutor(), itertools.count()
         config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        engine = LLMEngine(EngineParts(executor, None, config, kv_events=args.kv_events))
+        engine = LLMEngine(EngineParts(executor, None, config, args))
         while not subscriber.poll(20):
             run(engine.core, [turn, next(numbers) % 256, 2, 3, 4])
         batch = DECODER.decode(subscriber.recv_multipart()[2])

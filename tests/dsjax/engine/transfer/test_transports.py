@@ -198,7 +198,7 @@ def test_nixl_registers_as_many_buffers_as_are_needed_at_the_same_time(nixl_ends
 
 
 def test_a_backend_that_is_not_installed_or_has_nobody_to_pull_from_is_refused(monkeypatch):
-    with pytest.raises(UserError, match="moves pages between processes, and no others are told of here"):
+    with pytest.raises(UserError, match="--disaggregation-transfer-backend is given without --disaggregation-mode"):
         EngineArgs(disaggregation_transfer_backend="nixl")
     with pytest.raises(UserError, match="expected one of jax, nixl"):
         EngineArgs(disaggregation_mode="decode", disaggregation_transfer_backend="mooncake")

@@ -1,0 +1,210 @@
+"""Which options exclude each other, and which need another one: two tables, checked where options are made. No JAX.
+
+docs/troubleshooting.md has both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dsjax.errors import UserError
+
+
+class Choice(NamedTuple):
+    """Something that an engine's options say. made: whether these `EngineArgs` say it."""
+
+    text: str
+    made: Callable[[Any], bool]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Exclusion(NamedTuple):
+    """Two choices that cannot be made together. advice: what to do; empty: leave one of them out."""
+
+    one: Choice
+    other: Choice
+    reason: str
+    advice: str = ""
+
+
+class Need(NamedTuple):
+    """A choice that says nothing without another one. advice: what to do; empty: make the other one too."""
+
+    one: Choice
+    other: Choice
+    advice: str = ""
+
+
+def _given(name: str) -> Choice:
+    """An option has another value than its default."""
+    return Choice(f"--{name.replace('_', '-')}", lambda args: getattr(args, name) != getattr(type(args), name))
+
+
+def _has_stages(args: Any) -> bool:
+    from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
+
+    meshes = (args.mesh, args.attention_mesh, args.prefill_mesh, args.decode_mesh)
+    return any(MeshSpec.parse(mesh).pp_size > 1 for mesh in meshes if mesh is not None)
+
+
+def _names_several(args: Any) -> bool:
+    return args.coordinator_address is not None or (args.num_processes or 1) > 1
+
+
+PREFILL_MESH, DECODE_MESH, MODE = _given("prefill_mesh"), _given("decode_mesh"), _given("disaggregation_mode")
+PREFILL_SIDE = Choice("--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill")
+ATTENTION_MESH, EXPERT_MESH = _given("attention_mesh"), _given("expert_mesh")
+AFD_ROLE, AFD_ADDRESS, AFD_RANK, AFD_STAGES = map(
+    _given, ("afd_role", "afd_address", "afd_server_rank", "num_afd_stages")
+)
+EXPERTS_ALONE = Choice("--afd-role expert", lambda args: args.afd_role == "expert")
+EXPERTS_HERE = Choice(
+    "--expert-mesh without --afd-role attention",
+    lambda args: args.expert_mesh is not None and args.afd_role != "attention",
+)
+STAGES = Choice("stages (--mesh pp=…)", _has_stages)
+SEVERAL = Choice("--num-processes and --coordinator-address", _names_several)
+MESH = Choice("--mesh", lambda args: args.mesh not in (type(args).mesh, args.attention_mesh))
+NO_PREFIX_CACHING = Choice("--no-enable-prefix-caching", lambda args: not args.enable_prefix_caching)
+NO_CACHE = Choice("the MLA form CD", lambda args: "CD" in (args.mla_prefill, args.mla_decode))
+HOST_CACHE, DISK, DISK_BYTES = map(_given, ("host_cache_bytes", "disk_cache", "disk_cache_bytes"))
+EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None and args.kv_events.publishes)
+RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
+EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
+BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
+COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
+
+_PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
+_ATTENTION = "prompts are computed on the attention side"
+_PREFIX = "it has pages of the prefix cache, which the other option turns off"
+_ELSEWHERE = "a recording would lack what pages from elsewhere held"
+_KEEPS = "the decode side alone keeps pages and tells of them"
+_NAMES_ALL = "the meshes of the two sides name all devices"
+
+EXCLUSIONS = (
+    Exclusion(EXPERT_MESH, STAGES, "a stage has its own routed experts"),
+    Exclusion(PREFILL_MESH, STAGES, _PARTS),
+    Exclusion(MODE, STAGES, _PARTS),
+    Exclusion(PAGE_SOURCE, STAGES, _PARTS),
+    Exclusion(MESH, EXPERT_MESH, _NAMES_ALL),
+    Exclusion(PREFILL_MESH, EXPERT_MESH, _ATTENTION),
+    Exclusion(MODE, EXPERT_MESH, _ATTENTION),
+    Exclusion(_given("ep_dispatch_algorithm"), EXPERT_MESH, "no device of an expert is nearer than another"),
+    Exclusion(_given("enable_shared_experts_fusion"), EXPERT_MESH, "shared experts are on the attention side"),
+    Exclusion(
+        _given("dispatch"), EXPERT_MESH, "the host takes rows from one side to the other, and no collective does"
+    ),
+    Exclusion(_given("devices_per_host"), EXPERT_MESH, "rows go from each device to each device with experts"),
+    Exclusion(
+        _given("moe_chunk_tokens"),
+        EXPERT_MESH,
+        "a step's tokens travel at once",
+        "give a smaller --max-num-batched-tokens",
+    ),
+    Exclusion(COMPILE_AHEAD, EXPERT_MESH, "a step is many programs there, and none is compiled ahead"),
+    Exclusion(
+        EXPERTS_HERE,
+        SEVERAL,
+        "an attention side alone is a group of processes; each process with experts is known by --afd-address and --afd-server-rank",
+        "start processes with experts (--afd-role expert), or leave the group out (--num-processes 1 --process-id 0)",
+    ),
+    Exclusion(
+        PREFILL_MESH,
+        SEVERAL,
+        "both meshes are of one process",
+        "leave the group out (--num-processes 1 --process-id 0), or give each side processes of its own (dsjax dynamo "
+        "--disaggregation-mode)",
+    ),
+    Exclusion(PREFILL_MESH, MODE, "the first has both sides, and the second is one of two"),
+    Exclusion(MESH, PREFILL_MESH, _NAMES_ALL),
+    *(Exclusion(side, NO_CACHE, "the form keeps no pages that could be handed over") for side in (PREFILL_MESH, MODE)),
+    *(Exclusion(side, NO_PREFIX_CACHING, _PREFIX) for side in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
+    *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
+    *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
+    Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
+    Exclusion(
+        BALANCED_STAGES,
+        SEVERAL,
+        "the balancer sees the loads of its own process's stages alone",
+        "place experts at the start (--redundant-experts, --init-expert-location), or have all stages in one process",
+    ),
+    Exclusion(
+        _given("batch_invariant"),
+        _given("kernel_config"),
+        "the first has the same tiles for every shape, the file others",
+    ),
+)
+"""Pairs that are refused."""
+
+NEEDS = (
+    Need(_given("pp_layer_partition"), STAGES, "add pp to --mesh, or leave it out"),
+    Need(ATTENTION_MESH, EXPERT_MESH, "give both, or --mesh alone"),
+    Need(EXPERT_MESH, ATTENTION_MESH, "give both, or --mesh alone"),
+    *(Need(option, EXPERT_MESH) for option in (AFD_ROLE, AFD_ADDRESS, AFD_RANK, AFD_STAGES)),
+    Need(AFD_STAGES, _given("enable_dbo")),
+    Need(AFD_ROLE, AFD_ADDRESS),
+    Need(AFD_ADDRESS, AFD_ROLE),
+    Need(AFD_RANK, EXPERTS_ALONE),
+    Need(PREFILL_MESH, DECODE_MESH, "give both, or --mesh alone"),
+    Need(DECODE_MESH, PREFILL_MESH, "give both, or --mesh alone"),
+    Need(_given("prefill_config"), PREFILL_MESH, "give the mesh too, or the options of its fields' names"),
+    Need(_given("disaggregation_transfer_backend"), MODE, "leave it out, or start both sides with dsjax dynamo"),
+    Need(DISK, DISK_BYTES, "say how many bytes the pages in it may take"),
+    Need(DISK_BYTES, DISK),
+    Need(EPLB_CONFIG, EPLB, "add it, or for experts that stay where they are use --redundant-experts"),
+)
+"""Options that say nothing without another one."""
+
+
+def check_combinations(args: Any) -> None:
+    """Check that options exclude no others, and that those that they need are there. args: `EngineArgs`.
+
+    Raises:
+        UserError: with both options, the reason and what to do. MeshError: a mesh cannot be.
+    """
+    for need in NEEDS:
+        if need.one.made(args) and not need.other.made(args):
+            advice = need.advice or "give both, or leave it out"
+            raise UserError(f"{need.one} is given without {need.other}; {advice}")
+    for pair in EXCLUSIONS:
+        if pair.one.made(args) and pair.other.made(args):
+            raise _refusal(pair)
+
+
+def check_group(args: Any) -> None:
+    """Check that an engine may be several processes, where it is: its options, or what started this process, say so.
+
+    Raises:
+        UserError: it may not.
+    """
+    for pair in EXCLUSIONS:
+        if pair.other is SEVERAL and pair.one.made(args):
+            raise _refusal(pair)
+
+
+def _refusal(pair: Exclusion) -> UserError:
+    return UserError(
+        f"{pair.one} does not go with {pair.other}: {pair.reason}; {pair.advice or 'leave one of the two out'}"
+    )
+
+
+def combinations_tables() -> str:
+    """Give both tables in Markdown, as docs/troubleshooting.md has them: options with the same reason share a row."""
+    excluded: dict[tuple[str, ...], list[str]] = {}
+    for one, other, *why in EXCLUSIONS:
+        excluded.setdefault((_code(other), *why), []).append(_code(one))
+    needed: dict[str, list[str]] = {}
+    for need in NEEDS:
+        needed.setdefault(_code(need.other), []).append(_code(need.one))
+    rows = ["| options | do not go with | why | instead |", "|---|---|---|---|"]
+    rows += [f"| {', '.join(options)} | {' | '.join(rest)} |" for rest, options in excluded.items()]
+    rows += ["", "| options | need |", "|---|---|"]
+    rows += [f"| {', '.join(options)} | {other} |" for other, options in needed.items()]
+    return "\n".join(rows)
+
+
+def _code(choice: Choice) -> str:
+    return f"`{choice}`" if choice.text.startswith("--") and " and " not in choice.text else choice.text

@@ -1,0 +1,97 @@
+"""Which options exclude or need others: every row of the tables of `setup/combinations.py` is refused, and pages have the tables."""
+
+from pathlib import Path
+
+import pytest
+
+from dsjax.engine.setup import combinations
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.combinations import EXCLUSIONS, NEEDS, Choice, check_combinations, combinations_tables
+from dsjax.errors import UserError
+
+APART = {"attention_mesh": "dp=8", "expert_mesh": "ep=8"}
+DISK = {"disk_cache": "pages", "disk_cache_bytes": 1 << 30}
+MADE = {
+    "stages (--mesh pp=…)": {"mesh": "pp=2"},
+    "--num-processes and --coordinator-address": {"num_processes": 2},
+    "the MLA form CD": {"mla_prefill": "CD"},
+    "--no-enable-prefix-caching": {"enable_prefix_caching": False},
+    "--expert-mesh without --afd-role attention": APART,
+    "--enable-eplb with stages (--mesh pp=…)": {"enable_eplb": True, "mesh": "pp=2,dp=2"},
+    "--disaggregation-mode": {"disaggregation_mode": "decode"},
+    "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
+    "--afd-role": {"afd_role": "attention"},
+    "--afd-role expert": {"afd_role": "expert"},
+    "--prefill-mesh": {"prefill_mesh": "dp=2", "decode_mesh": "dp=2"},
+    "--expert-mesh": APART,
+    "--mesh": {"mesh": "dp=3"},
+    "--disk-cache": DISK,
+    "--kv-events-config": {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},
+    "--ep-dispatch-algorithm": {"ep_dispatch_algorithm": "static"},
+    "--dispatch": {"dispatch": "padded"},
+    "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
+    "--batch-invariant": {"batch_invariant": True},
+    "--compile-ahead": {"compile_ahead": 2},
+}
+"""Options that make a choice, where it is no text or number of its own."""
+ALONE = {
+    "--attention-mesh": {"attention_mesh": "dp=8"},
+    "--expert-mesh": {"expert_mesh": "ep=8"},
+    "--prefill-mesh": {"prefill_mesh": "dp=2"},
+    "--decode-mesh": {"decode_mesh": "dp=2"},
+    "--afd-address": {"afd_address": "127.0.0.1:7000"},
+    "--afd-server-rank": {"afd_server_rank": 0},
+    "--num-afd-stages": {"num_afd_stages": 3},
+    "--prefill-config": {"prefill_config": {"max_num_seqs": 2}},
+    "--disaggregation-transfer-backend": {"disaggregation_transfer_backend": "nixl"},
+    "--disk-cache": {"disk_cache": "pages"},
+    "--disk-cache-bytes": {"disk_cache_bytes": 1 << 30},
+    "--eplb-config": {"eplb_config": {"window_size": 10}},
+}
+"""Options that make a choice, without what it needs."""
+
+
+def making(choice: Choice) -> dict:
+    name = choice.text.removeprefix("--").replace("-", "_")
+    if choice.text in MADE:
+        return MADE[choice.text]
+    number = isinstance(getattr(EngineArgs, name), int) or name in ("moe_chunk_tokens", "devices_per_host")
+    return {name: 2 if number else "some"}
+
+
+@pytest.mark.parametrize("pair", EXCLUSIONS, ids=lambda pair: f"{pair.one} and {pair.other}")
+def test_choices_that_exclude_each_other_are_refused_with_the_reason(pair, monkeypatch):
+    monkeypatch.setattr(combinations, "EXCLUSIONS", (pair,))  # options for one pair may break another row too
+    if pair.one is combinations.EVENTS:
+        pytest.importorskip("zmq")
+    options = making(pair.other) | making(pair.one)
+    if pair.one is combinations.EXPERTS_HERE:
+        options |= {"afd_role": "both"}
+    with pytest.raises(UserError) as refused:
+        EngineArgs(**options)
+    assert str(refused.value).startswith(f"{pair.one} does not go with {pair.other}: {pair.reason}; ")
+
+
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.one} and {need.other}")
+def test_choices_without_what_they_need_are_refused(need, monkeypatch):
+    monkeypatch.setattr(combinations, "NEEDS", (need,))
+    options = ALONE.get(need.one.text) or making(need.one)
+    with pytest.raises(UserError, match=rf"^{need.one} is given without ") as refused:
+        EngineArgs(**options)
+    assert f"without {need.other}; " in str(refused.value)
+
+
+def test_what_neither_table_names_goes_together():
+    check_combinations(EngineArgs(**DISK, host_cache_bytes=1000, compile_ahead=0))
+    EngineArgs(**APART, afd_role="attention", afd_address="127.0.0.1:7000", num_processes=2)
+    for side in ("prefill", "decode"):
+        assert EngineArgs(disaggregation_mode=side, enable_eplb=True).eplb is not None
+    EngineArgs(disaggregation_mode="decode", host_cache_bytes=1)
+    stages = EngineArgs(mesh="pp=2,dp=2", pp_layer_partition="3,2", num_processes=2, host_cache_bytes=1000)
+    assert stages.num_devices == 4
+    assert EngineArgs(**stages.executor_options | {"num_processes": 2}) == stages
+
+
+def test_the_page_has_both_tables():
+    page = Path(__file__).parents[4] / "docs" / "troubleshooting.md"
+    assert combinations_tables() in page.read_text(encoding="utf-8")
