@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsjax.addresses import split_address
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.options import afd_addresses, expert_spec
