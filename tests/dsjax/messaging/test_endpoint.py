@@ -166,6 +166,13 @@ def test_the_port_that_was_asked_for_is_taken_and_free_after_the_end(endpoints):
         first = endpoints(port=first.port)
 
 
+def test_an_endpoint_that_has_ended_connects_to_nobody(pair):
+    server, client = pair
+    client.close()
+    with pytest.raises(PeerLostError, match="this process is ending"):
+        client.connect(server.address, "member")
+
+
 def test_both_sides_hear_of_a_connection_that_ends(pair):
     server, client = pair
     peers, lost = [], []

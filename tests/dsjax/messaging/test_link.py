@@ -101,6 +101,14 @@ def test_who_waits_hears_that_the_other_side_or_its_own_has_closed_the_link(list
         assert isinstance(caught[0], PeerLostError)
 
 
+def test_who_waits_is_woken_without_a_message_once(listener, link):
+    waking = threading.Timer(0.1, listener.wake)
+    waking.start()
+    assert listener.receive() is None
+    link.send(b"later")
+    assert listener.receive().header == b"later"
+
+
 def test_what_was_sent_before_a_link_ends_is_received_though_nobody_listened_then(listener, link):
     assert listener.wait_for(["one"], SECONDS)
     sent = np.arange(3_000_001, dtype=np.uint8)
