@@ -1,5 +1,6 @@
 """`Endpoint` and `Peer`: requests, messages, who is admitted, and who has gone."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -149,6 +150,18 @@ def test_what_is_no_dsjax_process_is_told_from_one_that_does_not_answer(endpoint
             client.connect(address, "member", 0.3)
     with pytest.raises(PeerLostError, match="nobody answers"):
         client.connect(address, "member")
+
+
+def test_a_flood_of_strangers_keeps_no_member_out_and_fills_no_log(endpoints, caplog):
+    server, client = endpoints(), endpoints()
+    with contextlib.ExitStack() as opened:
+        for number in range(300):  # half of them say nothing, and the rest nonsense
+            stranger = opened.enter_context(socket.create_connection((HOST, server.port)))
+            if number % 2:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+        assert client.connect(server.address, "member").request("ping").result(SECONDS) is None
+        wait_until(lambda: sum(server.turned_away.values()) >= 150)
+    assert len([record for record in caplog.records if "turned away" in record.message]) == 1
 
 
 def test_a_local_key_serves_the_loopback_interface_alone():

@@ -48,7 +48,8 @@ def test_buffers_arrive_as_they_were_sent_both_ways(listener, link, rng=np.rando
     listener.send("one", b"back", got[2])
     answer, back = link.receive(SECONDS), np.empty_like(got[2])
     answer.read_into(back)
-    assert answer.header == b"back" and (back == sent[2]).all()
+    assert answer.header == b"back"
+    assert (back == sent[2]).all()
 
 
 @pytest.mark.parametrize("shape", [(5,), (7,)])
@@ -82,7 +83,8 @@ def test_a_link_that_ends_is_told_of_once_by_its_name(ends, listener, link):
     link.close()
     with pytest.raises(LinkLostError) as caught:
         listener.receive(SECONDS)
-    assert caught.value.name == "one" and listener.senders == {"two"}
+    assert caught.value.name == "one"
+    assert listener.senders == {"two"}
     two.send(b"goes on")
     assert listener.receive(SECONDS).header == b"goes on"
     with pytest.raises(PeerLostError):
