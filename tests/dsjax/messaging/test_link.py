@@ -37,7 +37,8 @@ def link(ends, listener):
     made.close()
 
 
-def test_buffers_arrive_as_they_were_sent_both_ways(listener, link, rng=np.random.default_rng(0)):
+def test_buffers_arrive_as_they_were_sent_both_ways(listener, link):
+    rng = np.random.default_rng(0)
     sent = [rng.integers(0, 255, size, np.uint8) for size in (0, 7, 3_000_001)]
     link.send(b"there", *sent)
     message = listener.receive(SECONDS)
