@@ -53,13 +53,13 @@ def open_endpoint(options: HostOptions) -> Endpoint:
     credentials = options.read_credentials()
     port = options.coordinator[1] if options.is_leader else 0
     try:
-        return Endpoint(
-            options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=SERVICES
-        )
+        return Endpoint(options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=SERVICES)
     except OSError as error:
         advice = "choose another port" if options.is_leader else "give another --host-address"
         flag = "--coordinator-address" if options.is_leader else "--host-address"
-        raise GroupError(f"{flag}: cannot listen at {options.address} port {port}: {error.strerror}; {advice}") from error
+        raise GroupError(
+            f"{flag}: cannot listen at {options.address} port {port}: {error.strerror}; {advice}"
+        ) from error
 
 
 def located(options: HostOptions) -> HostOptions:
@@ -231,13 +231,9 @@ class Door:
         if known is None:
             return None
         if not self._has_formed:
-            return (
-                f"{known.who.name} and another on {who.host}, pid {who.pid}, both have --process-id {who.process_id}; give each its own"
-            )
+            return f"{known.who.name} and another on {who.host}, pid {who.pid}, both have --process-id {who.process_id}; give each its own"
         how = "is in the group" if known.is_in else "is coming back to the group"
-        return (
-            f"{known.who.name} {how}, and another on {who.host}, pid {who.pid}, has its --process-id {who.process_id}; give each its own"
-        )
+        return f"{known.who.name} {how}, and another on {who.host}, pid {who.pid}, has its --process-id {who.process_id}; give each its own"
 
     def _prepare(self, request: Request) -> None:
         caller = self._caller_of(request.peer)

@@ -176,5 +176,3 @@ class LogReader:
     def _give_up(self, error: Exception) -> None:
         self._end()
         self._fail(error)
-
-

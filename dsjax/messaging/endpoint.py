@@ -46,6 +46,7 @@ from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decoded, encode
 PING = "ping"
 CONNECT_SECONDS = 5.0
 _END_SECONDS = 2.0
+_LOOK_SECONDS = 0.5
 _SWEEP_SECONDS, _SECOND_SWEEP_SECONDS = 1.0, 0.05
 _LOG_SECONDS = 60.0
 """At most one line in so many seconds tells of strangers."""
@@ -56,11 +57,7 @@ _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _WATCHED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | _FAILED_HANDSHAKES
+    zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
 )
 
 _log = logging.getLogger(__name__)
@@ -310,7 +307,12 @@ class Endpoint:
             raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}") from error
         connected: Future[Peer] = Future()
         self._post(lambda: self._dial(address, resolved, role, seconds, connected))
-        return connected.result()
+        while True:
+            try:
+                return connected.result(_LOOK_SECONDS)
+            except TimeoutError:
+                if self._ended.is_set() and not connected.done():
+                    raise PeerLostError("this process is ending") from None
 
     def close(self, linger: float = 0.0) -> None:
         """End all connections, logs and links; the port is free afterwards. linger: seconds in which what was sent may still leave."""

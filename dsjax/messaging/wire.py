@@ -37,7 +37,9 @@ def encode(kind: Kind, service: str, number: int, body: Any) -> list[bytes]:
     """Give a message's frames. body: anything that msgspec knows; what it does not is sent as text."""
     data = msgspec.msgpack.encode(body, enc_hook=str)
     if len(data) > MOST_MESSAGE_BYTES:
-        raise ValueError(f"a message to {service!r} has {len(data):,} bytes, at most {MOST_MESSAGE_BYTES:,} can be sent")
+        raise ValueError(
+            f"a message to {service!r} has {len(data):,} bytes, at most {MOST_MESSAGE_BYTES:,} can be sent"
+        )
     if len(data) <= MOST_FRAME_BYTES:
         return [msgspec.msgpack.encode(Header(kind, service, number, msgspec.Raw(data)))]
     header = msgspec.msgpack.encode(Header(kind, service, number, is_long=True))
