@@ -27,6 +27,7 @@ WORK = (
     "disk reader",
     "disk writer",
     "expert balancing",
+    "expert calls",
     "front end",
     "front end counters",
     "front end requests",

@@ -18,6 +18,7 @@ HOUSE = (
     ("dsjax.plan", "dsjax.dryrun"),
     ("dsjax.engine",),
     ("dsjax.hosts",),
+    ("dsjax.messaging",),
     ("dsjax.checkpoint",),
     ("dsjax.model",),
     ("dsjax.kernels",),

@@ -31,7 +31,7 @@ MACHINES = ("x86_64", "aarch64")
 """GB200's hosts have Arm processors."""
 BENCH = ("aiohttp>=3.10",)
 """What `dsjax bench serve` asks with."""
-DYNAMO = ("pyzmq", "transformers", "kubernetes", "redis", "zstandard")
+DYNAMO = ("transformers", "kubernetes", "redis", "zstandard")
 DYNAMO_ALONE = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
 """They are locked without what they ask for: one package of it cannot be had from everywhere, and a worker does not need it
 (docs/dynamo.md)."""

@@ -1,4 +1,4 @@
-"""What vLLM's and SGLang's options are called here, for whoever types them by heart."""
+"""What vLLM's and SGLang's options are called here, for whoever types them by heart; and what replaces options that dsjax had."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -126,6 +126,14 @@ ABSENT = {
 }
 """Options of theirs whose ability nothing here has, and what comes closest."""
 
+REMOVED = {
+    "--cluster-tls-*": (
+        "control messages between processes are always encrypted, with --cluster-key-file; --encrypt-bulk encrypts hidden states and "
+        "expert rows too"
+    )
+}
+"""Options of earlier versions of dsjax, and what replaces them."""
+
 VARIABLES = {
     "VLLM_BATCH_INVARIANT": "--batch-invariant",
     "VLLM_ALL2ALL_BACKEND": "--dispatch",
@@ -137,7 +145,8 @@ VARIABLES = {
 
 
 def advice(words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """A line for each of the words of a command line that is another engine's option, and whose counterpart the command has.
+    """A line for each of the words of a command line that is another engine's option, or an earlier version's, and whose counterpart the
+    command has.
 
     words: as typed. known: the command's own options.
     """
@@ -149,7 +158,8 @@ def advice(words: Sequence[str], known: Iterable[str]) -> list[str]:
         here = _named(HERE, name)
         if here is not None and here.split()[0].rstrip(":;") in known:
             lines[name] = f"{name} is {here}"
-        for table, verdict in ((NEEDLESS, "is not needed"), (ABSENT, "has no counterpart here")):
+        tables = ((NEEDLESS, "is not needed"), (ABSENT, "has no counterpart here"), (REMOVED, "was removed"))
+        for table, verdict in tables:
             why = _named(table, name)
             if why is not None and "--mesh" in known:
                 lines[name] = f"{name} {verdict}: {why}"

@@ -239,7 +239,9 @@ def _prefill(request: Mapping[str, Any], bootstrap: Mapping[str, Any]) -> dict[s
         from dsjax.addresses import join_address
         from dsjax.engine.transfer.page_network import handoff
 
-        return handoff(join_address(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"])
+        return handoff(
+            join_address(bootstrap["bootstrap_host"], bootstrap["bootstrap_port"]), bootstrap["bootstrap_room"]
+        )
     return None
 
 

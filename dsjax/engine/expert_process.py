@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import secrets
 import socket
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from dsjax.addresses import split_address
+from dsjax.background import start_thread
 from dsjax.checkpoint.expert_reader import ExpertReader
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.load import load
@@ -25,32 +30,23 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.afd.expert_side import ExpertSide
 from dsjax.engine.afd.expert_slots import SlotWriter, StackRow
 from dsjax.engine.afd.joint_calls import JointCalls, Part
-from dsjax.engine.afd.messages import (
-    SERVICE,
-    VERSION,
-    Answered,
-    Call,
-    Hello,
-    Place,
-    Stage,
-    Welcome,
-    receive,
-    send,
-)
+from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.afd.options import expert_share
 from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.engine.setup.loading import expert_space
 from dsjax.errors import UserError
-from dsjax.hosts.secure_channel import BLOCK_BYTES, RefusedError, SecureChannel
-from dsjax.hosts.secure_listener import SecureListener
+from dsjax.messaging import Endpoint, LinkListener, Peer, PeerLostError, Request
+from dsjax.messaging.link import LinkLostError, Message
+from dsjax.messaging.wire import decoded
 from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import put
 
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
-_GONE_SECONDS = 30
+_calls = msgspec.msgpack.Decoder(Call)
 _MOST_CELLS = 1 << 24
 """Rows of a call for one device, of which a step has some thousands."""
 _MOST_PROCESSES = 4096
@@ -59,39 +55,49 @@ _MOST_SIDES = 256
 """Attention sides whose generation is remembered."""
 
 
+class Member(NamedTuple):
+    """An attention process that is connected: with its control connection, its link, and the calls of its side."""
+
+    peer: Peer
+    name: str
+    side: bytes
+    generation: int
+    joint: JointCalls
+
+
 class ExpertProcess:
     """Routed experts that answer calls until they are closed. Any number of attention sides may call, and one that moves experts alone.
 
-    What the processes of one attention side ask for at a layer is one program's work (``JointCalls``).
+    One thread receives all calls, computes and answers; what the processes of one attention side ask for at a layer is one program's work
+    (``JointCalls``). Another thread lets attention processes in and moves experts, and a third one compiles.
 
     Args:
         step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
-            loaded. space: what an attention side must have in common with this process. listener: a bound socket.
+            loaded. space: what an attention side must have in common with this process. endpoint: at which it listens; closed with it.
 
     Attributes:
-        port: at which it listens. num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
+        num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
     """
 
-    def __init__(
-        self,
-        step: ModelStep,
-        writer: SlotWriter,
-        space: dict[str, Any],
-        listener: socket.socket,
-        credentials: Any,
-    ):
+    def __init__(self, step: ModelStep, writer: SlotWriter, space: dict[str, Any], endpoint: Endpoint):
         self._step, self._space, self._writer = step, space, writer
-        self._sides: Counter[bytes] = Counter()  # connections of each attention side
         self._mover: bytes | None = None
         self._generations: dict[bytes, int] = {}  # the latest that each attention side has connected with
         self._half = writer.side.half(step)
         self._empty_row = np.asarray(self._half.wire.empty_row(np.int32(0)))
-        self._programs: dict[tuple[str, int, int], Compiled] = {}
-        self._lock, self._compiling = writer.lock, threading.Lock()
-        self._joint: dict[tuple[bytes, int], JointCalls] = {}  # by attention side and its generation
+        self._lock = threading.Lock()  # of members, their calls, and programs; nobody computes or waits under it
+        self._members: dict[str, Member] = {}  # by the names of their links
+        self._programs: dict[tuple[str, int, int], Future[Compiled]] = {}
+        self._compiled: queue.SimpleQueue[tuple[list[Part], Future[Compiled]]] = queue.SimpleQueue()
+        self._moves = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts-moves")
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts-compile")
         self.num_calls = self.num_rows = self.num_products = 0
-        self._listener = SecureListener(listener, credentials, {SERVICE: self._serve}, "dsjax-experts")
-        self.port = self._listener.port
+        self.endpoint, self._listener = endpoint, LinkListener(endpoint)
+        hang_up = lambda error: self._hang_up(*self._members)  # noqa: E731
+        start_thread("expert calls", self._run, name="dsjax-experts", restarts=True, on_failure=hang_up)
+        endpoint.serve(COMPILE, self._have_compiled, roles=("attention",), kind=Compile)
+        for service, kind, do in ((STAGE, Stage, self._stage), (PLACE, Place, self._place), (OPEN, Open, self._open)):
+            endpoint.serve(service, partial(self._moves.submit, _answer, do), roles=("attention",), kind=kind)
 
     @property
     def side(self) -> ExpertSide:
@@ -100,235 +106,236 @@ class ExpertProcess:
 
     @property
     def num_connections(self) -> int:
-        """Open connections of attention sides."""
-        return self._listener.num_connections
+        """Attention processes that are connected."""
+        return len(self._members)
 
     def close(self) -> None:
         """End all connections, and let nobody in any more."""
-        self._listener.close(connections=True)
+        self.endpoint.close()
+        for pool in (self._moves, self._compiler):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _serve(self, channel: SecureChannel) -> None:
-        """Answer one attention side, in a thread of the listener."""
-        channel.keep_alive(_GONE_SECONDS, unacknowledged=True)
-        hello: Hello = receive(channel, Hello)
+    # Who is connected, and where experts are: the thread of moves.
+
+    def _open(self, request: Request) -> Opened:
+        """Let an attention process in, with experts where it has them.
+
+        Raises:
+            UserError: it cannot be.
+        """
+        opening: Open = request.body
+        self._check(opening)
         with self._lock:
-            try:
-                problem = self._problem(hello) or self._enter(hello)
-            except Exception as error:  # whatever it is, the attention side must hear of it
-                _log.exception("Experts could not be brought to where the attention side has them.")
-                problem = f"{type(error).__name__}: {error}"
-            if not problem:  # admit under the same lock, so that no other process of this side is checked in between
-                key = hello.side, hello.generation
-                joint = self._joint.setdefault(key, JointCalls(hello.processes, hello.change))
-                joint.enter(hello.process)
-        if problem:
-            send(channel, Welcome(problem))
-            raise RefusedError(problem)
-        try:
-            send(channel, Welcome())
-            self._answer(channel, hello, joint)
-        finally:
-            with self._lock:
-                self._sides -= Counter([hello.side])
-                if joint.leave(hello.process) and self._joint.get(key) is joint:
-                    del self._joint[key]
+            members = list(self._members.values())
+        joint = self._joint_calls(opening, members)
+        self._adopt(opening, alone=all(member.side == opening.side for member in members))
+        member = Member(request.peer, secrets.token_hex(16), opening.side, opening.generation, joint)
+        with self._lock:
+            self._members[member.name] = member
+            joint.enter(member.name, opening.process)
+        request.peer.on_lost(partial(self._leave, member.name))
+        return Opened(self._listener.address, self._listener.ticket, member.name)
 
-    def _answer(self, channel: SecureChannel, hello: Hello, joint: JointCalls) -> None:
-        """Answer what comes over a connection. joint: of the attention side that is connected."""
-        while True:
-            call: Call | Stage | Place = receive(channel, Call, Stage, Place)
-            if not isinstance(call, Call):
-                self._move(channel, call, hello.side)
-                continue
-            cells = self._cells(call)
-            rows = self._receive_rows(channel, len(cells))
-            problem = self._missing(call)
-            if problem:
-                _log.warning("A call from %s is refused: %s.", channel.peer, problem)
-                send(channel, Answered(problem))
-                continue
-            try:
-                if rows is None:
-                    raise MemoryError(f"there is no memory for {len(cells):,} rows")
-                if call.layer < 0:
-                    self._program(call)
-                    answers = None
-                else:
-                    part = Part(call.number, (call.stack, call.layer, call.tokens, call.cells), rows, cells)
-                    have_computed = joint.alone if call.again else joint.together
-                    answers = have_computed(hello.process, part, partial(self._compute_parts, call))
-            except Exception as error:  # whatever it is, the attention side must hear of it
-                _log.exception("A call of %s with %d rows failed.", call.stack, len(cells))
-                send(channel, Answered(f"{type(error).__name__}: {error}"))
-                continue
-            if answers is not None:
-                with self._lock:
-                    self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(rows)
-            self._reply(channel, answers)
+    def _leave(self, name: str) -> None:
+        with self._lock:
+            self._members.pop(name).joint.leave(name)
+        self._listener.wake()
 
-    def _reply(self, channel: SecureChannel, answers: np.ndarray | None) -> None:
-        """Send what came of a call."""
-        send(channel, Answered())
-        if answers is not None and answers.size:
-            channel.send_bytes(memoryview(answers.view(np.uint8)))
+    def _check(self, opening: Open) -> None:
+        """Check what both sides must have alike.
 
-    def _problem(self, hello: Hello) -> str:
-        if not hello.side:
-            return "it gives no name of an attention side"
-        if not 0 <= hello.process < hello.processes <= _MOST_PROCESSES:
-            return f"it is process {hello.process} of {hello.processes}, expected 1 to {_MOST_PROCESSES}, from 0 on"
-        if hello.version != VERSION:
-            return f"it speaks version {VERSION} of the messages, and the attention side {hello.version}; start the same dsjax on both"
-        differing = sorted(name for name, value in self._space.items() if hello.space.get(name) != value)
-        if not differing:
-            return self._misplaced(hello)
-        told = ", ".join(f"{name} {self._space[name]!r} here and {hello.space.get(name)!r} there" for name in differing)
-        return f"both sides must have the same model and options, and differ in {told}"
+        Raises:
+            UserError: they have not.
+        """
+        if not opening.side:
+            raise UserError("it gives no name of an attention side")
+        if not 0 <= opening.process < opening.processes <= _MOST_PROCESSES:
+            raise UserError(
+                f"it is process {opening.process} of {opening.processes}, expected 1 to {_MOST_PROCESSES}, from 0 on"
+            )
+        space = opening.space
+        differing = sorted(name for name, value in self._space.items() if space.get(name) != value)
+        if differing:
+            told = ", ".join(f"{name} {self._space[name]!r} here and {space.get(name)!r} there" for name in differing)
+            raise UserError(f"both sides must have the same model and options, and differ in {told}")
+        if opening.first != self.side.first:
+            raise UserError(
+                f"it has the experts' devices from {self.side.first} on, and the attention side expects those from {opening.first} on "
+                "here; give --afd-address in the same order on both"
+            )
+        if len(opening.placement) != 4 * self._writer.rows.size:
+            raise UserError(
+                f"its placement of experts has {len(opening.placement) // 4} slots, expected {self._writer.rows.size}"
+            )
 
-    def _misplaced(self, hello: Hello) -> str:
-        here, there = self.side.first, hello.first
-        if here == there:
-            return ""
-        return (
-            f"it has the experts' devices from {here} on, and the attention side expects those from {there} on here; give --afd-address in "
-            "the same order on both"
-        )
-
-    def _enter(self, hello: Hello) -> str:
-        """Let an attention side in, with experts where it has them; why not, where it cannot be."""
-        if len(hello.placement) != 4 * self._writer.rows.size:
-            return f"its placement of experts has {len(hello.placement) // 4} slots, expected {self._writer.rows.size}"
-        latest = self._generations.pop(hello.side, 0)
-        self._generations[hello.side] = max(latest, hello.generation)
+    def _joint_calls(self, opening: Open, members: Sequence[Member]) -> JointCalls:
+        """The calls of its side in its generation; nobody is waited for in an earlier one any more."""
+        side, generation = opening.side, opening.generation
+        latest = self._generations.pop(side, 0)
+        self._generations[side] = max(latest, generation)
         if len(self._generations) > _MOST_SIDES:
             del self._generations[next(iter(self._generations))]
-        if hello.generation < latest:
-            return (
-                f"this is generation {hello.generation} of the attention side, which goes on with generation {latest}"
+        if generation < latest:
+            raise UserError(
+                f"this is generation {generation} of the attention side, which goes on with generation {latest}"
             )
-        joint = self._joint.get((hello.side, hello.generation))
-        if joint is not None and joint.processes != hello.processes:
-            return f"it is one of {hello.processes} processes, and others of this generation are of {joint.processes}"
-        # Of two sides, experts are moved on one, and the other knows nothing of it.
-        if joint is not None and joint.change != hello.change:
-            return (
+        same = (member.joint for member in members if (member.side, member.generation) == (side, generation))
+        found = next(same, None) or JointCalls(opening.processes, opening.change)
+        if found.processes != opening.processes:
+            raise UserError(
+                f"it is one of {opening.processes} processes, and others of this generation are of {found.processes}"
+            )
+        if found.change != opening.change:  # of two sides, experts are moved on one, and the other knows nothing of it
+            raise UserError(
                 "it is already on a side of experts that this attention side is connected to; start the processes of another side beside "
                 "it, at other addresses"
             )
-        for (side, generation), joint in self._joint.items():
-            if side == hello.side and generation < hello.generation:
-                joint.end()
-        rows = np.frombuffer(hello.placement, "<i4").reshape(self._writer.rows.shape)
-        others = bool(set(self._sides) - {hello.side})
-        if not others:
-            if self._mover != hello.side:  # one that comes back may be in the midst of a move
-                self._mover = None
-            if (rows != self._writer.rows).any():
+        with self._lock:
+            for member in members:
+                if member.side == side and member.generation < generation:
+                    member.joint.end()
+        self._listener.wake()
+        return found
+
+    def _adopt(self, opening: Open, *, alone: bool) -> None:
+        """Have experts where an attention side has them. alone: no other one is connected."""
+        rows = np.frombuffer(opening.placement, "<i4").reshape(self._writer.rows.shape)
+        differs = (rows != self._writer.rows).any()
+        if not alone and (self._mover is not None or differs):
+            raise UserError(
+                "another attention side is connected, which has experts moved (--enable-eplb); it must be alone"
+            )
+        if alone and self._mover != opening.side:  # one that comes back may be in the midst of a move
+            self._mover = None
+        if differs:
+            with self._writer.lock:
                 read = self._writer.adopt(rows)
-                _log.info("%d experts were read from the checkpoint, as the attention side has them elsewhere.", read)
-        elif self._mover is not None or (rows != self._writer.rows).any():
-            return "another attention side is connected, which has experts moved (--enable-eplb); it must be alone"
-        self._sides[hello.side] += 1
-        return ""
+            _log.info("%d experts were read from the checkpoint, as the attention side has them elsewhere.", read)
 
-    def _move(self, channel: SecureChannel, what: Stage | Place, side: bytes) -> None:
-        """Stage or place experts."""
-        try:
-            if isinstance(what, Stage):
-                moves = [tuple(pair) for pair in np.frombuffer(what.moves, "<i4").reshape(-1, 2).tolist()]
-                error = self._stage(what.row, moves, side)
-            else:
-                error = self._place(what.row, np.frombuffer(what.experts, "<i4"), side)
-        except Exception as failure:  # whatever it is, the other side must hear of it
-            _log.exception("Experts could not be moved.")
-            error = f"{type(failure).__name__}: {failure}"
-        send(channel, Answered(error))
+    def _stage(self, request: Request) -> None:
+        stage: Stage = request.body
+        moves = [tuple(pair) for pair in np.frombuffer(stage.moves, "<i4").reshape(-1, 2).tolist()]
+        if moves:
+            self._have_move(request.peer)
+            self._writer.stage(stage.row, moves)
 
-    def _stage(self, row: int, moves: list[tuple[int, int]], side: bytes) -> str:
-        """Stage experts; return why not if that is not possible."""
-        if not moves:
-            return ""
-        with self._lock:
-            problem = self._have_move(side)
-        if problem:
-            return problem
-        self._writer.stage(row, moves)
-        return ""
+    def _place(self, request: Request) -> None:
+        """Place experts. Whoever changes nothing, to have it compiled, need not be alone."""
+        row, experts = request.body.row, np.frombuffer(request.body.experts, "<i4")
+        if not np.array_equal(self._writer.rows[row], experts):
+            self._have_move(request.peer)
+        with self._writer.lock:
+            self._writer.place(row, experts)
 
-    def _place(self, row: int, experts: np.ndarray, side: bytes) -> str:
-        """Place experts; why not, where that cannot be. Whoever changes nothing, to have it compiled, need not be alone."""
-        with self._lock:
-            changes = not np.array_equal(self._writer.rows[row], experts)
-            problem = self._have_move(side) if changes else ""
-            if not problem:
-                self._writer.place(row, experts)
-        return problem
-
-    def _have_move(self, side: bytes) -> str:
-        """Let this attention side alone be connected from now on; why not, where another one is. Under the lock."""
-        if set(self._sides) - {side}:
-            return "another attention side is connected, and experts can be moved for one that is alone"
-        self._mover = side
-        return ""
-
-    def _cells(self, call: Call) -> np.ndarray:
-        """Which of all devices' cells are filled.
+    def _have_move(self, peer: Peer) -> None:
+        """Let one attention side alone be connected from now on.
 
         Raises:
-            ConnectionError: such a call cannot be.
+            UserError: another one is, or this one is not.
         """
-        devices = self._half.size
-        if not 0 < call.cells <= _MOST_CELLS:
-            raise ConnectionError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
-        filled = np.frombuffer(call.filled, "<i4") if len(call.filled) % 4 == 0 else np.full(1, -1)
-        if filled.size % devices or filled.size * (call.cells // max(1, filled.size // devices)) > devices * call.cells:
-            raise ConnectionError(
-                f"a call says how full {filled.size} queues are, of {devices} devices with {call.cells} cells"
-            )
-        filled = filled.reshape(devices, -1)
-        room = call.cells // max(1, filled.shape[1])
-        if ((filled < 0) | (filled > room)).any():
-            raise ConnectionError(f"a call fills a queue of {room} cells with {filled.max()} rows")
-        return np.flatnonzero(np.arange(room) < filled[:, :, None])
+        with self._lock:
+            sides = {member.side for member in self._members.values()}
+            own = {member.side for member in self._members.values() if member.peer is peer}
+        if len(own) != 1 or sides != own:
+            raise UserError("another attention side is connected, and experts can be moved for one that is alone")
+        [self._mover] = own
 
-    def _receive_rows(self, channel: SecureChannel, count: int) -> np.ndarray | None:
-        """The rows behind a call; None where there is no memory for them. They are received all the same, so that it can be answered."""
-        wire = self._half.wire
+    # Compiling.
+
+    def _have_compiled(self, request: Request) -> None:
+        what: Compile = request.body
+        self._check_layer(what.stack, 0)
+
+        def answer(program: Future[Compiled]) -> None:
+            if not program.cancelled():
+                error = program.exception()
+                request.reply() if error is None else request.fail(error)
+
+        self._program(what.stack, what.tokens, what.cells).add_done_callback(answer)
+
+    def _program(self, stack: str, tokens: int, cells: int) -> Future[Compiled]:
+        """A program, which may still be compiled. One that could not be is tried again."""
+        key = stack, tokens, cells
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None or (program.done() and program.exception() is not None):
+                program = self._compiler.submit(self.side.compile, self._step, stack, tokens, 1, cells)
+                self._programs[key] = program
+        return program
+
+    # Calls: the thread that receives and computes.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                message = self._listener.receive()
+            except LinkLostError as error:
+                self._hang_up(error.name)
+                continue
+            except PeerLostError:
+                return  # closed
+            if message is not None:
+                self._hear(message)
+            with self._lock:
+                joints = {member.joint for member in self._members.values()}
+                ready = [parts for joint in joints for parts in joint.take()]
+            for parts in ready:
+                call = parts[0].call
+                program = self._program(call.stack, call.tokens, call.cells)
+                if program.done():
+                    self._compute(parts, program)
+                else:  # other calls need not wait for it
+                    program.add_done_callback(partial(self._go_on, parts))
+            while not self._compiled.empty():
+                self._compute(*self._compiled.get())
+
+    def _go_on(self, parts: list[Part], program: Future[Compiled]) -> None:
+        self._compiled.put((parts, program))
+        self._listener.wake()
+
+    def _hang_up(self, *names: str) -> None:
+        """End connections, so that attention processes connect and call again."""
+        with self._lock:
+            peers = [member.peer for name, member in self._members.items() if name in names]
+        for peer in peers:
+            peer.close()
+
+    def _hear(self, message: Message) -> None:
+        """Take a call, or say why it cannot be answered."""
         try:
-            rows = np.empty((count, wire.row_words), wire.word)
-        except MemoryError:
-            block = memoryview(bytearray(BLOCK_BYTES))
-            for start in range(0, count * wire.row_bytes, BLOCK_BYTES):
-                channel.receive_into(block[: count * wire.row_bytes - start])
-            return None
-        if rows.size:
-            channel.receive_into(memoryview(rows.view(np.uint8)))
-        return rows
+            call: Call = decoded(_calls, message.header)
+            self._check_layer(call.stack, call.layer)
+            cells, wire = self._cells(call), self._half.wire
+            rows = np.empty((len(cells), wire.row_words), wire.word)
+            message.read_into(rows)
+        except Exception as error:  # whatever it is, the attention side must hear of it
+            _log.warning("A call from an attention process is refused: %s", error)
+            self._reply(message.sender, Answered(_said(error)))
+            return
+        with self._lock:
+            if message.sender in self._members:
+                self._members[message.sender].joint.add(Part(message.sender, call, rows, cells))
 
-    def _missing(self, call: Call) -> str:
-        """Why a call cannot be answered, whose layer is not here; a program would take the nearest one for it. Empty where it can."""
-        stacks = {row.stack for row in self._writer.stack_rows}
-        if call.stack not in stacks:
-            return f"there is no stack of experts {call.stack!r}, only {', '.join(sorted(stacks))}"
-        if call.layer >= 0 and StackRow(call.stack, call.layer) not in self._writer.stack_rows:
-            return f"{call.stack} has no experts in layer {call.layer}"
-        return ""
+    def _compute(self, parts: Sequence[Part], program: Future[Compiled]) -> None:
+        """Compute a call, and answer all its parts."""
+        try:
+            with self._writer.lock:  # programs in flight together can deadlock on emulated devices
+                answers = self._run_program(program.result(), parts)
+        except Exception as error:  # whatever it is, the attention side must hear of it
+            _log.exception("A call of %s with %d rows failed.", parts[0].call.stack, sum(len(p.rows) for p in parts))
+            for part in parts:
+                self._reply(part.name, Answered(_said(error)))
+            return
+        for part, own in zip(parts, answers, strict=True):
+            self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(own)
+            self._reply(part.name, Answered(), own)
 
-    def _program(self, call: Call) -> Compiled:
-        key = call.stack, call.tokens, call.cells
-        if key not in self._programs:
-            with self._compiling:  # a lock of its own, so that other sides' steps continue during a warm-up
-                if key not in self._programs:
-                    self._programs[key] = self.side.compile(self._step, call.stack, call.tokens, 1, call.cells)
-        return self._programs[key]
+    def _reply(self, name: str, answered: Answered, *answers: np.ndarray) -> None:
+        with contextlib.suppress(PeerLostError):  # it asks again
+            self._listener.send(name, msgspec.msgpack.encode(answered), *answers)
 
-    def _compute_parts(self, call: Call, parts: Sequence[Part]) -> list[np.ndarray]:
-        program = self._program(call)
-        with self._lock:  # programs in flight together can deadlock on emulated devices
-            return self._compute(program, parts, call)
-
-    def _compute(self, program: Compiled, parts: Sequence[Part], call: Call) -> list[np.ndarray]:
-        half = self._half
+    def _run_program(self, program: Compiled, parts: Sequence[Part]) -> list[np.ndarray]:
+        half, call = self._half, parts[0].call
         arrived = np.repeat(self._empty_row, half.size * call.cells, axis=0)
         is_filled = np.zeros(len(arrived), bool)
         for part in parts:
@@ -342,6 +349,32 @@ class ExpertProcess:
         self.num_products += 1
         return [answers[part.cells] for part in parts]
 
+    def _check_layer(self, stack: str, layer: int) -> None:
+        """Refuse a layer that is not here; a program would take the nearest one for it.
+
+        Raises:
+            UserError: there is none of that number, or no such stack.
+        """
+        stacks = {row.stack for row in self._writer.stack_rows}
+        if stack not in stacks:
+            raise UserError(f"there is no stack of experts {stack!r}, only {', '.join(sorted(stacks))}")
+        if StackRow(stack, layer) not in self._writer.stack_rows:
+            raise UserError(f"{stack} has no experts in layer {layer}")
+
+    def _cells(self, call: Call) -> np.ndarray:
+        """Which of all devices' cells are filled.
+
+        Raises:
+            ValueError: such a call cannot be.
+        """
+        if not 0 < call.cells <= _MOST_CELLS:
+            raise ValueError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
+        filled = np.frombuffer(call.filled, "<i4").reshape(self._half.size, -1)
+        room = call.cells // max(1, filled.shape[1])
+        if ((filled < 0) | (filled > room)).any():
+            raise ValueError(f"a call fills a queue of {room} cells with {filled.max()} rows")
+        return np.flatnonzero(np.arange(room) < filled[:, :, None])
+
 
 def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProcess:
     """Load this process's routed experts of a model, of those that ``args.expert_mesh`` spreads, and listen at its ``args.afd_address``.
@@ -353,8 +386,8 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     """
     args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
     share = expert_share(args)
-    host, port = split_address(share.address)
-    credentials = args.credentials.read(host)
+    credentials = args.credentials.read(split_address(share.address)[0])
+    _listen(share.address, _bind)  # before anything is loaded
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     mesh = MeshSpec(dp_size=share.devices).build()
     enable_compile_cache()
@@ -364,40 +397,60 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     options = {"bf16_experts": checkpoint.bf16_experts, "mtp": args.speculation is not None}
     step = make_step(args, checkpoint.config, alone, alone.arrange(list(mesh.devices.flat)[:1]), **options)
     side = ExpertSide(step.apart, mesh, share.first)
-    listener = _listen(host, port)
-    try:
-        weights = weights_format(args, checkpoint.config, step.dtype, checkpoint.bf16_experts)
-        side.params = load(
-            checkpoint.config,
-            checkpoint,
-            mesh,
-            side.rules,
-            weights=weights,
-            placement=step.stored_placement,
-            mtp=step.has_module,
-            only=side.infos,
-            window=side.window,
-            progress=show_progress,
-        )
-        jax.block_until_ready(side.params)
-        reader = ExpertReader(
-            checkpoint.config, checkpoint, weights, mesh.devices.flat[0].platform, mtp=step.has_module
-        )
-        writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
-        if args.eplb:
-            writer.rehearse()
-        space = expert_space(args, step, checkpoint.directory)
-        return ExpertProcess(step, writer, space, listener, credentials)
-    except BaseException:
-        listener.close()
-        raise
+    weights = weights_format(args, checkpoint.config, step.dtype, checkpoint.bf16_experts)
+    side.params = load(
+        checkpoint.config,
+        checkpoint,
+        mesh,
+        side.rules,
+        weights=weights,
+        placement=step.stored_placement,
+        mtp=step.has_module,
+        only=side.infos,
+        window=side.window,
+        progress=show_progress,
+    )
+    jax.block_until_ready(side.params)
+    reader = ExpertReader(checkpoint.config, checkpoint, weights, mesh.devices.flat[0].platform, mtp=step.has_module)
+    writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+    if args.eplb:
+        writer.rehearse()
+    space = expert_space(args, step, checkpoint.directory)
+    options = {"silence": args.heartbeat_timeout, "holds": (OPEN,)}  # who connects early is let in when all is ready
+    listen = lambda host, port: Endpoint(host, credentials, port=port, **options)  # noqa: E731
+    return ExpertProcess(step, writer, space, _listen(share.address, listen))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _answer(do: Callable[[Request], Any], request: Request) -> None:
+    """Do what is asked for, and answer."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        request.reply(do(request))
+    except UserError as error:
+        request.refuse(str(error))
+    except Exception as error:  # whatever it is, the attention side must hear of it
+        _log.exception("What an attention process has asked for could not be done.")
+        request.fail(error)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def _listen(address: str, listen: Callable[[str, int], Result]) -> Result:
+    """Call ``listen(host, port)``, and say what to do where nobody can listen there."""
+    host, port = split_address(address)
+    try:
+        return listen(host, port)
     except OSError as error:
         raise UserError(
             f"cannot listen at {host} port {port} ({error.strerror}), where attention is to find these experts; give an address or a name "
             "of this host in --afd-address, and a port that is free"
         ) from error
+
+
+def _bind(host: str, port: int) -> None:
+    """Find out whether a port is free, without letting anybody connect."""
+    [(family, kind, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(where)

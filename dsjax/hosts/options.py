@@ -46,7 +46,7 @@ class GroupOptions(Checked):
     start_timeout: int = option(300, "seconds in which all processes must have come", least=1, of_host=True)
     heartbeat_timeout: int = option(
         10,
-        "seconds after which a process that gives no sign of life is taken for dead; the rest goes on",
+        "seconds without a heartbeat after which a process counts as lost; the others go on",
         least=1,
         of_host=True,
     )
@@ -58,7 +58,7 @@ class GroupOptions(Checked):
     )
     encrypt_bulk: bool = option(
         False,
-        "encrypt hidden states and expert rows between processes too; control messages always are",
+        "also encrypt hidden states and expert rows between processes; control messages are always encrypted",
         of_host=True,
     )
 
@@ -76,7 +76,7 @@ class HostOptions:
         coordinator: host name or address, and port, at which process 0 is reached.
         address: of this host, as an IP address: what listens in this process listens there. Empty: the coordinator's name is not known yet.
         start_timeout: seconds in which all processes must have come.
-        heartbeat_timeout: seconds after which a process that gives no sign of life is taken for dead.
+        heartbeat_timeout: seconds without a heartbeat after which a process counts as lost.
         link_monitor_interval: seconds between two looks at the links to the other processes; 0: nobody looks.
         credentials: where the cluster key is.
     """

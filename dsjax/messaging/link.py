@@ -85,11 +85,15 @@ class _Bulk:
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
         endpoint.own(self)
 
+    def wake(self) -> None:
+        """Have `receive` return without a message, now or when it is called next. Any thread may call it."""
+        with contextlib.suppress(OSError):  # closed, or it is about to wake already
+            self._wake.send(b"\0", sockets.MSG_DONTWAIT)
+
     def cancel(self) -> None:
         """Have whoever waits raise `PeerLostError`, now and from now on. Any thread may call it."""
         self._is_cancelled = True
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+        self.wake()
 
     def close(self, linger: float = 0.0) -> None:
         """End, also under a thread that waits. linger: seconds in which what was sent may still leave, while nobody waits for it."""
@@ -115,10 +119,11 @@ class _Bulk:
         if self._is_cancelled:
             raise PeerLostError("this link was closed")
 
-    def _poll(self, seconds: float) -> None:
-        """Wait until something has come, or happened to a connection."""
-        self._poller.poll(max(0.0, seconds) * 1000)
+    def _poll(self, seconds: float) -> bool:
+        """Wait until something has come, or happened to a connection; whether this was woken instead."""
+        ready = dict(self._poller.poll(max(0.0, seconds) * 1000))
         self._check()
+        return self._woken.fileno() in ready and bool(self._woken.recv(4096))
 
     def _events(self) -> list[int]:
         events = []
@@ -175,7 +180,7 @@ class LinkListener(_Bulk):
         return set(self._of)
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """Wait for a message; None where none comes in time. A process that connects is not told of here: see `senders`.
+        """Wait for a message; None where none comes in time, or `wake` is called. Who connects is not told of here: see `senders`.
 
         Raises:
             LinkLostError: a process that was connected is gone; once for each. PeerLostError: the listener was closed.
@@ -193,7 +198,8 @@ class LinkListener(_Bulk):
                     left = min(left, end - time.monotonic())
                     if left <= 0:
                         return None
-                self._poll(left)
+                if self._poll(left):
+                    return None
 
     def wait_for(self, names: Sequence[str], seconds: float) -> bool:
         """Wait until processes of these names have connected, as long as nothing else comes; whether they have."""
@@ -272,7 +278,7 @@ class LinkListener(_Bulk):
     def _look(self) -> None:
         """Find out who is gone, where a connection has ended: a message to it cannot be sent."""
         if zmq.EVENT_DISCONNECTED in self._events():
-            self._sweeps, self._sweep_at = 3, 0.0
+            self._sweeps, self._sweep_at = 20, 0.0
         if self._sweeps and time.monotonic() >= self._sweep_at:
             self._sweeps, self._sweep_at = self._sweeps - 1, time.monotonic() + _LOOK_SECONDS
             for routing_id in list(self._ids):
@@ -341,7 +347,7 @@ class Link(_Bulk):
             self._send_frames([], header, buffers)
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """Wait for a message; None where none comes in time.
+        """Wait for a message; None where none comes in time, or `wake` is called.
 
         Raises:
             PeerLostError: the other side is gone, or the link was closed.
@@ -360,9 +366,8 @@ class Link(_Bulk):
                     if self._look():
                         continue  # it may have sent something before
                 left = 1.0 if end is None else end - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._poll(min(left, 1.0)):
                     return None
-                self._poll(min(left, 1.0))
 
     def _is_connected(self) -> bool:
         for event in self._events():

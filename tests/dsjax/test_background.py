@@ -28,10 +28,12 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import background
 from dsjax.background import WORK, contained, failure_counts, start_thread
+from dsjax.engine.afd.messages import OPEN, Answered, Open, Opened
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.elastic import compile_ahead, follower
 from dsjax.engine.engine import EngineParts
+from dsjax.engine.expert_process import ExpertProcess
 from dsjax.engine.experts import expert_balancer
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -43,7 +45,7 @@ from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import GroupError
 from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.wire import Announcement
-from dsjax.messaging import Endpoint
+from dsjax.messaging import Endpoint, Link
 from dsjax.messaging.credentials import local_credentials
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
@@ -154,6 +156,29 @@ def fail_expert_balancing(monkeypatch):
     monkeypatch.setattr(balancer._pool, "submit", once(RuntimeError("can't start new thread")))
     balancer._enter_window(window, decide=True)
     assert failure_counts()["expert balancing"] >= 2
+
+
+def fail_expert_calls(monkeypatch):
+    """Who has called is disconnected, so that it calls again: no call is lost in silence."""
+    half = SimpleNamespace(wire=SimpleNamespace(empty_row=lambda _: 0))
+    side = SimpleNamespace(half=lambda step: half, first=0)
+    writer = SimpleNamespace(side=side, rows=np.zeros((1, 1), np.int32))
+    endpoints = [Endpoint("127.0.0.1", KEY) for _ in range(2)]
+    process = ExpertProcess(None, writer, {}, endpoints[0])
+    process._hear = once(BROKEN, lambda message: process._reply(message.sender, Answered()))
+
+    def call():
+        peer = endpoints[1].connect(endpoints[0].address, "attention")
+        opened = peer.request(OPEN, Open({}, bytes(4), b"one"), kind=Opened).result(60)
+        link = Link(endpoints[1], opened.address, opened.ticket, opened.name, "attention")
+        link.send(b"a call")
+        return peer, link
+
+    peer, _ = call()
+    until(lambda: peer.lost)
+    assert call()[1].receive(60)
+    endpoints[1].close()
+    process.close()
 
 
 def fail_compile_ahead(monkeypatch):

@@ -6,21 +6,22 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from dsjax.addresses import split_address
 from dsjax.engine.afd.link_counts import LinkCounts
-from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Place, Stage, Welcome, reason_of, receive, send
+from dsjax.engine.afd.messages import OPEN, Answered, Call, Open, Opened
 from dsjax.errors import UserError
-from dsjax.hosts.secure_channel import SecureChannel, connect
-from dsjax.messaging.credentials import Credentials
+from dsjax.messaging import Endpoint, Link, Peer, PeerLostError, RefusedError
+from dsjax.messaging.endpoint import PING
 
 RETRY_SECONDS = 0.2
 _CHECK_SECONDS = 3.0
+_ROLE = "attention"
 _log = logging.getLogger(__name__)
+_answers = msgspec.msgpack.Decoder(Answered)
 
 
 class ExpertsGoneError(UserError):
@@ -31,58 +32,48 @@ class LinkClosedError(RuntimeError):
     """The link was closed under a call: the engine ends, or its attention side goes on in another generation."""
 
 
-_NOTHING = np.empty(0, np.uint8)
-
-
 class Errand(NamedTuple):
-    """What one process is asked for: a message, an array that follows it, and memory for what comes back."""
+    """A call, the rows that go with it, and memory for the answers."""
 
-    message: Call | Stage | Place
-    sent: np.ndarray = _NOTHING
-    answers: np.ndarray = _NOTHING
-
-    def again(self) -> Errand:
-        """The same, once the connection has ended under it."""
-        if isinstance(self.message, Call):
-            return self._replace(message=msgspec.structs.replace(self.message, again=True))
-        return self
+    call: Call
+    sent: np.ndarray
+    answers: np.ndarray
 
 
-def check_reachable(address: str, credentials: Credentials) -> None:
+def check_reachable(endpoint: Endpoint, address: str) -> None:
     """Check that an expert process answers at an address.
 
     Raises:
         UserError: none does, within a few seconds.
     """
     try:
-        connect(split_address(address), SERVICE, credentials, _CHECK_SECONDS).close()
-    except (OSError, EOFError, UserError) as error:
+        peer = endpoint.connect(address, _ROLE, _CHECK_SECONDS)
+        try:
+            peer.request(PING).result(_CHECK_SECONDS)
+        finally:
+            peer.close()
+    except (OSError, UserError) as error:
         raise UserError(
-            f"no expert process answers at {address} ({reason_of(error)}), and the attention side would wait for it; ask again when it is "
-            "there"
+            f"no expert process answers at {address} ({error}), and the attention side would wait for it; ask again when it is there"
         ) from error
 
 
 class ExpertLink:
-    """Makes calls to the process at an address, one after the other, in a thread.
+    """Has the process at an address do one thing after the other, in a thread.
 
-    A call that fails because the connection ends is made again once there is a process at the address, as often as it takes: what experts
+    What fails because the connection ends is asked for again once there is a process at the address, as often as it takes: what experts
     give depends on the rows alone, and nothing of the attention side has changed meanwhile.
 
     Args:
-        address: ``HOST:PORT`` of the process. hello: gives what a connection begins with. patience: seconds in which a process must be
-            there, at the start and after a loss. silence: seconds after which a host that says nothing is taken for dead.
+        address: ``HOST:PORT`` of the process. opening: gives what a connection begins with. patience: seconds in which a process must be
+            there, at the start and after a loss.
     """
 
-    def __init__(
-        self, address: str, credentials: Credentials, hello: Callable[[], Hello], *, patience: float, silence: int
-    ):
-        self.address, self.patience, self._silence = address, patience, silence
-        self._credentials, self._hello = credentials, hello
-        self._channel: SecureChannel | None = None
-        self._greeting: SecureChannel | None = (
-            None  # the last channel that was begun, which is ``_channel`` once it is welcome
-        )
+    def __init__(self, endpoint: Endpoint, address: str, opening: Callable[[], Open], *, patience: float):
+        self.address, self.patience = address, patience
+        self._endpoint, self._opening = endpoint, opening
+        self._peer: Peer | None = None
+        self._link: Link | None = None  # of the peer, where it is open
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts")
         self._closed, self._known = False, False
         self.losses, self.last_gap, self.calls, self.sent, self.received = 0, 0.0, 0, 0, 0
@@ -90,21 +81,16 @@ class ExpertLink:
     @property
     def counts(self) -> LinkCounts:
         """What the link has done so far."""
-        channel = self._channel
-        connected = channel is not None and channel.is_established
+        connected = self._link is not None and not self._peer.lost
         return LinkCounts(connected, self.losses, self.last_gap, self.calls, self.sent, self.received)
 
     def begin(self, prepare: Callable[[], Errand]) -> Future[None]:
-        """Run an errand, in its turn. prepare: makes it, in the link's thread, when its turn comes."""
-        return self._thread.submit(self._run, prepare)
+        """Make a call, in its turn. prepare: gives it, in the link's thread, when its turn comes."""
+        return self._thread.submit(lambda: self._make(prepare()))
 
-    def check(self) -> None:
-        """Make sure that the process is there, over another connection: a call may be under way.
-
-        Raises:
-            UserError: it does not answer at once.
-        """
-        check_reachable(self.address, self._credentials)
+    def ask(self, service: str, body: Any) -> Future[None]:
+        """Ask for something else, in its turn."""
+        return self._thread.submit(self._until_done, lambda again: self._peer.request(service, body).result())
 
     def connect(self, *, known: bool = False) -> None:
         """Connect, and say what both sides must have alike. known: the process was there before this link.
@@ -115,17 +101,17 @@ class ExpertLink:
         """
         self._known |= known
         end, said = time.monotonic() + self.patience, set()
-        while self._channel is None:
+        while self._link is None:
             try:
-                self._channel, self._known = self._greet(end), True
-            except (OSError, EOFError, UserError) as error:
-                # A process that is killed within the greeting looks like one with another key, and one that is told to end refuses.
-                # Whoever was known before is waited for.
+                self._open(end)
+                self._known = True
+            except (OSError, UserError) as error:
+                # A process that goes or hangs in the handshake looks like one with another key. Whoever was known before is waited for.
                 if isinstance(error, UserError) and not self._known:
                     raise
-                reason = reason_of(error)
                 if self._closed:
                     raise LinkClosedError(f"the link to {self.address} is closed") from error
+                reason = str(error) or "it says nothing"
                 if time.monotonic() > end:
                     raise ExpertsGoneError(
                         f"no process with experts is at {self.address} for {self.patience:g} s ({reason}); start one with --afd-role expert"
@@ -135,71 +121,79 @@ class ExpertLink:
                 said.add(reason)
                 time.sleep(RETRY_SECONDS)
 
-    def _greet(self, end: float) -> SecureChannel:
-        channel = connect(split_address(self.address), SERVICE, self._credentials)
-        self._greeting = channel
+    def _open(self, end: float) -> None:
+        peer = self._peer = self._endpoint.connect(self.address, _ROLE)
         try:
             if self._closed:
-                raise ConnectionError("the link is closed")
-            channel.keep_alive(self._silence, unacknowledged=True)
-            channel.settimeout(
-                max(RETRY_SECONDS, end - time.monotonic())
-            )  # a process that reads experts for it is at work
-            send(channel, self._hello())
-            welcome: Welcome = receive(channel, Welcome)
-            if welcome.error:
-                raise UserError(f"the process with experts at {self.address} refuses: {welcome.error}")
-            channel.settimeout(None)
+                raise PeerLostError("the link is closed")
+            # A process that reads experts for it is at work.
+            seconds = max(RETRY_SECONDS, end - time.monotonic())
+            opened: Opened = peer.request(OPEN, self._opening(), kind=Opened).result(seconds)
+            link = Link(self._endpoint, opened.address, opened.ticket, opened.name, _ROLE)
+        except (RefusedError, RuntimeError) as error:
+            peer.close()
+            raise UserError(f"the process with experts at {self.address} refuses: {error}") from error
         except BaseException:
-            channel.close()
+            peer.close()
             raise
-        return channel
+        peer.on_lost(link.cancel)
+        self._link = link
 
-    def _run(self, prepare: Callable[[], Errand]) -> None:
-        """Run an errand, again where the connection ends, and wait for its answers.
+    def _make(self, errand: Errand) -> None:
+        """Make a call, and wait for its answers; errors as of ``_until_done``."""
+
+        def make(again: bool) -> None:
+            call = msgspec.structs.replace(errand.call, again=again)
+            self._link.send(msgspec.msgpack.encode(call), errand.sent)
+            message = self._link.receive()
+            answered = _answers.decode(message.header)
+            if answered.error:
+                raise RuntimeError(answered.error)
+            message.read_into(errand.answers)
+
+        self._until_done(make)
+        self.sent += errand.sent.nbytes
+        self.received += errand.answers.nbytes
+
+    def _until_done(self, do: Callable[[bool], object]) -> None:
+        """Do something, again where the connection ends.
 
         Raises:
             UserError, ExpertsGoneError, LinkClosedError: as of ``connect``. RuntimeError: the process could not do it.
         """
-        errand, lost = prepare(), None
+        lost = None
         while True:
             self.connect()
             try:
-                send(self._channel, errand.message)
-                if errand.sent.nbytes:
-                    self._channel.send_bytes(memoryview(errand.sent.view(np.uint8)))
-                answered: Answered = receive(self._channel, Answered)
-                if answered.error:
-                    raise RuntimeError(f"the process with experts at {self.address} failed: {answered.error}")
-                if errand.answers.nbytes:
-                    self._channel.receive_into(memoryview(errand.answers.view(np.uint8)))
-            except (OSError, EOFError) as error:
-                self._channel.close()
-                self._channel, self.losses = None, self.losses + 1
+                do(lost is not None)
+                break
+            except PeerLostError as error:
+                self._disconnect()
+                self.losses += 1
                 if self._closed:
                     raise LinkClosedError(f"the link to {self.address} was closed under a call") from error
-                _log.warning(
-                    "The process with experts at %s has gone (%s); the call is made again.",
-                    self.address,
-                    reason_of(error),
-                )
-                lost = time.monotonic() if lost is None else lost
-                errand = errand.again()
-                continue
-            if lost is not None:
-                self.last_gap = time.monotonic() - lost
-            self.calls += 1
-            self.sent += errand.sent.nbytes
-            self.received += errand.answers.nbytes
-            return
+                _log.warning("The process with experts at %s has gone or hangs; the call is made again.", self.address)
+                lost = lost or time.monotonic()
+            except (RefusedError, RuntimeError) as error:
+                raise RuntimeError(f"the process with experts at {self.address} failed: {error}") from error
+        if lost is not None:
+            self.last_gap = time.monotonic() - lost
+        self.calls += 1
+
+    def _disconnect(self) -> None:
+        link, self._link = self._link, None
+        link.close()
+        self._peer.close()
 
     def give_up(self) -> None:
         """End the connection: a call under way fails soon, also one that waits for a process."""
         self._closed = True
-        if self._greeting is not None:
-            self._greeting.close()
+        if self._peer is not None:
+            self._peer.close()  # ends its link too
 
     def close(self) -> None:
         """End the connection and the thread."""
         self.give_up()
         self._thread.shutdown(cancel_futures=True)
+        if self._link is not None:
+            self._disconnect()

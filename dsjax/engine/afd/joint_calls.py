@@ -5,137 +5,85 @@ An expert's weights are read once for all rows of a program. Calls computed one 
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from dsjax.engine.afd.messages import Call
+
 
 @dataclass(eq=False)
 class Part:
-    """The rows of one attention process, and in which cells they are.
+    """The rows of one attention process, and in which cells they are. name: of the link over which they came."""
 
-    number: of the call, the same in all processes. key: what calls that are computed together have alike. begun: somebody computes it.
-    answers, error: what came of it, once ``done``.
-    """
-
-    number: int
-    key: Hashable
+    name: str
+    call: Call
     rows: np.ndarray
     cells: np.ndarray
-    begun: bool = False
-    done: bool = False
-    answers: np.ndarray | None = None
-    error: Exception | None = None
 
-
-Compute = Callable[[Sequence[Part]], Sequence[np.ndarray]]
-"""The answers to the rows of each part, from one program."""
+    def goes_with(self, other: Part) -> bool:
+        """Whether both are parts of one call, which one program computes."""
+        own, others = self.call, other.call
+        alike = (own.number, own.stack, own.layer) == (others.number, others.stack, others.layer)
+        return self is other or (
+            alike and (own.tokens, own.cells) == (others.tokens, others.cells) and not (own.again or others.again)
+        )
 
 
 class JointCalls:
-    """The calls of one attention side. Each of its processes makes the same ones in the same order, over a connection of its own.
+    """The calls of one attention side. Each of its processes makes the same ones in the same order, one at a time.
 
     A call waits until no other part of it can come any more: each of the others has made it, is past it, or is not connected. What an
-    attention process asks for again, after its connection has ended, is computed at once: the others may have their answers.
+    attention process asks for again, after its connection has ended, is computed at once and alone: the others may have their answers.
 
     Args:
-        processes: of the attention side. change: as of ``Hello``.
+        processes: of the attention side. change: as of ``Open``.
     """
 
     def __init__(self, processes: int, change: int = 0):
         self.processes, self.change = processes, change
-        self._connections: Counter[int] = Counter()
-        self._parts: dict[int, Part] = {}
-        self._answered: dict[int, int] = {}  # the latest number of each process
-        self._changed = threading.Condition()
+        self._connected: dict[str, int] = {}  # the process at the other end of each link
+        self._waiting: dict[int, Part] = {}
+        self._latest: dict[int, int] = {}  # number of the call that was taken last of each process
         self._is_over = False
 
     def end(self) -> None:
-        """Have nobody waited for any more: the attention side goes on in another generation, and one of its processes may hang."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        """Wait for nobody any more: the attention side goes on in another generation, and one of its processes may hang."""
+        self._is_over = True
 
-    def enter(self, process: int) -> None:
-        """Take notice of a connection of an attention process."""
-        with self._changed:
-            self._connections[process] += 1
+    def enter(self, name: str, process: int) -> None:
+        """Take notice of the link of an attention process."""
+        self._connected[name] = process
 
-    def leave(self, process: int) -> bool:
-        """Take notice that one has ended, so that nobody waits for it; whether it was the last of all."""
-        with self._changed:
-            self._connections[process] -= 1
-            self._changed.notify_all()
-            return not self._connections.total()
+    def leave(self, name: str) -> None:
+        """Take notice that a link has ended, so that nobody waits for what would have come over it, or is answered there."""
+        process = self._connected.pop(name)
+        if process in self._waiting and self._waiting[process].name == name:
+            del self._waiting[process]
 
-    def together(self, process: int, part: Part, compute: Compute) -> np.ndarray:
-        """Wait for the other parts of a call; the last thread that comes computes all."""
-        with self._changed:
-            self._forget(process)
-            self._parts[process] = part
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: part.begun or part.done or self._is_complete(part.number))
-            parts = []
-            if not (part.begun or part.done):
-                same = part.number, part.key
-                parts = [one for one in self._parts.values() if (one.number, one.key) == same and not one.begun]
-            for one in parts:
-                one.begun = True
-        if parts:
-            self._compute(parts, compute)
-        with self._changed:
-            self._changed.wait_for(lambda: part.done)
-            self._has_answered(process, part)
-        return _result(part)
+    def add(self, part: Part) -> None:
+        """Have a part wait. One that comes late, over a link that has ended meanwhile, is dropped."""
+        process = self._connected[part.name]
+        if part.call.again or part.call.number > self._latest.get(process, -1):
+            self._waiting[process] = part
 
-    def alone(self, process: int, part: Part, compute: Compute) -> np.ndarray:
-        """Compute a call that an attention process makes again."""
-        self._compute([part], compute)
-        with self._changed:
-            self._forget(process)
-            self._has_answered(process, part)
-        return _result(part)
-
-    def _compute(self, parts: Sequence[Part], compute: Compute) -> None:
-        try:
-            for part, answers in zip(parts, compute(parts), strict=True):
-                part.answers = answers
-        except Exception as error:  # each attention process must hear of it
-            for part in parts:
-                part.error = error
-        finally:
-            with self._changed:
-                for part in parts:
-                    part.done = True
-                self._changed.notify_all()
+    def take(self) -> list[list[Part]]:
+        """Take the calls that need not wait: of each, the parts that are computed together."""
+        taken = []
+        for part in list(self._waiting.values()):
+            process = self._connected[part.name]
+            if self._waiting.get(process) is part and (part.call.again or self._is_complete(part.call.number)):
+                together = {p: one for p, one in self._waiting.items() if part.goes_with(one)}
+                for p, one in together.items():
+                    del self._waiting[p]
+                    self._latest[p] = max(one.call.number, self._latest.get(p, -1))
+                taken.append(list(together.values()))
+        return taken
 
     def _is_complete(self, number: int) -> bool:
         """Whether no further part of a call can come."""
-        return self._is_over or all(
-            self._has_made(process, number) or not self._connections[process] for process in range(self.processes)
-        )
+        return self._is_over or all(self._has_made(process, number) for process in set(self._connected.values()))
 
     def _has_made(self, process: int, number: int) -> bool:
-        part = self._parts.get(process)
-        return self._answered.get(process, -1) >= number or (part is not None and part.number >= number)
-
-    def _has_answered(self, process: int, part: Part) -> None:
-        if self._parts.get(process) is part:
-            del self._parts[process]
-        self._answered[process] = max(part.number, self._answered.get(process, -1))
-        self._changed.notify_all()
-
-    def _forget(self, process: int) -> None:
-        """Give up what the process asked for over a connection that has ended meanwhile."""
-        part = self._parts.pop(process, None)
-        if part is not None and not part.begun:
-            part.error, part.done = ConnectionError("the call was made again over another connection"), True
-
-
-def _result(part: Part) -> np.ndarray:
-    if part.error is not None:
-        raise part.error
-    return part.answers
+        waiting = self._waiting.get(process)
+        return self._latest.get(process, -1) >= number or (waiting is not None and waiting.call.number >= number)

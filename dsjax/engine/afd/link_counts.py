@@ -30,8 +30,8 @@ class ExpertLinks(Protocol):
     def counts(self) -> Sequence[LinkCounts]:
         """What the link to each process has done so far."""
 
-    def check(self) -> None:
-        """Make sure that each process is there.
+    def check(self, addresses: Sequence[str] = ()) -> None:
+        """Make sure that a process is at each address; default: at those of now.
 
         Raises:
             UserError: one is not.

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError
+from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError, check_reachable
 from dsjax.engine.afd.expert_side import Side
 from dsjax.engine.afd.layer_programs import OnHost, rounds_of
 from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
-from dsjax.engine.afd.messages import VERSION, Call, Hello, Place, Stage
-from dsjax.messaging.credentials import Credentials
+from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, Open, Place, Stage
+from dsjax.messaging import Endpoint
 from dsjax.model.apart import LayerPass
 from sharding import MeshSpec
 from sharding.arrays import own_parts, put_own_parts
@@ -34,13 +34,14 @@ class RemoteExperts(Side):
     processes, each has a side of its own, and calls for the rows of its own devices.
 
     Args:
-        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience, silence: as of ``ExpertLink``.
+        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: as of ``ExpertLink``. endpoint: of this
+            process. owns_endpoint: whether it is closed with this side, or with the one that follows.
 
     Attributes:
-        space: as of ``Hello``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
+        space: as of ``Open``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
             experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
             layer; likewise. A process that comes back is told of it, and reads from the checkpoint what it lacks.
-        generation, change: as of ``Hello``; likewise. member: which process of the attention side this is, and of how many; likewise.
+        generation, change: as of ``Open``; likewise. member: which process of the attention side this is, and of how many; likewise.
         others: the other processes of the attention side; None: there are none. They have the same name, generation and placement;
             ``join`` assigns them.
     """
@@ -49,11 +50,11 @@ class RemoteExperts(Side):
         self,
         spec: MeshSpec,
         addresses: Sequence[str],
-        credentials: Sequence[Credentials],
+        endpoint: Endpoint,
         *,
         waits: bool,
         patience: float,
-        silence: int,
+        owns_endpoint: bool = False,
     ):
         super().__init__(spec, waits=waits)
         self.parts = len(addresses)
@@ -63,9 +64,10 @@ class RemoteExperts(Side):
         self.generation, self.member, self.change, self._calls = 0, (0, 1), 0, itertools.count()
         self.others: AttentionProcesses | None = None
         self._is_abandoned = False
+        self.endpoint, self._owns_endpoint = endpoint, owns_endpoint
         self.links = [
-            ExpertLink(address, own, partial(self._hello, part), patience=patience, silence=silence)
-            for part, (address, own) in enumerate(zip(addresses, credentials, strict=True))
+            ExpertLink(endpoint, address, partial(self._opening, part), patience=patience)
+            for part, address in enumerate(addresses)
         ]
 
     @property
@@ -77,15 +79,15 @@ class RemoteExperts(Side):
         """Offer the links' counts to the metrics, and their check to callers that change a mesh."""
         return self if kind is ExpertLinks else None
 
-    def check(self) -> None:
-        """Make sure that each process is there; errors as of ``ExpertLink.check``."""
-        for link in self.links:
-            link.check()
+    def check(self, addresses: Sequence[str] = ()) -> None:
+        """Make sure that a process is at each address; default: at those of now. Errors as of ``check_reachable``."""
+        for address in addresses or [link.address for link in self.links]:
+            check_reachable(self.endpoint, address)
 
-    def _hello(self, part: int) -> Hello:
+    def _opening(self, part: int) -> Open:
         first = part * (self.spec.ep_size // self.parts)
         placement = self.placement.astype("<i4").tobytes()
-        return Hello(VERSION, self.space, placement, self.name, first, self.generation, *self.member, self.change)
+        return Open(self.space, placement, self.name, first, self.generation, *self.member, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to the devices that will have them. Each reads those that it lacks.
@@ -93,7 +95,7 @@ class RemoteExperts(Side):
         Where attention has several processes, one of them asks for it: no call depends on what is staged.
         """
         if self.leads:
-            self._everywhere(Stage(row, np.array(moves, "<i4").tobytes()))
+            self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
         """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so.
@@ -106,7 +108,7 @@ class RemoteExperts(Side):
         self.placement = placement
         try:
             if self.leads:
-                self._everywhere(Place(row, experts.astype("<i4").tobytes()))
+                self._everywhere(PLACE, Place(row, experts.astype("<i4").tobytes()))
             self.tell(0)
             self.agree(0)
         except BaseException:
@@ -126,6 +128,7 @@ class RemoteExperts(Side):
     def hand_over(self, side: RemoteExperts) -> None:
         """Have another side wait for the other processes of the attention side from now on."""
         side.others, self.others = self.others, None
+        side._owns_endpoint, self._owns_endpoint = self._owns_endpoint, False
 
     def tell(self, number: int) -> None:
         """Say to the other processes of the attention side that this one has its answers, and a number."""
@@ -159,9 +162,9 @@ class RemoteExperts(Side):
         for link in self.links:
             link.give_up()
 
-    def _everywhere(self, message: Call | Stage | Place) -> None:
+    def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
         """Have all processes do something, at the same time, and wait for all of them."""
-        for done in [link.begin(lambda: Errand(message)) for link in self.links]:
+        for done in [link.ask(service, body) for link in self.links]:
             _result(done)
 
     def connect(self, *, known: bool = False) -> None:
@@ -174,7 +177,7 @@ class RemoteExperts(Side):
         between = through.between()
         here = jax.process_index()
         own = [place for place, device in enumerate(between.mesh.devices.flat) if device.process_index == here]
-        self._everywhere(Call(through.stack, -1, between.tokens, between.senders * between.capacity, b""))
+        self._everywhere(COMPILE, Compile(through.stack, between.tokens, between.senders * between.capacity))
         return WayToProcesses(self, through.stack, between, np.array(own))
 
     def next_number(self) -> int:
@@ -186,6 +189,8 @@ class RemoteExperts(Side):
         self.abandon()
         for link in self.links:
             link.close()
+        if self._owns_endpoint:
+            self.endpoint.close()
 
 
 def _result(done: Future[None]) -> None:

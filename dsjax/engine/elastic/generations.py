@@ -18,9 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsjax.addresses import split_address
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
-from dsjax.engine.afd.expert_link import check_reachable
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.commands import ConnectExperts
@@ -257,8 +255,7 @@ class Generations:
                 f"--expert-mesh {args.expert_mesh} does not divide the {slots} physical experts that this engine was started with; choose "
                 "a number of devices that does, or start it with other --redundant-experts"
             )
-        for address in afd_addresses(args):
-            check_reachable(address, args.credentials.read(split_address(address)[0]))
+        executor.extension(ExpertLinks).check(afd_addresses(args))
         return Wanted(self.wanted, args, connects=True)
 
     def to(self, wanted: Wanted) -> Generation | None:

@@ -80,6 +80,7 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN
     }
     options_by_flag["--heartbeat-timeout"] = options.heartbeat_timeout
+    options_by_flag["--encrypt-bulk"] = args.encrypt_bulk
     options_by_flag["--afd-address"] = args.afd_address
     options_by_flag["--disaggregation-mode"] = args.disaggregation_mode
     options_by_flag["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend

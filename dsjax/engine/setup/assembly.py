@@ -26,6 +26,7 @@ from dsjax.errors import UserError
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
+from dsjax.messaging import Endpoint
 from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -166,16 +167,22 @@ def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> Exper
     return ExpertsApart(spec, parts, padded=not is_remote, infos=infos)
 
 
-def remote_experts(args: EngineArgs, platform: str) -> RemoteExperts:
-    """Make the backend of experts in the processes at `--afd-address`. platform: of the attention side's devices."""
-    addresses = afd_addresses(args)
+def remote_experts(args: EngineArgs, platform: str, endpoint: Endpoint | None) -> RemoteExperts:
+    """Make the backend of experts in the processes at `--afd-address`. platform: of the attention side's devices.
+
+    endpoint: of this process; None: it has none yet.
+    """
+    addresses, owns_endpoint = afd_addresses(args), endpoint is None
+    if endpoint is None:
+        credentials = args.credentials.read(*(split_address(address)[0] for address in addresses))
+        endpoint = Endpoint("127.0.0.1", credentials, silence=args.heartbeat_timeout)
     return RemoteExperts(
         expert_spec(args),
         addresses,
-        [args.credentials.read(split_address(address)[0]) for address in addresses],
+        endpoint,
         waits=platform == "cpu",
         patience=args.start_timeout,
-        silence=args.heartbeat_timeout,
+        owns_endpoint=owns_endpoint,
     )
 
 

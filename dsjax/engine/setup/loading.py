@@ -192,7 +192,9 @@ class _Loader:
         """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
         args, group, directory = self.args, self.group, self.directory
         if self.step.apart is not None and self.experts is None:
-            self.experts = experts = remote_experts(args, self.step.mesh.devices.flat[0].platform)
+            self.experts = experts = remote_experts(
+                args, self.step.mesh.devices.flat[0].platform, group and group.endpoint
+            )
             opened.callback(experts.close)
             _connect_experts(args, self.step, experts, directory, self.held.name, group, self.is_later)
         params, sources = self._read_all()
@@ -387,7 +389,7 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     ) -> tuple[ModelStep, RemoteExperts]:
         changed = replace(args, expert_mesh=expert_mesh, afd_address=afd_address)
         model = replace(model, apart=experts_apart(changed, model.apart.infos))
-        side = remote_experts(changed, mesh.devices.flat[0].platform)
+        side = remote_experts(changed, mesh.devices.flat[0].platform, before.endpoint)
         side.follows(before)
         side.space = expert_space(changed, model, directory)
         return model, side
@@ -471,6 +473,7 @@ def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str
         "processes with experts": len(afd_addresses(args)),
         "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
         "MTP module": step.has_module,
+        "encrypt_bulk": args.encrypt_bulk,
     }
 
 

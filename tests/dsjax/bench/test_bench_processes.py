@@ -9,13 +9,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
 
-from dsjax.hosts.announcement import Announcement
 from processes import Group
 from test_bench_network import CLUSTER, SOURCES
 
 from dsjax.bench.processes import _explained
 from dsjax.config import load_config
-from dsjax.hosts.rendezvous import GroupError
+from dsjax.hosts.group import GroupError
+from dsjax.hosts.wire import Announcement
 from dsjax.plan.measured import read_measured
 
 # Nothing is as fast as this says: the verdict is `failing`, code 4.
@@ -70,7 +70,7 @@ def follower(*announced):
         is_leader=False,
         options=SimpleNamespace(heartbeat_timeout=5),
         members=[SimpleNamespace(name="process 0 (a, pid 7)")],
-        announcements=SimpleNamespace(next=lambda seconds: heard.pop() if heard else None),
+        next_announcement=lambda seconds: heard.pop() if heard else None,
     )
 
 

@@ -100,6 +100,15 @@ def test_all_of_them_on_a_command_line_are_explained_at_once() -> None:
         assert line in found.output
 
 
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_an_option_for_tls_is_answered_with_the_cluster_key_and_the_encryption_of_bulk(command: str) -> None:
+    found = RUNNER.invoke(app, [command, "--cluster-tls-cert", "a.pem", "--cluster-tls-key=b.pem"])
+    assert found.exit_code == 2
+    for name in ("--cluster-tls-cert", "--cluster-tls-key"):
+        assert re.search(f"{name} was removed: .*--cluster-key-file.*--encrypt-bulk", found.output)
+    assert _options(command) >= {"--cluster-key-file", "--encrypt-bulk"}
+
+
 def test_a_model_without_its_option_is_explained() -> None:
     found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
     assert found.exit_code == 2

@@ -30,7 +30,7 @@ def enter(options: HostOptions, prepare=dict) -> HostGroup:
         if options.is_leader:
             log = BroadcastLog(endpoint)
             door = Door(options, endpoint, log.address)
-            with mock.patch.object(coordination, "start_service", lambda options: (None, "127.0.0.1:1")):
+            with mock.patch.object(coordination, "start_service", return_value=(None, "127.0.0.1:1")):
                 response = door.meet(prepare)
             group = HostGroup(options, response, endpoint, door=door, log=log)
         else:

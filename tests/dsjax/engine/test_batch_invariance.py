@@ -80,7 +80,7 @@ def test_a_gpus_program_has_the_options_operations_and_orders_with_it_and_none_o
         ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME; leave --mla-prefill out"),
         ({"kernels": "plain"}, "--kernels leaves plain ones"),
         ({"kernels": "auto", "dtype": "bfloat16"}, "--dtype is bfloat16"),
-        ({"kernel_config": "tiles.json"}, "--kernel-config has others"),
+        ({"kernel_config": "tiles.json"}, "does not go with --kernel-config"),
         ({"weights": "nvfp4"}, "--weights nvfp4 take tiles that follow the rows"),
     ],
 )

@@ -5,18 +5,24 @@ in this process, each with its own devices' arrays, and speak over the loopback 
 """
 
 import contextlib
+import json
 import logging
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from layouts import write_checkpoint
+from waits import until
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.afd import expert_link
 from dsjax.engine.afd.link_counts import ExpertLinks
-from dsjax.engine.afd.messages import VERSION, Hello
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
@@ -127,19 +133,6 @@ def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_st
     experts(free_address(), attention_mesh="dp=1,tp=2", moe_dense_tp_size=2)
 
 
-def test_a_side_that_moves_experts_stays_alone_when_its_connection_comes_back(experts):
-    process = experts(free_address())
-    rows = process._writer.rows.astype("<i4").tobytes()
-    mover, other = (Hello(VERSION, {}, rows, side) for side in (b"mover", b"other"))
-    assert process._enter(mover) == ""
-    assert process._have_move(mover.side) == ""  # to have experts staged
-    assert process._enter(mover) == ""
-    assert "it must be alone" in process._enter(other)
-    assert process._have_move(mover.side) == ""  # to have them placed
-    process._sides.clear()
-    assert process._enter(other) == ""
-
-
 @pytest.mark.slow  # compiles two engines
 def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
     experts, attention, expected, monkeypatch, caplog
@@ -167,6 +160,45 @@ def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
     assert counts.losses >= 1
     assert counts.last_gap > 0
     assert "the call is made again" in caplog.text
+
+
+ALONE = """
+import json, sys, threading
+from sharding.emulation import emulate_devices
+emulate_devices(4)
+from dsjax.engine.expert_process import load_experts
+from dsjax.engine.setup.args import EngineArgs
+process = load_experts(EngineArgs(**json.loads(sys.argv[1])))
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow  # loads JAX and experts in a process, and compiles two engines
+def test_a_stopped_process_is_noticed_within_the_heartbeat_and_requests_go_on_when_it_goes_on(
+    checkpoint, attention, expected, caplog
+):
+    address, own = free_address(), {"heartbeat_timeout": 5}
+    options = MESHES | SIZES | own | {"model": str(checkpoint), "afd_role": "expert", "afd_address": address}
+    command = [sys.executable, "-c", ALONE, json.dumps(options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            llm, answers = attention(address, **own), []
+            assert made(llm) == expected
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            asking = threading.Thread(target=lambda: answers.append(made(llm)))
+            stopped = time.monotonic()
+            asking.start()
+            until(lambda: "has gone" in caplog.text)
+            assert time.monotonic() - stopped < 10
+            assert not answers
+            process.send_signal(signal.SIGCONT)
+            asking.join(120)
+            assert answers == [expected]
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow  # compiles two engines and loads five processes' experts
@@ -204,11 +236,12 @@ def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
 
 def come_back(processes, start, stop):
     """Start each process anew as soon as it has been closed."""
-    waiting = {process._listener.port: rank for rank, process in enumerate(processes, start=1)}
+    waiting = dict(enumerate(processes, start=1))
     while waiting and not stop.is_set():
-        for process in processes:
-            if process._listener._closed and process.port in waiting:
-                yield start(waiting.pop(process.port))
+        for rank, process in list(waiting.items()):
+            if process.endpoint._context.closed:
+                del waiting[rank]
+                yield start(rank)
         time.sleep(0.05)
 
 

@@ -63,16 +63,15 @@ class Deployment:
 def go_between(deployment: Deployment, layers: int) -> None:
     """Have all prompts generated, and a process with experts go when it has answered one of the two calls for the layer after `layers`."""
     process, gone = deployment.experts[-1], threading.Event()
-    original, turn, replies = process._reply, threading.Lock(), itertools.count(1)
+    original, replies = process._reply, itertools.count(1)
 
-    def reply(channel, answers):
-        with turn:
-            if gone.is_set():
-                return
-            original(channel, answers)
-            if next(replies) > 2 * layers:
-                gone.set()
-                process.close()
+    def reply(*answered):
+        if gone.is_set():
+            return
+        original(*answered)
+        if next(replies) > 2 * layers:
+            gone.set()
+            process.close()
 
     process._reply = reply
     deployment.ask()

@@ -40,7 +40,15 @@ def test_a_copy_of_the_checkpoint_is_alike_and_other_weights_are_not(checkpoint,
 
 
 @pytest.mark.parametrize(
-    "change", [{"page_size": 8}, {"kernels": "plain"}, {"dispatch": "gather"}, {"mesh": "dp=2"}, {"seed": 3}]
+    "change",
+    [
+        {"page_size": 8},
+        {"kernels": "plain"},
+        {"dispatch": "gather"},
+        {"mesh": "dp=2"},
+        {"encrypt_bulk": True},
+        {"seed": 3},
+    ],
 )
 def test_options_that_change_what_is_computed_must_be_alike_and_the_schedulers_need_not(checkpoint, change):
     name = next(iter(change))

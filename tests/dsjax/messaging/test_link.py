@@ -37,7 +37,8 @@ def link(ends, listener):
     made.close()
 
 
-def test_buffers_arrive_as_they_were_sent_both_ways(listener, link, rng=np.random.default_rng(0)):
+def test_buffers_arrive_as_they_were_sent_both_ways(listener, link):
+    rng = np.random.default_rng(0)
     sent = [rng.integers(0, 255, size, np.uint8) for size in (0, 7, 3_000_001)]
     link.send(b"there", *sent)
     message = listener.receive(SECONDS)
@@ -48,7 +49,8 @@ def test_buffers_arrive_as_they_were_sent_both_ways(listener, link, rng=np.rando
     listener.send("one", b"back", got[2])
     answer, back = link.receive(SECONDS), np.empty_like(got[2])
     answer.read_into(back)
-    assert answer.header == b"back" and (back == sent[2]).all()
+    assert answer.header == b"back"
+    assert (back == sent[2]).all()
 
 
 @pytest.mark.parametrize("shape", [(5,), (7,)])
@@ -82,7 +84,8 @@ def test_a_link_that_ends_is_told_of_once_by_its_name(ends, listener, link):
     link.close()
     with pytest.raises(LinkLostError) as caught:
         listener.receive(SECONDS)
-    assert caught.value.name == "one" and listener.senders == {"two"}
+    assert caught.value.name == "one"
+    assert listener.senders == {"two"}
     two.send(b"goes on")
     assert listener.receive(SECONDS).header == b"goes on"
     with pytest.raises(PeerLostError):
@@ -99,6 +102,14 @@ def test_who_waits_hears_that_the_other_side_or_its_own_has_closed_the_link(list
         close()
         waiting.join(SECONDS)
         assert isinstance(caught[0], PeerLostError)
+
+
+def test_who_waits_is_woken_without_a_message_once(listener, link):
+    waking = threading.Timer(0.1, listener.wake)
+    waking.start()
+    assert listener.receive() is None
+    link.send(b"later")
+    assert listener.receive().header == b"later"
 
 
 def test_what_was_sent_before_a_link_ends_is_received_though_nobody_listened_then(listener, link):

@@ -1,7 +1,5 @@
-"""Processes of an attention side, as threads, that wait for each other at each layer over real connections."""
+"""Processes of an attention side, as threads, that wait for each other at each layer over real links."""
 
-import struct
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,21 +7,19 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
-from deployments import listening
-from held_processes import KEY, groups
+from deployments import KEY
+from group_in_threads import groups
 from processes import free_port
+from test_expert_link import Experts
 from waits import until
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import Errand
-from dsjax.engine.afd.joint_calls import JointCalls, Part
-from dsjax.engine.afd.messages import SERVICE, Answered, Call, Hello, Welcome, receive, send
+from dsjax.engine.afd.messages import Call
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.setup import loading
 from dsjax.hosts.group import GroupError
-from dsjax.hosts.secure_channel import connect
+from dsjax.messaging import Endpoint, LinkListener
 from sharding import MeshSpec
 
 
@@ -83,42 +79,32 @@ def test_one_that_waits_at_another_layer_is_an_error_and_no_answer(pool, process
         waits[1].result(60)
 
 
+def test_what_is_no_word_is_an_error(pool, processes):
+    waits = pool.submit(meet, processes[0], 0)
+    processes[1]._links["0"].send(b"no word")
+    with pytest.raises(RuntimeError, match="has gone or could not compute it"):
+        waits.result(60)
+
+
 def test_where_one_cannot_be_reached_the_others_say_so(pool):
     three = groups(3)
     made = [pool.submit(AttentionProcesses, group) for group in three[1:]]
-    three[0].agreement.tell("attention processes", 1)  # at whose port nobody listens
+    three[0].agreement.tell("attention processes", ["127.0.0.1:1", b"a ticket"])  # where nobody listens
     for one in made:
-        with pytest.raises(GroupError, match="cannot be reached at port 1"):
+        with pytest.raises(GroupError, match=r"nobody answers at 127.0.0.1:1"):
             one.result(60)
 
 
-@pytest.mark.parametrize(("generation", "process"), [(5, 1), (0, 0), (0, 2)])
-def test_one_of_another_generation_or_that_says_to_be_another_than_may_come_is_not_let_in(pool, generation, process):
-    two = groups(2)
-    made = pool.submit(AttentionProcesses, two[0])
-    port, _ = two[1].agreement.ask("attention processes", 0)
-    with connect(("127.0.0.1", port), "attention", KEY) as channel:
-        channel.send(struct.pack("<QQ", generation, process))
-        until(lambda: channel.has_ended)
-    with connect(("127.0.0.1", port), "attention", KEY) as channel:
-        channel.send(struct.pack("<QQ", 0, 1))
-        two[1].agreement.tell("attention connections")
-        made.result(60).close()
-
-
-def test_a_process_comes_once(pool):
+def test_one_that_is_lost_is_not_waited_for(pool):
     three = groups(3)
-    made = pool.submit(AttentionProcesses, three[0])
-    port, *_ = pool.map(lambda group: group.agreement.ask("attention processes", 0)[0], three[1:])
-    one, other = (connect(("127.0.0.1", port), "attention", KEY) for _ in range(2))
-    with one, other:
-        for channel in (one, other):
-            channel.send(struct.pack("<QQ", 0, 1))
-        until(lambda: one.has_ended or other.has_ended)
-        assert not (one.has_ended and other.has_ended)
-    three[0].lost[2] = GroupError("process 2 has gone away")
-    with pytest.raises(GroupError, match="process 2 has gone away"):
-        made.result(60)
+    made = [pool.submit(AttentionProcesses, group) for group in three[:2]]
+    listener = LinkListener(three[2].endpoint)  # of one that calls nobody
+    three[2].agreement.tell("attention processes", [listener.address, listener.ticket])
+    for group in three[:2]:
+        group.lost[2] = GroupError("process 2 has gone away")
+    for one in made:
+        with pytest.raises(GroupError, match="process 2 has gone away"):
+            one.result(60)
 
 
 @pytest.fixture
@@ -128,7 +114,9 @@ def experts_at():
 
     def make(address: str, processes=(0, 1)) -> list[RemoteExperts]:
         for process in processes:
-            side = RemoteExperts(MeshSpec(dp_size=1), [address], [KEY], waits=True, patience=600, silence=30)
+            endpoint = Endpoint("127.0.0.1", KEY)
+            spec = MeshSpec(dp_size=1)
+            side = RemoteExperts(spec, [address], endpoint, waits=True, patience=600, owns_endpoint=True)
             side.member = process, 2
             made.append(side)
         return made
@@ -142,39 +130,40 @@ def test_the_next_side_of_experts_is_called_as_the_one_before_by_a_number_of_its
     before, after = experts_at("127.0.0.1:1", (1, 1))
     before.generation = 3
     after.follows(before)
-    first, second = before._hello(0), after._hello(0)
+    first, second = before._opening(0), after._opening(0)
     assert (first.change, second.change) == (0, 1)
     assert second == msgspec.structs.replace(first, change=1)
 
 
+def test_the_next_side_of_experts_has_the_endpoint_of_the_one_before(experts_at):
+    before, after = experts_at("127.0.0.1:1", (1, 1))
+    before.hand_over(after)
+    before.close()
+    before.endpoint.connect(before.endpoint.address, "attention").close()
+    after.close()
+    after.endpoint.close()
+
+
 def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool, experts_at):
     """Its step has failed, and the process lives: the others hear of it though they wait for its rows at a process with experts."""
-    joint = JointCalls(2)
-
-    def serve(channel):
-        process = receive(channel, Hello).process
-        joint.enter(process)
-        try:
-            send(channel, Welcome())
-            while True:
-                call = receive(channel, Call)
-                part = Part(call.number, "a layer", np.zeros(0), np.zeros(0, int))
-                joint.together(process, part, lambda parts: [one.rows for one in parts])
-                send(channel, Answered())
-        finally:
-            joint.leave(process)
-
-    with listening(serve, services=(SERVICE,)) as listener:
-        sides = experts_at(f"127.0.0.1:{listener.port}")
+    experts = Experts(answers=False)
+    sides = experts_at(f"127.0.0.1:{experts.port}")
+    try:
         for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
             side.connect()
             side.join(others)
-        waits = sides[0].links[0].begin(lambda: Errand(Call("stack", 0, 1, 1, b"")))
-        until(lambda: joint._parts)
+        waits = (
+            sides[0]
+            .links[0]
+            .begin(lambda: Errand(Call("stack", 0, 1, 1, b""), np.empty(0, np.uint8), np.empty(0, np.uint8)))
+        )
+        assert experts.asked.acquire(timeout=60)
         sides[1].give_up()
-        waits.result(60)
         with pytest.raises(RuntimeError, match="process 1 of the attention side was waited for at a layer"):
             sides[0].tell(0), sides[0].agree(0)
+        assert not waits.done()
+    finally:
+        experts.close()
 
 
 def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_yet_ends_the_wait(
@@ -189,7 +178,7 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
     ]
     two[0].on_change = lambda error: None
     until(lambda: caplog.text.count("it is waited for") >= 2)
-    two[0]._lose(two[0].members[1])
+    two[0]._left(two[0].members[1])
     with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
         started[0].result(60)
 

@@ -1,145 +1,161 @@
-"""A link to a process with experts: who is waited for, and who is not."""
+"""A link to a process with experts: who is waited for, and who is not. The process is an endpoint of this one."""
 
 import contextlib
-import socket
+import itertools
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 
+import msgspec
+import numpy as np
 import pytest
 from deployments import KEY, OTHER
+from processes import free_port
 from waits import until
 
-from dsjax.engine.afd.expert_link import Errand, ExpertLink, ExpertsGoneError, LinkClosedError
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Welcome, receive, send
+from dsjax.engine.afd.expert_link import Errand, ExpertLink, ExpertsGoneError, LinkClosedError, check_reachable
+from dsjax.engine.afd.messages import OPEN, PLACE, Answered, Call, Open, Opened, Place
 from dsjax.errors import UserError
-from dsjax.hosts.secure_channel import PROTOCOL, NotAMemberError
-from dsjax.hosts.secure_listener import SecureListener
+from dsjax.messaging import Endpoint, LinkListener, NotAMemberError, PeerLostError, Request
+from dsjax.messaging.link import LinkLostError
 
 
-def serve(channel):
-    """A process with experts that does everything at once."""
-    receive(channel, Hello)
-    send(channel, Welcome())
-    with contextlib.suppress(EOFError, OSError):
+class Experts:
+    """A process with experts. It answers a call with its rows.
+
+    opens: what it does when it is asked to open; None: it lets everybody in. answers: whether it answers what it is asked for.
+    """
+
+    def __init__(self, port=0, opens=None, answers=True, key=KEY):
+        self.endpoint = Endpoint("127.0.0.1", key, port=port)
+        self.port, self.calls, self.asked = self.endpoint.port, [], threading.Semaphore(0)
+        self._names = itertools.count()
+        self._listener, self._answers = LinkListener(self.endpoint), answers
+        self.endpoint.serve(OPEN, opens or self._open, roles=("attention",), kind=Open)
+        self.endpoint.serve(PLACE, self._place, roles=("attention",), kind=Place)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self):
+        self.endpoint.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(60)
+
+    def _open(self, request):
+        request.reply(Opened(self._listener.address, self._listener.ticket, str(next(self._names))))
+
+    def _place(self, request):
+        self.asked.release()
+        if self._answers:
+            request.reply()
+
+    def _run(self):
         while True:
-            receive(channel, Place)
-            send(channel, Answered())
+            try:
+                message = self._listener.receive()
+            except LinkLostError:
+                continue
+            except PeerLostError:
+                return
+            self.calls.append(msgspec.msgpack.decode(message.header, type=Call))
+            self.asked.release()
+            if self._answers:
+                self.answer(message)
+
+    def answer(self, message):
+        with contextlib.suppress(PeerLostError):  # it asks again
+            self._listener.send(message.sender, msgspec.msgpack.encode(Answered()), *message.frames)
 
 
-def refuse(channel):
-    """A process with experts that lets no side in."""
-    receive(channel, Hello)
-    send(channel, Welcome("the checkpoint cannot be read"))
+def refuse(request: Request) -> None:
+    """Let nobody in."""
+    request.refuse("the checkpoint cannot be read")
 
 
 @contextlib.contextmanager
-def serving(serve=serve, port=0, **options):
-    """Listen as a process with experts does; its connections end with it."""
-    listener = SecureListener(socket.create_server(("127.0.0.1", port)), KEY, {SERVICE: serve}, "test", **options)
-    try:
-        yield listener
-    finally:
-        listener.close(connections=True)
-
-
-@contextlib.contextmanager
-def linked(port, credentials=KEY, patience=20.0):
+def linked(port, key=KEY, patience=20.0):
     """A link to the process at a port."""
-    hello = lambda: Hello(VERSION, {}, b"", b"")  # noqa: E731
-    own = ExpertLink(f"127.0.0.1:{port}", credentials, hello, patience=patience, silence=5)
+    endpoint = Endpoint("127.0.0.1", key)
+    own = ExpertLink(endpoint, f"127.0.0.1:{port}", lambda: Open({}, b"", b"one"), patience=patience)
     try:
         yield own
     finally:
         own.close()
+        endpoint.close()
 
 
-def call(own):
-    """Begin a call, and give what tells its end."""
-    return own.begin(lambda: Errand(Place(0, b"")))
+def ask(own):
+    """Begin to have something done, and give what tells its end."""
+    return own.ask(PLACE, Place(0, b""))
+
+
+def call(own, number=0, rows=b""):
+    """Begin a call, and give what tells its end, and what will be the answers."""
+    sent = np.frombuffer(rows, np.uint8)
+    answers = np.empty_like(sent)
+    return own.begin(lambda: Errand(Call("moe_layers", 0, 8, 8, b"", number), sent, answers)), answers
 
 
 @contextlib.contextmanager
 def left(**options):
-    """A link to a process that has answered a call and gone, and the port that it had."""
-    with serving() as first:
-        port = first.port
-        stack = contextlib.ExitStack()
-        own = stack.enter_context(linked(port, **options))
-        call(own).result(60)
-    with stack:
-        yield own, port
+    """A link to a process that has answered and gone, and the port that it had."""
+    with contextlib.closing(Experts()) as first, contextlib.ExitStack() as stack:
+        own = stack.enter_context(linked(first.port, **options))
+        ask(own).result(60)
+        first.close()
+        yield own, first.port
+        stack.close()
 
 
-def die_in_greeting(port):
-    """Play a process that is killed when it has begun to greet, once."""
-    with socket.create_server(("127.0.0.1", port)) as dying:
-        connection, _ = dying.accept()
-        with connection:
-            connection.sendall(PROTOCOL + bytes(32))
-            connection.recv(1 << 12)
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
+def test_rows_go_there_and_answers_come_back():
+    with contextlib.closing(Experts()) as process, linked(process.port) as own:
+        for number, rows in enumerate((b"some rows", b"")):
+            done, answers = call(own, number, rows)
+            done.result(60)
+            assert answers.tobytes() == rows
+        assert (own.counts.calls, own.counts.sent, own.counts.received) == (2, 9, 9)
 
 
-def test_a_process_that_is_killed_while_it_greets_is_waited_for():
+def test_who_lets_nobody_in_is_waited_for_if_it_was_there_before(caplog):
+    reason = "refuses: the checkpoint cannot be read"
     with left() as (own, port):
-        dying = threading.Thread(target=die_in_greeting, args=(port,))
-        dying.start()
-        done = call(own)
-        dying.join(60)
-        with serving(port=port):
+        with contextlib.closing(Experts(port, opens=refuse)):
+            done = ask(own)
+            until(lambda: reason in caplog.text or done.done())
+        with contextlib.closing(Experts(port)):
             done.result(60)
         assert (own.calls, own.losses) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"most_connections": 0}, "there are 0 connections already"),  # as one that is told to end refuses, too
-        ({"serve": refuse}, "refuses: the checkpoint cannot be read"),
-    ],
-)
-def test_a_process_that_refuses_is_waited_for_if_it_was_there_before(options, reason, caplog):
-    with left() as (own, port):
-        with serving(port=port, **options):
-            done = call(own)
-            until(lambda: reason in caplog.text or done.done())
-        with serving(port=port):
-            done.result(60)
     assert caplog.text.count(reason + "); it is waited for") == 1
     mistake = pytest.raises(UserError, match=reason)
-    with serving(**options) as process, linked(process.port) as first, mistake:  # at the first connection
+    with contextlib.closing(Experts(opens=refuse)) as process, linked(process.port) as first, mistake:
         first.connect()
 
 
-def test_a_process_that_is_there_and_says_nothing_is_waited_for_as_long_as_one_that_is_not():
-    def say_nothing(channel):
-        receive(channel, Hello)
-        channel.wait_for_end()
-
-    gone = pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*timed out")
-    with serving(say_nothing) as process, linked(process.port, patience=0.5) as own, gone:
-        call(own).result(60)
+@pytest.mark.parametrize("end", [Experts.close, lambda process: None], ids=["goes", "says nothing"])
+def test_a_process_that_goes_or_is_silent_while_it_is_opened_is_waited_for_as_long_as_one_that_is_not_there(end):
+    with contextlib.closing(
+        Experts(opens=lambda request: threading.Thread(target=end, args=(made[0],)).start())
+    ) as one:
+        made = [one]
+        with linked(one.port, patience=0.5) as own, pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*expert"):
+            ask(own).result(60)
 
 
 @pytest.mark.parametrize(
-    ("welcomes", "end", "says"),
-    [(False, ExpertLink.close, "is closed"), (True, ExpertLink.give_up, "closed under a call")],
+    ("options", "end", "says"),
+    [
+        ({"opens": lambda request: asked.release()}, ExpertLink.close, "is closed"),
+        ({"answers": False}, ExpertLink.give_up, "closed under a call"),
+    ],
 )
-def test_a_link_that_is_ended_waits_for_no_welcome_and_no_answer_and_calls_nobody_else(welcomes, end, says):
-    asked = threading.Semaphore(0)
-
-    def take(channel):
-        receive(channel, Hello)
-        if welcomes:
-            send(channel, Welcome())
-            receive(channel, Place)
-        asked.release()
-        channel.wait_for_end()
-
-    with serving(take) as process, linked(process.port, patience=60.0) as own:
-        done = call(own)
-        assert asked.acquire(timeout=60)
+@pytest.mark.parametrize("begin", [ask, lambda own: call(own)[0]], ids=["request", "call"])
+def test_a_link_that_is_ended_waits_for_no_welcome_and_no_answer_and_calls_nobody_else(options, end, says, begin):
+    with contextlib.closing(Experts(**options)) as process, linked(process.port, patience=60.0) as own:
+        done = begin(own)
+        assert (asked if "opens" in options else process.asked).acquire(timeout=60)
         ending = threading.Thread(target=end, args=(own,), daemon=True)
         ending.start()
         ending.join(60)
@@ -148,51 +164,104 @@ def test_a_link_that_is_ended_waits_for_no_welcome_and_no_answer_and_calls_nobod
             done.result(60)
 
 
+asked = threading.Semaphore(0)
+
+
 def test_a_call_that_is_made_again_says_so():
-    calls = []
+    class Leaves(Experts):
+        """It ends the connection of its second call."""
 
-    def answer(channel):
-        receive(channel, Hello)
-        send(channel, Welcome())
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                calls.append(receive(channel, Call))
-                if len(calls) == 2:
-                    channel.close()
-                    return
-                send(channel, Answered())
+        def _open(self, request):
+            self.peer = request.peer
+            super()._open(request)
 
-    with serving(answer) as process, linked(process.port) as own:
+        def answer(self, message):
+            if len(self.calls) == 2:
+                self.peer.close()
+            else:
+                super().answer(message)
+
+    with contextlib.closing(Leaves()) as process, linked(process.port) as own:
         for number in range(3):
-            own.begin(lambda number=number: Errand(Call("moe_layers", 0, 8, 8, b"", number))).result(60)
-    assert [(call.number, call.again) for call in calls] == [(0, False), (1, False), (1, True), (2, False)]
+            call(own, number)[0].result(60)
+        assert own.counts.losses == 1
+        assert own.counts.last_gap > 0
+    assert [(call.number, call.again) for call in process.calls] == [(0, False), (1, False), (1, True), (2, False)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="another system's kernel is not asked")
-def test_a_process_that_has_gone_is_not_connected_though_nobody_calls_it():
-    with serving() as process, linked(process.port) as own:
-        call(own).result(60)
+def test_what_a_process_could_not_do_is_an_error_with_its_reason():
+    class Fails(Experts):
+        def answer(self, message):
+            self._listener.send(message.sender, msgspec.msgpack.encode(Answered("ValueError: no such layer")))
+
+        def _place(self, request):
+            request.refuse("another attention side is connected")
+
+    with contextlib.closing(Fails()) as process, linked(process.port) as own:
+        with pytest.raises(RuntimeError, match=r"the process with experts at .* failed: ValueError: no such layer"):
+            call(own)[0].result(60)
+        with pytest.raises(RuntimeError, match="failed: another attention side is connected"):
+            ask(own).result(60)
         assert own.counts.connected
-        process.close(connections=True)
+
+
+def test_a_process_that_has_gone_is_not_connected_though_nobody_calls_it():
+    with contextlib.closing(Experts()) as process, linked(process.port) as own:
+        ask(own).result(60)
+        assert own.counts.connected
+        process.close()
         until(lambda: not own.counts.connected)
         assert own.counts.losses == 0, "a loss is one of a call"
 
 
+STOPPED = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from test_expert_link import Experts
+print(Experts().port, flush=True)
+"""
+
+
+@pytest.fixture
+def stopping():
+    """A process with experts that can be stopped, and its address."""
+    with subprocess.Popen([sys.executable, "-c", STOPPED, *sys.path], stdout=subprocess.PIPE) as process:
+        yield process, f"127.0.0.1:{int(process.stdout.readline())}"
+        process.kill()
+
+
+def test_a_stopped_process_is_lost_within_the_heartbeat_and_is_called_again_when_it_goes_on(stopping, caplog):
+    process, address = stopping
+    with contextlib.closing(Endpoint("127.0.0.1", KEY, silence=2.0)) as endpoint:
+        own = ExpertLink(endpoint, address, lambda: Open({}, b"", b"one"), patience=60)
+        call(own)[0].result(60)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        began, (done, _) = time.monotonic(), call(own, 1)
+        until(lambda: "has gone" in caplog.text)
+        assert time.monotonic() - began < 4
+        with pytest.raises(UserError, match=r"does not answer.*ask again when it is there"):
+            check_reachable(endpoint, address)
+        process.send_signal(signal.SIGCONT)
+        done.result(60)
+        own.close()
+
+
 def test_a_process_is_looked_for_beside_a_call_that_is_under_way():
-    with serving() as process, linked(process.port) as own:
-        own.check()
-        assert not own.counts.connected
-        process.close(connections=True)
-        gone = r"no expert process answers at 127.0.0.1:.* ask again when it is there"
-        with pytest.raises(UserError, match=gone):
-            own.check()
+    with contextlib.closing(Endpoint("127.0.0.1", KEY)) as endpoint, contextlib.closing(Experts()) as process:
+        address = f"127.0.0.1:{process.port}"
+        check_reachable(endpoint, address)
+        process.close()
+        with pytest.raises(UserError, match=f"no expert process answers at {address} .* ask again when it is there"):
+            check_reachable(endpoint, address)
 
 
 def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
-    with serving(refuse) as process, linked(process.port) as first, linked(process.port, patience=0.5) as later:
-        with pytest.raises(UserError, match="refuses: the checkpoint cannot be read"):
+    with contextlib.closing(Experts(opens=refuse)) as process:
+        with linked(process.port) as first, pytest.raises(UserError, match="refuses: the checkpoint cannot be read"):
             first.connect()
-        with pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read"):
+        gone = pytest.raises(ExpertsGoneError, match=r"for 0.5 s .*the checkpoint cannot be read")
+        with linked(process.port, patience=0.5) as later, gone:
             later.connect(known=True)
 
 
@@ -200,11 +269,21 @@ def test_who_was_there_before_the_link_is_waited_for_though_it_refuses():
 def test_who_refuses_or_stays_away_for_too_long_ends_the_call_with_the_reason(refuses, reason):
     with left(patience=0.5) as (own, port), contextlib.ExitStack() as refusing:
         if refuses:
-            refusing.enter_context(serving(refuse, port))
+            refusing.enter_context(contextlib.closing(Experts(port, opens=refuse)))
         with pytest.raises(ExpertsGoneError, match=rf"for 0.5 s .*{reason}"):
-            call(own).result(60)
+            ask(own).result(60)
 
 
 def test_a_process_with_another_key_is_no_loss_but_a_mistake():
-    with serving() as process, linked(process.port, OTHER) as own, pytest.raises(NotAMemberError, match="another one"):
+    mistake = pytest.raises(NotAMemberError, match="another cluster key")
+    with contextlib.closing(Experts(key=OTHER)) as process, linked(process.port) as own, mistake:
         own.connect()
+
+
+def test_where_nobody_is_there_yet_one_is_waited_for(caplog):
+    port = free_port()
+    with linked(port) as own:
+        done = ask(own)
+        until(lambda: "it is waited for" in caplog.text)
+        with contextlib.closing(Experts(port)):
+            done.result(60)

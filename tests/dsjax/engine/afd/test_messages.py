@@ -1,30 +1,36 @@
 """What a process with experts says to messages that cannot be, and to sides that do not go with it."""
 
-import contextlib
+import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from layouts import write_checkpoint
 from processes import free_port
 from waits import until
 
+from dsjax.engine import expert_process
 from dsjax.engine.afd.expert_slots import NOBODY
-from dsjax.engine.afd.messages import SERVICE, VERSION, Answered, Call, Hello, Place, Welcome, receive, send
+from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Call, Compile, Open, Opened, Place, Stage
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.hosts.secure_channel import connect
-from dsjax.messaging.credentials import CredentialOptions
+from dsjax.messaging import Endpoint, Link, LinkListener, RefusedError
+from dsjax.messaging.credentials import local_credentials
+from dsjax.messaging.endpoint import PING
 
 FIRST = 2
 """The second of two processes with two devices each."""
+SECONDS = 60
+NOT_FILLED = np.zeros((2, 2), "<i4").tobytes()
+"""Of each device the queues of two senders."""
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    args = EngineArgs(
+def args(tmp_path_factory):
+    return EngineArgs(
         model=str(write_checkpoint(tmp_path_factory.mktemp("experts"))),
         afd_role="expert",
         afd_address=f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
@@ -38,77 +44,166 @@ def process(tmp_path_factory):
         page_size=4,
         max_model_len=64,
     )
+
+
+@pytest.fixture(scope="module")
+def process(args):
     process = load_experts(args)
     yield process
     process.close()
 
 
-def enter(process, side=b"one", /, *, rows=None, first=FIRST, **place):
-    """Connect as an attention side; return the channel and why it is refused."""
-    channel = connect(("127.0.0.1", process.port), SERVICE, CredentialOptions().read("127.0.0.1"))
-    channel.settimeout(120)
-    placement = process._writer.rows if rows is None else rows
-    told = np.asarray(placement, "<i4").tobytes()
-    send(channel, Hello(VERSION, process._space, told, side, first, **place))
-    return channel, receive(channel, Welcome).error
+@pytest.fixture(scope="module")
+def endpoint():
+    """Of the process that plays attention sides."""
+    endpoint = Endpoint("127.0.0.1", local_credentials())
+    yield endpoint
+    endpoint.close()
 
 
-@contextlib.contextmanager
-def entered(process, side=b"one", /, **place):
-    """An attention side that is let in, and leaves: its channel."""
-    channel, error = enter(process, side, **place)
-    assert not error
-    with channel:
-        yield channel
-    until(lambda: side not in process._sides)
+class Attention:
+    """An attention process that is connected."""
+
+    def __init__(self, endpoint, peer, opened):
+        self.peer, self.link = peer, Link(endpoint, opened.address, opened.ticket, opened.name, "attention")
+
+    def ask(self, body):
+        """Ask for something over the control connection; give what goes wrong."""
+        service = {Compile: COMPILE, Stage: STAGE, Place: PLACE}[type(body)]
+        return failure(lambda: self.peer.request(service, body).result(SECONDS))
+
+    def send(self, call, *rows):
+        """Make a call."""
+        self.link.send(msgspec.msgpack.encode(call), *rows)
+
+    def answer(self, *arrays):
+        """Wait for the answer, which is read into arrays; give what goes wrong."""
+        message = self.link.receive(SECONDS)
+        error = msgspec.msgpack.decode(message.header, type=Answered).error
+        if not error:
+            message.read_into(*arrays)
+        return error
+
+    def call(self, call):
+        """Make a call without rows; give what goes wrong."""
+        self.send(call)
+        return self.answer()
+
+    def close(self):
+        self.link.close()
+        self.peer.close()
 
 
-@contextlib.contextmanager
-def both_entered(process, side, **place):
-    """The two processes of an attention side, which leave: their channels."""
-    with contextlib.ExitStack() as stack:
-        channels = [enter(process, side, process=number, processes=2, **place)[0] for number in range(2)]
-        for channel in channels:
-            stack.enter_context(channel)
-        yield channels
-    until(lambda: not process._joint and not process._sides)
+def failure(do):
+    try:
+        do()
+    except (RefusedError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
-def refusal(process, side=b"one", /, **place):
-    """Why a side is not let in; nothing where it is, which leaves then."""
-    channel, error = enter(process, side, **place)
-    channel.close()
-    until(lambda: error or side not in process._sides)
-    return error
+@pytest.fixture
+def enter(process, endpoint):
+    """``enter(side, **opening)``: an attention process that is let in, and leaves at the end of the test at the latest."""
+    made = []
+
+    def enter(side=b"one", /, *, rows=None, first=FIRST, **place):
+        placement = np.asarray(process._writer.rows if rows is None else rows, "<i4").tobytes()
+        peer = endpoint.connect(process.endpoint.address, "attention")
+        try:
+            opening = Open(process._space, placement, side, first, **place)
+            opened = peer.request(OPEN, opening, kind=Opened).result(SECONDS)
+        except BaseException:
+            peer.close()
+            raise
+        made.append(Attention(endpoint, peer, opened))
+        return made[-1]
+
+    yield enter
+    for one in made:
+        one.close()
+    until(lambda: not process.num_connections)
 
 
-def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(process):
-    error = refusal(process, first=0)
+@pytest.fixture
+def refusal(process, enter):
+    """``refusal(side, **opening)``: why a side is not let in; nothing where it is, which leaves then."""
+
+    def refusal(side=b"one", /, **place):
+        before, entered = process.num_connections, []
+        error = failure(lambda: entered.append(enter(side, **place)))
+        for one in entered:
+            one.close()
+        until(lambda: process.num_connections == before)
+        return error
+
+    return refusal
+
+
+def test_who_comes_in_the_moment_before_all_is_ready_is_let_in_then(args, endpoint, monkeypatch):
+    addresses, early = [free_port() for _ in range(2)], []
+
+    def listener(own):
+        peer = endpoint.connect(own.address, "attention")
+        early.append(peer.request(OPEN, Open({})))
+        assert peer.request(PING).result(SECONDS) is None  # so that it has come
+        return LinkListener(own)
+
+    monkeypatch.setattr(expert_process, "LinkListener", listener)
+    process = load_experts(replace(args, afd_address=",".join(f"127.0.0.1:{port}" for port in addresses)))
+    with pytest.raises(RefusedError, match="it gives no name of an attention side"):
+        early[0].result(SECONDS)
+    process.close()
+
+
+def test_a_process_at_another_place_than_the_attention_side_thinks_is_refused(refusal):
+    error = refusal(first=0)
     assert "it has the experts' devices from 2 on" in error
     assert "from 0 on here; give --afd-address in the same order on both" in error
-    assert not refusal(process)
+    assert not refusal()
 
 
-def ask(channel, message):
-    send(channel, message)
-    return receive(channel, Answered).error
+def test_a_side_with_other_options_is_refused_with_both_values(process, endpoint):
+    peer = endpoint.connect(process.endpoint.address, "attention")
+    space = process._space | {"dtype": "bfloat16"}
+    error = failure(lambda: peer.request(OPEN, Open(space, b"", b"other"), kind=Opened).result(SECONDS))
+    peer.close()
+    assert "differ in dtype 'float32' here and 'bfloat16' there" in error
 
 
-def test_experts_are_placed_for_a_side_that_is_alone(process):
+def test_experts_are_placed_for_a_side_that_is_alone(process, enter, refusal):
     rows = process._writer.rows.copy()
     other = np.roll(rows[0], 1)
-    with entered(process, b"one") as first:
-        with entered(process, b"two") as second:
-            assert not ask(second, Place(0, rows[0].tobytes()))  # as before steps begin
-            assert "experts can be moved for one that is alone" in ask(second, Place(0, other.tobytes()))
-            np.testing.assert_array_equal(process._writer.rows, rows)
-        assert not ask(first, Place(0, other.tobytes()))
-        error = refusal(process, b"two", rows=process._writer.rows)
-        assert "another attention side is connected, which has experts moved" in error
-        assert not ask(first, Place(0, rows[0].tobytes()))
+    first, second = enter(b"one"), enter(b"two")
+    assert not second.ask(Place(0, rows[0].tobytes()))  # as before steps begin
+    assert "experts can be moved for one that is alone" in second.ask(Place(0, other.tobytes()))
+    np.testing.assert_array_equal(process._writer.rows, rows)
+    second.close()
+    until(lambda: process.num_connections == 1)
+    assert not first.ask(Place(0, other.tobytes()))
+    error = refusal(b"two", rows=process._writer.rows)
+    assert "another attention side is connected, which has experts moved" in error
+    assert not first.ask(Place(0, rows[0].tobytes()))
 
 
-def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_anew(process, monkeypatch):
+def test_a_side_that_moves_experts_stays_alone_when_its_connection_comes_back(process, enter, refusal):
+    target = process._writer.own.start
+    stage = Stage(0, np.array([0, target], "<i4").tobytes())
+    first = enter(b"mover")
+    assert not first.ask(stage)
+    again = enter(b"mover")
+    first.close()
+    until(lambda: process.num_connections == 1)
+    assert "it must be alone" in refusal(b"other")
+    assert not again.ask(stage)
+    again.close()
+    until(lambda: not process.num_connections)
+    assert not refusal(b"other")
+
+
+def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_anew(
+    process, enter, refusal, monkeypatch
+):
     writer, rows = process._writer, process._writer.rows.copy()
     slot = writer.own.start
     before = {path: np.asarray(value) for path, value in writer.take(0, slot).items()}
@@ -121,140 +216,167 @@ def test_a_slot_whose_writing_has_failed_half_way_holds_nobody_and_is_written_an
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return write(*arguments)
 
-    with entered(process) as channel, monkeypatch.context() as patch:
+    attention = enter()
+    with monkeypatch.context() as patch:
         patch.setattr(writer, "_write", fail_at_the_second_array)
-        assert "out of memory" in ask(channel, Place(0, other.tobytes()))
+        assert "out of memory" in attention.ask(Place(0, other.tobytes()))
     assert writer.rows[0, slot] == NOBODY
-    assert not refusal(process, rows=rows)
+    assert not refusal(rows=rows)
     for path, value in writer.take(0, slot).items():
         np.testing.assert_array_equal(np.asarray(value), before[path])
 
 
-def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back(process):
+def test_a_connection_of_an_earlier_generation_is_late_and_moves_no_experts_back(process, enter, refusal):
     rows = process._writer.rows.copy()
     moved = np.roll(rows, 1, axis=1)
-    with entered(process, b"group", rows=moved, generation=2):
-        refused = refusal(process, b"group", rows=rows, generation=1)
-        assert "generation 1 of the attention side, which goes on with generation 2" in refused
-        np.testing.assert_array_equal(process._writer.rows, moved)
-    assert not refusal(process, b"another", rows=rows)  # whose generations are its own
+    attention = enter(b"group", rows=moved, generation=2)
+    refused = refusal(b"group", rows=rows, generation=1)
+    assert "generation 1 of the attention side, which goes on with generation 2" in refused
+    np.testing.assert_array_equal(process._writer.rows, moved)
+    attention.close()
+    until(lambda: not process.num_connections)
+    assert not refusal(b"another", rows=rows)  # whose generations are its own
 
 
-def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_is_called(process):
+def test_a_process_of_the_side_of_now_is_on_no_other_side_whatever_its_address_is_called(process, enter, refusal):
     """The side that is prepared knows nothing of experts that are moved meanwhile on the one of now."""
     rows = process._writer.rows.copy()
-    with entered(process, b"scales", rows=np.roll(rows, 1, axis=1)):
-        refused = refusal(process, b"scales", rows=rows, change=1)
-        assert "it is already on a side of experts that this attention side is connected to" in refused
-        np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
-    assert not refusal(process, b"scales", rows=rows, change=2)
+    attention = enter(b"scales", rows=np.roll(rows, 1, axis=1))
+    refused = refusal(b"scales", rows=rows, change=1)
+    assert "it is already on a side of experts that this attention side is connected to" in refused
+    np.testing.assert_array_equal(process._writer.rows, np.roll(rows, 1, axis=1))
+    attention.close()
+    until(lambda: not process.num_connections)
+    assert not refusal(b"scales", rows=rows, change=2)
 
 
-def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process):
-    with both_entered(process, b"hangs", generation=1) as old:
-        send(old[0], Call("moe_layers", 0, 8, 8, np.zeros((2, 2), "<i4").tobytes(), 0))
-        until(lambda: process._joint[b"hangs", 1]._parts)
-        new, error = enter(process, b"hangs", generation=2)
-        with new:
-            assert not error
-            assert not receive(old[0], Answered).error
+def test_a_new_generation_ends_what_waits_for_a_process_of_the_one_before(process, enter):
+    first, _ = (enter(b"hangs", process=number, processes=2, generation=1) for number in range(2))
+    first.send(Call("moe_layers", 0, 8, 8, NOT_FILLED))
+    assert first.link.receive(0.5) is None
+    enter(b"hangs", generation=2)
+    assert not first.answer()
 
 
-def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(process):
-    assert "it is process 2 of 2" in refusal(process, process=2, processes=2)
-    assert "it gives no name" in refusal(process, b"")
-    with entered(process, b"numbers", process=0, processes=2):
-        refused = refusal(process, b"numbers", process=1, processes=3)
+def test_a_process_that_leaves_is_waited_for_no_more(process, enter):
+    first, second = (enter(b"leaves", process=number, processes=2) for number in range(2))
+    first.send(Call("moe_layers", 0, 8, 8, NOT_FILLED))
+    assert first.link.receive(0.5) is None
+    second.close()
+    assert not first.answer()
+
+
+def test_a_process_that_cannot_be_one_of_the_attention_side_is_refused(enter, refusal):
+    assert "it is process 2 of 2" in refusal(process=2, processes=2)
+    assert "it gives no name" in refusal(b"")
+    enter(b"numbers", process=0, processes=2)
+    refused = refusal(b"numbers", process=1, processes=3)
     assert refused == "it is one of 3 processes, and others of this generation are of 2"
-    until(lambda: not process._joint)
 
 
-def test_two_processes_that_fill_the_same_cells_get_no_answers_of_each_other(process):
+def test_two_processes_that_fill_the_same_cells_get_no_answers_of_each_other(process, enter):
     filled = np.zeros((2, 2), "<i4")
     filled[:, 0] = 1
-    with both_entered(process, b"overlap") as channels:
-        for channel in channels:
-            send(channel, Call("moe_layers", 0, 8, 8, filled.tobytes(), 0))
-            channel.send_bytes(memoryview(np.repeat(process._empty_row, 2, axis=0).view(np.uint8)))
-        for channel in channels:
-            assert "two processes of the attention side fill the same cells" in receive(channel, Answered).error
+    both = [enter(b"overlap", process=number, processes=2) for number in range(2)]
+    for one in both:
+        one.send(Call("moe_layers", 0, 8, 8, filled.tobytes()), np.repeat(process._empty_row, 2, axis=0))
+    for one in both:
+        assert "two processes of the attention side fill the same cells" in one.answer()
 
 
-def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_its_own_answers(process):
+def test_two_processes_of_an_attention_side_have_one_program_run_and_each_gets_its_own_answers(process, enter):
     wire, counts = process._half.wire, (process.num_calls, process.num_products)
     rng = np.random.default_rng(0)
     rows, answers = [], []
-    with both_entered(process, b"both") as channels, entered(process, b"both too") as alone:
-        for number, channel in enumerate([*channels, alone]):
-            filled = np.zeros((2, 2), "<i4")  # of each device the queues of two senders
-            filled[:, number % 2] = 1
-            own = np.repeat(process._empty_row, 2, axis=0)
-            own[:, 0] = rng.integers(0, 1 << 8, 2)
-            rows.append(own if number < 2 else rows[0])
-            send(channel, Call("moe_layers", 0, 8, 8, filled.tobytes(), 0))
-            channel.send_bytes(memoryview(rows[number].view(np.uint8)))
-        for channel in [*channels, alone]:
-            assert not receive(channel, Answered).error
-            answer = np.empty((2, process._half.columns, wire.width), wire.dtype)
-            channel.receive_into(memoryview(answer.view(np.uint8)))
-            answers.append(answer)
+    sides = [enter(b"both", process=number, processes=2) for number in range(2)] + [enter(b"both too")]
+    for number, one in enumerate(sides):
+        filled = np.zeros((2, 2), "<i4")
+        filled[:, number % 2] = 1
+        own = np.repeat(process._empty_row, 2, axis=0)
+        own[:, 0] = rng.integers(0, 1 << 8, 2)
+        rows.append(own if number < 2 else rows[0])
+        one.send(Call("moe_layers", 0, 8, 8, filled.tobytes()), rows[number])
+    for one in sides:
+        answer = np.empty((2, process._half.columns, wire.width), wire.dtype)
+        assert not one.answer(answer)
+        answers.append(answer)
     np.testing.assert_array_equal(answers[0], answers[2])
     assert (process.num_calls - counts[0], process.num_products - counts[1]) == (3, 2)
 
 
-def test_of_two_processes_of_a_side_with_different_sizes_that_come_at_once_one_is_refused(process, monkeypatch):
-    lock = process._lock
+def test_of_two_processes_of_a_side_with_different_sizes_that_come_at_once_one_is_refused(refusal, enter):
+    errors = []
 
-    class Slow:
-        """A lock whose holder does nothing for a moment after it has let go, so that the other one goes on."""
+    def come(number):
+        errors.append(failure(lambda: enter(b"at once", process=number, processes=2 + number)))
 
-        def __enter__(self):
-            lock.acquire()
-
-        def __exit__(self, *_):
-            lock.release()
-            time.sleep(0.2)
-
-    monkeypatch.setattr(process, "_lock", Slow())
     with ThreadPoolExecutor(2) as threads:
-        came = list(threads.map(lambda i: enter(process, b"at once", process=i, processes=2 + i), range(2)))
-    refused = [error for _, error in came if error]
-    for channel, _ in came:
-        channel.close()
-    assert len(refused) == 1
-    assert "and others of this generation are of" in refused[0]
-    until(lambda: not process._joint)
+        list(threads.map(come, range(2)))
+    [refused] = filter(None, errors)
+    assert "and others of this generation are of" in refused
 
 
-def test_a_side_that_compiles_does_not_hold_up_the_calls_of_another(process, monkeypatch):
+def test_a_side_that_compiles_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
     compiling, go_on, original = threading.Event(), threading.Event(), process.side.compile
 
     def compile_slowly(*arguments):
         compiling.set()
-        assert go_on.wait(60)
+        assert go_on.wait(SECONDS)
         return original(*arguments)
 
-    filled = np.zeros((2, 2), "<i4").tobytes()
-    with entered(process, b"serves") as serving, entered(process, b"warms up") as warming:
-        assert not ask(serving, Call("moe_layers", 0, 8, 8, filled, 0))
-        monkeypatch.setattr(process.side, "compile", compile_slowly)
-        send(warming, Call("moe_layers", -1, 4, 16, b""))
-        assert compiling.wait(60)
-        serving.settimeout(20)
-        assert not ask(serving, Call("moe_layers", 0, 8, 8, filled, 1))
+    serving, warming = enter(b"serves"), enter(b"warms up")
+    assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED))
+    monkeypatch.setattr(process.side, "compile", compile_slowly)
+    warmed = warming.peer.request(COMPILE, Compile("moe_layers", 4, 16))
+    assert compiling.wait(SECONDS)
+    warming.send(Call("moe_layers", 0, 2, 4, NOT_FILLED))  # which no program is there for either
+    assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED, 1))
+    go_on.set()
+    assert warmed.result(SECONDS) is None
+    assert not warming.answer()
+
+
+def test_a_program_that_could_not_be_compiled_is_an_error_and_is_compiled_when_it_is_asked_for_again(
+    process, enter, monkeypatch
+):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    attention, call = enter(), Call("moe_layers", 0, 2, 8, NOT_FILLED)
+    with monkeypatch.context() as patch:
+        patch.setattr(process.side, "compile", fail)
+        assert attention.ask(Compile("moe_layers", 2, 8)) == "RuntimeError: out of memory"
+        assert attention.call(call) == "RuntimeError: out of memory"
+    assert not attention.call(msgspec.structs.replace(call, number=1))
+
+
+def test_a_side_that_opens_does_not_hold_up_the_calls_of_another(process, enter, monkeypatch):
+    opening, go_on, original = threading.Event(), threading.Event(), process._check
+
+    def check_slowly(opened):
+        opening.set()
+        assert go_on.wait(SECONDS)
+        original(opened)
+
+    serving = enter(b"serves")
+    monkeypatch.setattr(process, "_check", check_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(enter, b"opens")
+        assert opening.wait(SECONDS)
+        assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED))
         go_on.set()
-        assert not receive(warming, Answered).error
+        entered.result(SECONDS)
 
 
-def test_a_side_hears_why_its_experts_cannot_be_read(process, monkeypatch):
+def test_a_side_hears_why_its_experts_cannot_be_read(process, refusal, monkeypatch):
     def read(*_):
         raise OSError("the disk is gone")
 
     rows = process._writer.rows.copy()
     monkeypatch.setattr(process._writer, "_read", read)
-    assert refusal(process, rows=np.roll(rows, 1, axis=1)) == "OSError: the disk is gone"
+    assert refusal(rows=np.roll(rows, 1, axis=1)) == "OSError: the disk is gone"
     np.testing.assert_array_equal(process._writer.rows, rows)
-    assert not refusal(process, rows=rows)
+    assert not refusal(rows=rows)
 
 
 def test_an_expert_of_another_process_is_read_when_it_is_staged_and_not_when_it_is_placed(process, monkeypatch):
@@ -274,32 +396,67 @@ def test_an_expert_of_another_process_is_read_when_it_is_staged_and_not_when_it_
 @pytest.mark.parametrize(
     ("stack", "layer", "says"),
     [
-        ("nothing", -1, "there is no stack of experts 'nothing', only moe_layers"),  # to compile
-        ("nothing", 0, "there is no stack of experts 'nothing', only moe_layers"),  # to compute
+        ("nothing", 0, "there is no stack of experts 'nothing', only moe_layers"),
         ("moe_layers", 2, "moe_layers has no experts in layer 2"),
     ],
 )
 def test_an_unknown_stack_of_experts_and_a_layer_that_it_has_not_are_refused_in_a_line(
-    process, caplog, stack, layer, says
+    enter, caplog, stack, layer, says
 ):
-    with entered(process) as channel:
-        assert ask(channel, Call(stack, layer, 8, 8, np.zeros((2, 2), "<i4").tobytes())) == says
-        assert not ask(channel, Call("moe_layers", -1, 8, 8, b""))
-    (record,) = [record for record in caplog.records if says in record.getMessage()]
+    attention = enter()
+    assert attention.call(Call(stack, layer, 8, 8, NOT_FILLED)) == says
+    assert not attention.ask(Compile("moe_layers", 8, 8))
+    [record] = [record for record in caplog.records if says in record.getMessage()]
     assert (record.levelname, record.exc_info) == ("WARNING", None)
 
 
-def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, monkeypatch):
+def test_nobody_compiles_for_an_unknown_stack(enter):
+    assert "there is no stack of experts 'nothing', only moe_layers" in enter().ask(Compile("nothing", 8, 8))
+
+
+def test_rows_for_which_there_is_no_memory_are_answered_and_the_connection_stays(process, enter, monkeypatch):
     filled, original = np.full((2, 1), 4096, "<i4"), np.empty
 
     def empty(shape, *arguments, **options):
         if np.ndim(shape) and shape[0] == filled.sum():
-            raise MemoryError
+            raise MemoryError("there is none")
         return original(shape, *arguments, **options)
 
-    with entered(process) as channel:
-        monkeypatch.setattr(np, "empty", empty)
-        send(channel, Call("moe_layers", 0, 4096, 4096, filled.tobytes()))
-        channel.send_bytes(bytes(int(filled.sum()) * process._half.wire.row_bytes))
-        assert receive(channel, Answered).error == "MemoryError: there is no memory for 8,192 rows"
-        assert not ask(channel, Place(0, process._writer.rows[0].tobytes()))
+    attention = enter()
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", empty)
+        rows = np.zeros(int(filled.sum()) * process._half.wire.row_bytes, np.uint8)
+        attention.send(Call("moe_layers", 0, 4096, 4096, filled.tobytes()), rows)
+        assert attention.answer() == "MemoryError: there is none"
+    assert not attention.ask(Place(0, process._writer.rows[0].tobytes()))
+
+
+def test_what_a_member_may_send_by_mistake_harms_its_own_requests_alone(process, endpoint, enter):
+    """Any bytes as a call, any value as a request, and calls that cannot be: another side is answered as before."""
+    serving, other, rng = enter(b"serves"), enter(b"mistaken"), random.Random(0)
+    stranger = endpoint.connect(process.endpoint.address, "attention")
+    bad = [
+        Call("moe_layers", 0, 2**40, 2**40, bytes(4)),
+        Call("moe_layers", 0, 8, 8, bytes(7)),
+        Call("moe_layers", 0, 8, 8, np.full((2, 2), 9, "<i4").tobytes()),
+        Call("moe_layers", 0, 8, 8, np.full((2, 2), -1, "<i4").tobytes()),
+        Call("moe_layers", 0, 8, 8, np.full((2, 2), 1, "<i4").tobytes()),  # whose rows are missing
+        Call("moe_layers", -1, 8, 8, NOT_FILLED),
+    ]
+    values = [None, 7, "text", b"", [], {}, [1, 2], Place(10**6, bytes(4)), Stage(0, bytes(3)), [{}, b"", b"me"]]
+    for turn in range(60):
+        call = msgspec.msgpack.encode(rng.choice(bad))
+        header = rng.choice([call, call[: rng.randrange(1, len(call))], rng.randbytes(rng.randrange(1, 40))])
+        other.link.send(header, *[rng.randbytes(rng.randrange(50)) for _ in range(rng.randrange(3))])
+        assert other.answer()
+        service = rng.choice([OPEN, COMPILE, STAGE, PLACE, "experts.nothing"])
+        with pytest.raises((RefusedError, RuntimeError)):
+            stranger.request(service, rng.choice(values)).result(SECONDS)
+        assert not serving.call(Call("moe_layers", 0, 8, 8, NOT_FILLED, turn))
+    stranger.close()
+
+
+def test_an_attention_process_whose_link_ends_is_asked_to_connect_anew(enter):
+    attention = enter()
+    attention.link.close()
+    until(lambda: attention.peer.lost)

@@ -1,16 +1,12 @@
 """Either all attention processes continue with other expert processes, from the same command on, or none does."""
 
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "elastic"))
-from held_processes import groups
+from group_in_threads import groups
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.remote_experts import RemoteExperts
@@ -28,7 +24,7 @@ class Side(RemoteExperts):
     """An expert side without links. connecting: replaces its connection."""
 
     def __init__(self, connecting=lambda side: None):
-        super().__init__(MeshSpec(dp_size=4), [], [], waits=True, patience=1, silence=1)
+        super().__init__(MeshSpec(dp_size=4), [], None, waits=True, patience=1)
         self._connecting = connecting
         self.closed = threading.Event()
 
