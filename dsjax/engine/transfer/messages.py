@@ -189,16 +189,14 @@ class PrefillLink:
     """A prefill side, as decode sees it: in this process, or in another one. All methods may be called from any thread.
 
     Attributes:
+        is_idle: whether there is no connection to it, and none is being made.
         receive: takes the side's messages, in its own thread; `connect` says who does.
     """
 
+    is_idle: bool = False
+
     def __init__(self):
         self.receive: Callable[[ToDecode], None] = lambda message: None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is no connection to it, and none is being made."""
-        return False
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive` from now on."""

@@ -27,7 +27,7 @@ from dsjax.engine.transfer.messages import (
     ToPrefill,
     TransferFailed,
 )
-from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
+from dsjax.engine.transfer.prefill_service import Receive
 from dsjax.messaging import Endpoint, Peer, Request
 from dsjax.messaging.curve import LISTENER
 from dsjax.messaging.endpoint import CONNECT_SECONDS
@@ -43,13 +43,13 @@ class PrefillServer:
     """A prefill engine that decode engines of other processes reach at an endpoint. Chunks are pulled from whichever process keeps them.
 
     Args:
-        chunks: this process's, which ends with the engine. space: as in `Greeting`.
+        engine: a `PrefillEngine`. chunks: this process's, which ends with the engine. space: as in `Greeting`.
         owns_endpoint: whether the endpoint ends with the engine too.
     """
 
     def __init__(
         self,
-        engine: PrefillEndpoint,
+        engine: Any,
         chunks: ChunkServer,
         space: dict[str, Any],
         endpoint: Endpoint,

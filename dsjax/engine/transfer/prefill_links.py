@@ -3,11 +3,13 @@
 Plain Python.
 """
 
+from __future__ import annotations
+
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.schedule.attachment import Attachment
@@ -25,25 +27,13 @@ from dsjax.engine.transfer.messages import (
     ToDecode,
     ToPrefill,
 )
-from dsjax.engine.transfer.prefill_service import PrefillEndpoint
 from dsjax.engine.transfer.remote_prefill import RemotePrefills
+
+if TYPE_CHECKING:
+    from dsjax.engine.transfer.page_network import RemoteLinks
 
 TRANSFER_WAIT = 0.01
 """Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
-
-
-class Dialer(Protocol):
-    """Makes links to prefill engines at addresses (`RemoteLinks`)."""
-
-    def link_to(self, address: str) -> PrefillLink:
-        """Make the link to a prefill engine.
-
-        Raises:
-            UserError: the address is none.
-        """
-
-    def close(self) -> None:
-        """End all connections."""
 
 
 class PrefillLinks(Attachment):
@@ -66,7 +56,7 @@ class PrefillLinks(Attachment):
     def __init__(
         self,
         links: Sequence[PrefillLink],
-        dialer: Dialer | None = None,
+        dialer: RemoteLinks | None = None,
         *,
         local_tokens: int = 1,
         timeout: float = TRANSFER_SECONDS,
@@ -179,10 +169,10 @@ class PrefillLinks(Attachment):
 class LocalLink(PrefillLink):
     """The way to a prefill engine of this process.
 
-    move: gives a chunk on another device.
+    engine: a `PrefillEngine`. move: gives a chunk on another device.
     """
 
-    def __init__(self, engine: PrefillEndpoint, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
+    def __init__(self, engine: Any, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
         super().__init__()
         self.engine, self._move = engine, move
 

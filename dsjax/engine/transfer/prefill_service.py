@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
 from dsjax.engine.contract.executor import Executor
@@ -39,31 +39,6 @@ Keepers = Callable[[Executor], Sequence[Keeper]]
 _MOST_RECENT = 4096
 _LOOK_SECONDS = 0.25
 """How often buffers are looked at where nothing else happens, and decode is told what is under way; more often with a short timeout."""
-
-
-class PrefillEndpoint(Protocol):
-    """What a link or a server of this or another process needs of a prefill engine."""
-
-    buffers: SendBuffers
-
-    def post(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Take a message from any thread; what becomes of it is told to `receive`, from any thread.
-
-        A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
-        """
-
-    def leave(self, receive: Receive) -> None:
-        """Cancel everything that was asked for with this `receive`."""
-
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile every shape before the first prompt, in all processes."""
-
-    def shutdown(self, timeout: float = 10.0) -> None:
-        """End the engine. Transfers that are under way fail."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
 
 
 class PrefillCounts(NamedTuple):
