@@ -50,7 +50,7 @@ from dsjax.engine.setup.stages import OwnStages, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
-from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
+from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
 from dsjax.engine.tiers.page_files import PageFiles
@@ -286,7 +286,7 @@ class _Loader:
         layout: EngineLayout,
         params: dict[str, Array],
         limits: ExecutorLimits,
-        disk: Callable[[Shapes], PageDisk] | None,
+        disk: Callable[[Shapes], Any] | None,
         opened: contextlib.ExitStack,
     ) -> MeshExecutor:
         """Make the executor of one mesh."""
@@ -417,7 +417,7 @@ def executor_parts(
     limits: ExecutorLimits,
     per_exchange: int,
     reload: Reload,
-    disk: Callable[[Shapes], PageDisk] | None,
+    disk: Callable[[Shapes], Any] | None,
 ) -> list[PartMaker]:
     """List the optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []

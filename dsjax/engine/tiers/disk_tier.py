@@ -114,7 +114,7 @@ class DiskTier:
         if not ok:
             self._counts["failed_writes"] += 1
             self._writes.begin(now)
-        if name is None or self._writing.get(name) != number:
+        if name is None:
             return None
         del self._writing[name]
         if not ok:

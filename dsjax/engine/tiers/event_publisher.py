@@ -12,6 +12,7 @@ frames are small, and few replays are under way at once, each as fast as its cli
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ipaddress
 import itertools
@@ -25,6 +26,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 
 from dsjax.background import contained, start_thread
 from dsjax.engine.contract.executor import Executor
@@ -79,7 +83,7 @@ class KvEventsConfig(JsonOption):
         topic: the first frame.
 
     Raises:
-        UserError: a value that cannot be; or pyzmq is not installed.
+        UserError: a value that cannot be.
     """
 
     flag: ClassVar[str] = FLAG
@@ -160,9 +164,7 @@ class EventPublisher:
     """
 
     def __init__(self, config: KvEventsConfig, num_ranks: int):
-        import zmq
-
-        self._zmq, self._topic = zmq, config.topic.encode()
+        self._topic = config.topic.encode()
         self._queue: queue.Queue[tuple[int, int, EventBatch] | None] = queue.Queue(config.max_queue_size)
         self._next = [0] * num_ranks
         self._kept: list[deque[tuple[int, bytes]]] = [deque(maxlen=config.buffer_steps) for _ in range(num_ranks)]
@@ -191,8 +193,8 @@ class EventPublisher:
 
     def _make_socket(self, context: Any, kind: int) -> Any:
         socket = context.socket(kind)
-        socket.setsockopt(self._zmq.MAXMSGSIZE, _MOST_FRAME_BYTES)
-        socket.setsockopt(self._zmq.HANDSHAKE_IVL, _GREETING_SECONDS * 1000)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_FRAME_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_SECONDS * 1000)
         if self._curve is not None:
             self._curve.protect(socket)
         return socket
@@ -277,11 +279,8 @@ class EventPublisher:
 
     def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> None:
         """Send a client what its socket takes now, up to a turn's bound; it is not waited for."""
-        zmq = self._zmq
         kept = self._kept[rank]
-        first = max(replay.next - kept[0][0], 0) if kept else 0
-        if kept and len(kept) != kept[-1][0] - kept[0][0] + 1:  # numbers were lost in between
-            first = next((place for place, (number, _) in enumerate(kept) if number >= replay.next), len(kept))
+        first = bisect.bisect_left(kept, (replay.next,))
         try:
             for number, payload in itertools.islice(kept, first, first + _MOST_BATCHES_A_TURN):
                 socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload), zmq.DONTWAIT)
@@ -318,10 +317,6 @@ class _Curve:
     """
 
     def __init__(self, key_file: str, clients: str):
-        import zmq
-        import zmq.auth
-        from zmq.auth.thread import ThreadAuthenticator
-
         if not zmq.has("curve"):
             raise UserError(f"{FLAG}: this pyzmq was built without CURVE; install one from PyPI, whose wheels have it")
         try:
@@ -376,8 +371,6 @@ def endpoint_of(endpoint: str, rank: int) -> str:
 
 
 def _open(socket: Any, endpoint: str, bound: bool) -> None:
-    import zmq
-
     try:
         if bound:
             socket.bind(endpoint)

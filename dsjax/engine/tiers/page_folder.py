@@ -72,12 +72,6 @@ class PageFolder:
                 raise self._unusable(error) from error
             opened.pop_all()
 
-    def __enter__(self) -> "PageFolder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Give the folder and its lock back. What another thread still does here goes on, and what it begins is an `OSError`."""
         if self._lock is not None:

@@ -3,6 +3,7 @@
 These are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too.
 """
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -208,6 +209,6 @@ def test_what_does_not_fit_is_refused_of_its_side_and_leaves_another_server_s_fo
         monkeypatch.setattr(loading, "load", lambda *args, **rest: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     (taken := tmp_path / "taken").mkdir()
-    with lock_folder(taken), pytest.raises(UserError, match=says):
+    with contextlib.closing(lock_folder(taken)), pytest.raises(UserError, match=says):
         LLM(str(checkpoint), **{"prefill_mesh": "dp=1", "decode_mesh": "dp=1"} | options, **SIZES)
     assert {path.name for path in taken.iterdir()} == {"dsjax-pages", "lock"}
