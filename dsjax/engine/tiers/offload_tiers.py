@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
+from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.disk_tier import DiskTier
 from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier, PageReporter, PageReports
-
-if TYPE_CHECKING:
-    from dsjax.engine.schedule.page_events import PageEvents
-    from dsjax.engine.schedule.request import Request
 
 PATIENCE = 2.0
 """Seconds that a request waits for pages that are read from the disk. Then it goes on without, and the disk is left alone for a while."""

@@ -7,13 +7,14 @@ import threading
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from dsjax.addresses import split_address
 from dsjax.background import start_thread
 from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.executor import Progress
 from dsjax.engine.transfer.chunk_network import ROLE, ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
@@ -31,9 +32,6 @@ from dsjax.engine.transfer.prefill_service import Receive
 from dsjax.messaging import Endpoint, Peer, Request
 from dsjax.messaging.curve import LISTENER
 from dsjax.messaging.endpoint import CONNECT_SECONDS
-
-if TYPE_CHECKING:
-    from dsjax.engine.contract.executor import Progress
 
 _log = logging.getLogger(__name__)
 _SERVICE = "prefill"
