@@ -114,7 +114,8 @@ class CompiledPrograms:
                 num_there = len(labels) - len(missing)
                 if not missing:
                     report(num_there, num_there, "all")
-                of_others = [key for key in _from_own_place(missing) if not begin(key, wait=True)]
+                first = len(missing) * jax.process_index() // jax.process_count()
+                of_others = [key for key in missing[first:] + missing[:first] if not begin(key, wait=True)]
                 finish()
                 since = time.monotonic()
                 while of_others:
@@ -168,12 +169,6 @@ class CompiledPrograms:
                 self.compiled[key] = lowered.compile(compiler_options=self._options(key))
             else:
                 self.compiled[key] = self.shelf.compile(key, lowered, self._options(key))
-
-
-def _from_own_place(keys: list[ProgramKey]) -> list[ProgramKey]:
-    """Keys in an order that begins elsewhere in each process."""
-    first = len(keys) * jax.process_index() // jax.process_count()
-    return keys[first:] + keys[:first]
 
 
 class _FewerLooksForGarbage:

@@ -79,11 +79,8 @@ class _Writer(serialize_executable._JaxPjrtPickler):
 
     def persistent_id(self, obj: Any) -> tuple | None:
         persistent = super().persistent_id(obj)
-        return (
-            ("exec", self._data)
-            if persistent is not None and persistent[0] == "exec" and self._data is not None
-            else persistent
-        )
+        is_program = persistent is not None and persistent[0] == "exec"
+        return ("exec", self._data) if is_program and self._data is not None else persistent
 
 
 def load(kept: KeptProgram, devices: list[jax.Device]) -> Compiled:

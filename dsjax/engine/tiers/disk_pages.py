@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -125,6 +126,7 @@ class DiskPages:
         self._listed.set()
 
     def _listed_names(self) -> list[bytes]:
+        began = time.monotonic()
         try:
             listing = self._files.list()
         except Exception as error:
@@ -139,7 +141,7 @@ class DiskPages:
                 len(names),
                 len(names) * self._files.page_bytes / 1e9,
                 self._other_bytes / 1e9,
-                listing.seconds,
+                time.monotonic() - began,
             )
         self._own = len(names)
         excess = len(names) - self._max_bytes // self._files.page_bytes

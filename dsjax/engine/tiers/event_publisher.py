@@ -176,25 +176,21 @@ class EventPublisher:
         context = zmq.Context.instance() if self._curve is None else self._curve.context
         try:
             for rank in range(num_ranks):
-                socket = self._make_socket(context, zmq.PUB)
-                self._sockets.append(socket)
-                socket.set_hwm(config.hwm)
-                _open(socket, endpoint_of(config.endpoint, rank), config.is_bound)
+                self._sockets.append(self._make_socket(context, zmq.PUB, config.hwm))
+                _open(self._sockets[-1], endpoint_of(config.endpoint, rank), config.is_bound)
                 if config.replay_endpoint is not None:
-                    socket = self._make_socket(context, zmq.ROUTER)
-                    self._replays.append(socket)
-                    socket.set_hwm(_UNREAD_BATCHES)
-                    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that reads too slowly is then noticed
-                    _open(socket, endpoint_of(config.replay_endpoint, rank), bound=True)
+                    self._replays.append(self._make_socket(context, zmq.ROUTER, _UNREAD_BATCHES))
+                    self._replays[-1].router_mandatory = 1  # a client that reads too slowly is then noticed
+                    _open(self._replays[-1], endpoint_of(config.replay_endpoint, rank), bound=True)
         except BaseException:
             self._close_sockets()
             raise
         self._thread = start_thread("cache events", self._run, name="dsjax-kv-events")
 
-    def _make_socket(self, context: Any, kind: int) -> Any:
+    def _make_socket(self, context: zmq.Context, kind: int, hwm: int) -> zmq.Socket:
         socket = context.socket(kind)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_FRAME_BYTES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_SECONDS * 1000)
+        socket.maxmsgsize, socket.handshake_ivl = _MOST_FRAME_BYTES, _GREETING_SECONDS * 1000
+        socket.set_hwm(hwm)
         if self._curve is not None:
             self._curve.protect(socket)
         return socket

@@ -38,13 +38,7 @@ _FILE = re.compile(r"([0-9a-f]{64})\.(page|writing)")
 
 
 class Entry(NamedTuple):
-    """A file of our own form.
-
-    Attributes:
-        path: below the folder.
-        name: of the page, in hexadecimal.
-        is_whole: whether it is a page, and not what was to become one.
-    """
+    """A file of our own form. path: below the folder. name: of the page, in hexadecimal. is_whole: it is not a page half written."""
 
     path: str
     name: str

@@ -47,10 +47,6 @@ class PageSends(PageSource):
         """Whether pages wait, and there is room for a chunk of them."""
         return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
 
-    def has_waiting(self, send: PageSend) -> bool:
-        """Whether pages of a transfer wait."""
-        return any(waiting_send is send for waiting in self.waiting for waiting_send, _, _ in waiting)
-
     def transfers_waiting(self) -> set[str]:
         """Names of the transfers of which pages wait."""
         return {send.transfer for waiting in self.waiting for send, _, _ in waiting}

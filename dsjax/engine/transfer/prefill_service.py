@@ -161,7 +161,16 @@ class PrefillService(Attachment):
         if objection:
             self._refuse(ask, receive, objection)
             return
-        request = self._request(ask, tokens)
+        request = Request(
+            ask.transfer,
+            tokens,
+            len(tokens),
+            SamplingParams(temperature=0, max_tokens=1),
+            max_tokens=1,
+            seed=0,
+            arrival_time=time.monotonic(),
+            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
+        )
         names = extend_hashes(request, self.scheduler.config.page_size)
         if receive is not None and names[ask.end - 1] != ask.page:
             self._refuse(ask, receive, "its tokens and its salt are not those of the pages that it names")
@@ -210,19 +219,6 @@ class PrefillService(Attachment):
         elif receive is None or _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
             self._end(message.transfer)
 
-    @staticmethod
-    def _request(ask: PrefillRequest, tokens: list[int]) -> Request:
-        return Request(
-            ask.transfer,
-            tokens,
-            len(tokens),
-            SamplingParams(temperature=0, max_tokens=1),
-            max_tokens=1,
-            seed=0,
-            arrival_time=time.monotonic(),
-            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
-        )
-
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
         """Say why this cannot be computed: it may come from another process, and a device would take anything."""
         page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
@@ -247,14 +243,12 @@ class PrefillService(Attachment):
 
     def _forget_done(self, names: Iterable[str]) -> None:
         """Forget those of these transfers of which every page is computed, sent, and released."""
+        waiting = self.source.transfers_waiting()
         for name in names:
             send = self._sends.get(name)
-            if send is not None and self._is_done(send):
+            is_sent = send is not None and send.request.status is Status.FINISHED and name not in waiting
+            if is_sent and not self.buffers.kept_for(send):
                 self._forget(name)
-
-    def _is_done(self, send: PageSend) -> bool:
-        is_finished = send.request.status is Status.FINISHED
-        return is_finished and not self.source.has_waiting(send) and not self.buffers.kept_for(send)
 
     def _fail(self, name: str, reason: str, aborts: bool = True) -> None:
         send = self._sends.get(name)

@@ -37,9 +37,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     mark: MemoryRegions
 
 
-_decoder = msgspec.msgpack.Decoder(Ticket)
-
-
 @jax.jit
 def _copied(arrays: Chunk) -> Chunk:
     return jax.tree.map(jnp.copy, arrays)
@@ -178,7 +175,7 @@ class NixlTransport(Transport):
         Raises:
             ConnectionError: its process has gone. NIXL's own errors likewise.
         """
-        theirs = _decoder.decode(ticket)
+        theirs = msgspec.msgpack.decode(ticket, type=Ticket)
         buffer = self._receives.acquire(shapes, device)
         try:
             with self._agent.reading(address, theirs.buffer, theirs.descriptions):
