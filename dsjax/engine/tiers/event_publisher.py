@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ipaddress
 import itertools
 import logging
 import queue
@@ -30,6 +29,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from dsjax.addresses import is_loopback
 from dsjax.background import contained, start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.json_option import JsonOption
@@ -346,14 +346,8 @@ class _Curve:
 
 def _is_of_this_machine(endpoint: str) -> bool:
     """Say whether a bound endpoint is reachable from its own machine alone."""
-    if not endpoint.startswith("tcp://"):
-        return True
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if host in ("localhost", "lo"):
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
+    return not endpoint.startswith("tcp://") or host == "lo" or is_loopback(host)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:

@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     used: float
 
 
-class PageFolder:
+class PageFolder(OwnedFolder):
     """A folder for pages, open until `close`; whoever replaces its path by another folder meanwhile changes nothing.
 
     Raises:
@@ -56,21 +56,17 @@ class PageFolder:
 
     def __init__(self, path: str | Path):
         self.path, self._lock = Path(path), None
-        with contextlib.ExitStack() as opened:
-            try:
-                self._folder = OwnedFolder(self.path)
-                self.opened = self._folder.opened
-                opened.callback(self._folder.close)
-                self._recognise()
-            except OSError as error:
-                raise self._unusable(error) from error
-            opened.pop_all()
+        try:
+            super().__init__(self.path)
+            self._recognise()
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def close(self) -> None:
         """Give the folder and its lock back. What another thread still does here goes on, and what it begins is an `OSError`."""
         if self._lock is not None:
             self._lock()
-        self._folder.close()
+        super().close()
 
     def lock(self) -> None:
         """Take the lock; it is given back by `close`, or when the process ends.
@@ -190,11 +186,7 @@ def lock_folder(path: str | Path) -> PageFolder:
         UserError: it cannot be made or written, is not ours, or another process has it.
     """
     folder = PageFolder(path)
-    try:
-        folder.lock()
-    except UserError:
-        folder.close()
-        raise
+    folder.lock()
     return folder
 
 
