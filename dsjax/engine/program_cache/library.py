@@ -79,12 +79,6 @@ class ProgramLibrary:
         fits = _LEAST_SHARE_OF_PAGES * limits.pages_per_rank <= pages <= limits.pages_per_rank
         return dataclasses.replace(limits, pages_per_rank=pages) if fits else limits
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the programs that are kept in memory."""
-        with self._lock:
-            return sum(len(kept.data) for shelf in self._kept.values() for kept in shelf.values())
-
     def give_up(self, error: Exception) -> None:
         """This version of JAX cannot do it: keep nothing from now on."""
         if self.works:

@@ -1,7 +1,4 @@
-"""`DiskTier`: which pages lie on the disk, and when the disk is left alone. The executor has the bytes.
-
-docs/cache-tiers.md has the design.
-"""
+"""`DiskTier`: which pages lie on the disk, and when the disk is left alone. docs/cache-tiers.md has the design."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -50,8 +47,6 @@ class DiskTier:
     """
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
-        if num_pages < 1:
-            raise ValueError(f"found room for {num_pages} pages, expected at least 1")
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.reads_pause = self.writes_pause = False

@@ -63,8 +63,6 @@ class OffloadTiers(PageSource):
     tiers = ("disk", "host")
 
     def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0, under_way: int = 2):
-        if not host_slots and not disk_pages:
-            raise ValueError("found neither host memory nor a disk, expected one of them")
         self.resize(host_slots, disk_pages, disk_page_bytes, under_way)
         self.host: list[HostTier] = []
         self.disk: DiskTier | None = None
@@ -296,8 +294,6 @@ class OffloadAttachment(Attachment):
 
     def __init__(self, config: SchedulerConfig):
         self.source = OffloadTiers(*_sizes(config))
-        self._executor: Executor | None = None
-        self._reporter: PageReporter | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""

@@ -1,7 +1,4 @@
-"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back.
-
-No step waits for them.
-"""
+"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back."""
 
 from __future__ import annotations
 

@@ -79,8 +79,6 @@ class HostTier:
     """
 
     def __init__(self, num_slots: int, under_way: int = 2):
-        if num_slots < 1:
-            raise ValueError(f"found {num_slots} slots, expected at least 1")
         self.num_slots, self._under_way = num_slots, under_way
         self._free = list(range(num_slots - 1, -1, -1))
         self._names = SegmentedLru(num_slots)

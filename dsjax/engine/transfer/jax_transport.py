@@ -36,7 +36,7 @@ class JaxTransport(Transport):
     def publish(self, number: int, chunk: Chunk) -> bytes:
         """Let a chunk be pulled, once. The ticket is all that a puller needs."""
         ticket = secrets.token_bytes(_TICKET_BYTES)
-        self._server.await_pull(_number_of(ticket), chunk)
+        self._server.await_pull(int.from_bytes(ticket, "little"), chunk)
         self._tickets[number] = ticket
         return ticket
 
@@ -58,14 +58,9 @@ class JaxTransport(Transport):
             connection = self._connections[address]
         sharding = jax.sharding.SingleDeviceSharding(device)
         described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
-        return jax.block_until_ready(connection.pull(_number_of(ticket), described))
+        return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), described))
 
     def disconnect(self, address: str) -> None:
         """Keep no connection to a process that has gone."""
         with self._lock:
             self._connections.pop(address, None)
-
-
-def _number_of(ticket: bytes) -> int:
-    """The number under which JAX's server has a chunk."""
-    return int.from_bytes(ticket, "little")

@@ -45,8 +45,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
     """Nobody wants the rest of a transfer, nor its chunks.
 
-    Attributes:
-        page: the name of its last page, which shows that whoever cancels a transfer without having asked for it knows its prompt.
+    page: the name of its last page, which shows that whoever cancels a transfer without having asked for it knows its prompt.
     """
 
     transfer: str

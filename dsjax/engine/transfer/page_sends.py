@@ -1,7 +1,4 @@
-"""`PageSends`: the page source of an engine that computes prompts for others: it takes pages as soon as they are computed, and gives none.
-
-Plain Python.
-"""
+"""`PageSends`: the page source of an engine that computes prompts for others. It takes pages as soon as they are computed."""
 
 from __future__ import annotations
 

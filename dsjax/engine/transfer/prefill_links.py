@@ -1,7 +1,4 @@
-"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: the way to one of this process.
-
-Plain Python.
-"""
+"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: one of this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled.
-
-Plain Python.
-"""
+"""`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled."""
 
 import logging
 import time
@@ -140,10 +137,9 @@ class PrefillService(Attachment):
             self.flush_core()
         else:
             send = self.buffers.transfer_of(message.number)
-            if send is None or not _is_of(send, receive):
-                return
-            self.buffers.release(message.number)
-            self._forget_done(list(self._sends))
+            if send is not None and _is_of(send, receive):
+                self.buffers.release(message.number)
+                self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
         """Cancel everything that was asked for with this `receive`: who asked is there no more."""
@@ -216,7 +212,7 @@ class PrefillService(Attachment):
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)
-        elif receive is None or _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
+        elif _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
             self._end(message.transfer)
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:

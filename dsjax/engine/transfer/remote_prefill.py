@@ -1,6 +1,4 @@
-"""`RemotePrefills`: the page source of a decode engine whose prompts other engines compute: what it has asked them for, what they have
-ready, and when it goes on without. Plain Python.
-"""
+"""`RemotePrefills`: the page source of a decode engine whose prompts other engines compute."""
 
 import itertools
 import logging
