@@ -54,7 +54,7 @@ from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
 from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
+from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -118,7 +118,7 @@ def load_model(
     if args.record_steps is not None:
         check_writable(args.record_steps)
     # Before anything expensive is done.
-    lock = None if args.disk_cache is None else lock_folder(args.disk_cache)
+    lock = None if args.disk_cache is None else PageFolder(args.disk_cache).lock()
     # Whoever keeps the error, as a notebook does, must not keep the folder and connections too.
     with contextlib.ExitStack() as opened:
         if lock is not None:

@@ -68,8 +68,8 @@ class PageFolder(OwnedFolder):
             self._lock()
         super().close()
 
-    def lock(self) -> None:
-        """Take the lock; it is given back by `close`, or when the process ends.
+    def lock(self) -> "PageFolder":
+        """Take the lock, and give the folder; the lock is given back by `close`, or when the process ends.
 
         Raises:
             UserError: another process has it, or the file system has no locks.
@@ -90,6 +90,7 @@ class PageFolder(OwnedFolder):
         with contextlib.suppress(OSError):  # the number is for people; on a full disk the lock holds without it
             os.ftruncate(file, 0)
             os.write(file, f"{os.getpid()}\n".encode())
+        return self
 
     def make_space(self, space: str, described: bytes) -> None:
         """Make the folder of a space, with the file that says what it is.
@@ -177,17 +178,6 @@ class PageFolder(OwnedFolder):
             f"--disk-cache: {self.path} cannot be used as a folder for pages: {error.strerror or error}; give one that "
             "this user, and nobody else, can write"
         )
-
-
-def lock_folder(path: str | Path) -> PageFolder:
-    """Open the folder for pages, which is made if it is not there, and take its lock.
-
-    Raises:
-        UserError: it cannot be made or written, is not ours, or another process has it.
-    """
-    folder = PageFolder(path)
-    folder.lock()
-    return folder
 
 
 def space_name(described: bytes) -> str:
