@@ -69,7 +69,7 @@ class ProgramLibrary:
             with self._lock:
                 kept = self._kept.setdefault(about, {})
         found = None
-        if self.folder is not None and depends_on is not None and _can_be_found_alone(mesh):
+        if self.folder is not None and depends_on is not None:
             found = _digest(mesh, depends_on)
         return None if kept is None and found is None else Shelf(self, kept, found, mesh)
 
@@ -87,22 +87,17 @@ class ProgramLibrary:
 
 
 def _digest(mesh: Mesh, depends_on: tuple[Any, ...]) -> str | None:
-    """Digest what all programs for a mesh depend on beside their keys; None where that cannot be told."""
+    """Digest what all programs for a mesh depend on beside their keys; None where they are not kept on disk."""
     client = mesh.devices.flat[0].client
+    if client.platform != "cpu" and mesh.is_multi_process:
+        # Compilers of accelerators talk to those of the other processes, which would wait for one that has found its program on disk.
+        return None
     try:
         chips = None if client.platform == "cpu" else jax_internals.topology_fingerprint(mesh.devices.flat)
         return identity.digest(identity.of_process(client), chips, mesh, depends_on)
     except Exception as error:  # a start goes on without
         _log.info("Compiled programs of this engine are not kept whole: %s: %s", type(error).__name__, error)
         return None
-
-
-def _can_be_found_alone(mesh: Mesh) -> bool:
-    """Whether a process may find a program that another process of the mesh compiles.
-
-    Compilers of accelerators talk to those of the other processes, which would wait for one that has found its program on disk.
-    """
-    return mesh.devices.flat[0].platform == "cpu" or not mesh.is_multi_process
 
 
 class Shelf:

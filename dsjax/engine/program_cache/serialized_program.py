@@ -18,14 +18,8 @@ from jax.stages import Compiled, Lowered
 
 from sharding import jax_internals
 
-
-class _ReadLast(threading.local):
-    """Keeps for each thread the compiled program that JAX's cache gave last, as bytes."""
-
-    data: bytes | None = None
-
-
-_read_last = _ReadLast()
+_read_last = threading.local()
+"""Keeps for each thread, as `data`, the compiled program that JAX's cache gave last, as bytes."""
 
 
 def listen_to_jax_cache() -> None:

@@ -251,8 +251,7 @@ class EventPublisher:
             self._read_requests(rank, socket)
             under_way = self._under_way[rank]
             for client, replay in list(under_way.items()):
-                self._go_on(rank, socket, client, replay)
-                if replay.is_done:
+                if self._go_on(rank, socket, client, replay):
                     del under_way[client]
             is_busy |= bool(under_way)
         return is_busy
@@ -273,8 +272,8 @@ class EventPublisher:
             else:  # a client that asks again has its replay begun anew
                 under_way[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), time.monotonic())
 
-    def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> None:
-        """Send a client what its socket takes now, up to a turn's bound; it is not waited for."""
+    def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> bool:
+        """Send a client what its socket takes now, up to a turn's bound; it is not waited for. Return whether the replay is over."""
         kept = self._kept[rank]
         first = bisect.bisect_left(kept, (replay.next,))
         try:
@@ -283,11 +282,12 @@ class EventPublisher:
                 replay.next, replay.moved = number + 1, time.monotonic()
             if first + _MOST_BATCHES_A_TURN >= len(kept):
                 socket.send_multipart((client, b"", END, b""), zmq.DONTWAIT)
-                replay.is_done = True
+                return True
+            return False
         except zmq.Again:
-            replay.is_done = time.monotonic() - replay.moved > _STALLED_SECONDS
+            return time.monotonic() - replay.moved > _STALLED_SECONDS
         except zmq.ZMQError:  # the client has gone
-            replay.is_done = True
+            return True
 
     def _close_sockets(self) -> None:
         for socket in (*self._sockets, *self._replays):
@@ -302,7 +302,6 @@ class _Replay:
 
     next: int
     moved: float
-    is_done: bool = False
 
 
 class _Curve:

@@ -6,6 +6,8 @@ import secrets
 import threading
 from typing import Any
 
+import jax
+
 from dsjax.background import start_thread
 from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
@@ -50,8 +52,6 @@ class JaxTransport(Transport):
 
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a chunk that was published."""
-        import jax
-
         with self._lock:
             if address not in self._connections:
                 self._connections[address] = self._server.connect(address)

@@ -1,12 +1,10 @@
 """`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: one of this process."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.schedule.attachment import Attachment
@@ -24,10 +22,8 @@ from dsjax.engine.transfer.messages import (
     ToDecode,
     ToPrefill,
 )
+from dsjax.engine.transfer.page_network import RemoteLinks
 from dsjax.engine.transfer.remote_prefill import RemotePrefills
-
-if TYPE_CHECKING:
-    from dsjax.engine.transfer.page_network import RemoteLinks
 
 TRANSFER_WAIT = 0.01
 """Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""

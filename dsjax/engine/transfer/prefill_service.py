@@ -63,7 +63,7 @@ class PrefillService(Attachment):
 
     def __init__(self, *, timeout: float, keepers: Keepers | None = None, first_number: int | None = None):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
-        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic, first_number)
+        self.buffers = SendBuffers(timeout, self._offer, first_number)
         self.source = PageSends(self.buffers)
         self.counts = PrefillCounts()
         self.flush_core: Callable[[], Any] = lambda: None
