@@ -20,9 +20,7 @@ from sharding.cores import most_threads
 
 _PATIENCE = 120.0
 """Seconds without a further program of another process that has begun it. It may have been stopped: the rest is then compiled here too."""
-
 _LOOK_SECONDS = 0.05
-
 _YOUNG_OBJECTS = 20_000
 """So many new objects between two looks for garbage take a fifth off the time that tracing takes."""
 

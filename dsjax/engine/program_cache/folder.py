@@ -21,10 +21,8 @@ from dsjax.owned_folder import DistrustedError, OwnedFolder, is_trusted, open_fi
 
 MOST_BYTES = 4 << 30
 """Beyond it the programs that were not used for longest are deleted."""
-
 _WRITES_PER_LOOK = 100
 """A process looks how much there is at its first write and after so many more."""
-
 _KIND, _UNFINISHED, _TURN = ".program", "writing-", ".turn"
 _MAGIC = b"dsjax program 1\n"
 _OLD_SECONDS = 3600

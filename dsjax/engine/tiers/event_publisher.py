@@ -305,11 +305,7 @@ class _Replay:
 
 
 class _Curve:
-    """Keys of sockets that speak CURVE, in a ZeroMQ context of their own, whose authenticator lets known clients in.
-
-    Raises:
-        UserError: there is no such key, or the folder of clients has none.
-    """
+    """Keys of sockets that speak CURVE, in a ZeroMQ context of their own, whose authenticator lets known clients in."""
 
     def __init__(self, key_file: str, clients: str):
         if not zmq.has("curve"):

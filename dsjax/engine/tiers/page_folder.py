@@ -93,15 +93,10 @@ class PageFolder(OwnedFolder):
         return self
 
     def make_space(self, space: str, described: bytes) -> None:
-        """Make the folder of a space, with the file that says what it is.
-
-        Raises:
-            OSError: it cannot be made, or written.
-        """
+        """Make the folder of a space, with the file that says what it is."""
         with self.opened(space, make=True) as folder:
-            if _content(_SPACE_FILE, folder) == described:
-                return
-            write_whole(folder, _SPACE_FILE, _SPACE_FILE + ".writing", [described])
+            if _content(_SPACE_FILE, folder) != described:
+                write_whole(folder, _SPACE_FILE, _SPACE_FILE + ".writing", [described])
 
     def spaces(self) -> list[str]:
         """List the folders of spaces: those whose name is the beginning of the hash of what their `space.json` says."""

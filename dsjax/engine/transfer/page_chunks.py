@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 class Landing:
     """A chunk that a rank pulls. Every process knows of it, for pages are staged by chunks, in the same order everywhere.
 
-    Attributes:
-        chunk: None until it has come, and where this process has no device of the rank.
+    chunk: None until it has come, and where this process has no device of the rank.
     """
 
     rank: int

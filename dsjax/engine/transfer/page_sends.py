@@ -16,8 +16,7 @@ from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
 class PageSends(PageSource):
     """Holds pages from when they are sealed until the plan that has them copied into a chunk.
 
-    Attributes:
-        waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
+    waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
     """
 
     def __init__(self, buffers: SendBuffers):

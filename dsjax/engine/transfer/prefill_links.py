@@ -160,10 +160,7 @@ class PrefillLinks(Attachment):
 
 
 class LocalLink(PrefillLink):
-    """The way to a prefill engine of this process.
-
-    engine: a `PrefillEngine`. move: gives a chunk on another device.
-    """
+    """The way to a `PrefillEngine` of this process. move: gives a chunk on another device."""
 
     def __init__(self, engine: Any, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
         super().__init__()

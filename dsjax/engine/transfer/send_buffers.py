@@ -44,11 +44,7 @@ class PageSend:
 
 
 class Keeper(NamedTuple):
-    """Which process keeps the chunks of a rank.
-
-    Attributes:
-        address: where others pull from it; empty in one process. elsewhere: whether it is another one than this.
-    """
+    """Which process keeps the chunks of a rank. address: where others pull from it; empty in one process. elsewhere: not this one."""
 
     address: str = ""
     elsewhere: bool = False

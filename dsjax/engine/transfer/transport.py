@@ -25,8 +25,7 @@ def shapes_of(chunk: Chunk) -> Shapes:
 class Transport(ABC):
     """Moves transfer chunks from the process that keeps them to the one that needs them. Its methods are called from any thread.
 
-    Attributes:
-        address: the name by which other processes' transports know this one.
+    address: the name by which other processes' transports know this one.
     """
 
     address: str

@@ -170,11 +170,7 @@ class NixlTransport(Transport):
         self._sends.release(buffer)
 
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk | None:
-        """Read a chunk, and return it on this device.
-
-        Raises:
-            ConnectionError: its process has gone. NIXL's own errors likewise.
-        """
+        """Read a chunk, and return it on this device. `ConnectionError` and NIXL's own errors: its process has gone."""
         theirs = msgspec.msgpack.decode(ticket, type=Ticket)
         buffer = self._receives.acquire(shapes, device)
         try:
