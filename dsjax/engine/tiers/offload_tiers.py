@@ -51,32 +51,29 @@ class Reading(NamedTuple):
 class OffloadTiers(PageSource):
     """Either tier may be missing. A page is looked for in host memory first; one that is read from the disk lands before it is loaded.
 
-    Args:
-        host_slots: pages of host memory of each rank; 0: no such tier. disk_pages: pages of the disk; 0: no such tier.
-        disk_page_bytes: bytes of one page there. under_way: how many steps can be under way at a time.
-
     Attributes:
+        config: whose sizes the tiers have from the next `bind` on; a tier without a page is none.
         host: the host tier of each rank; empty without one. disk: the disk tier; None without one.
     """
 
     slot_tier = "host"
     tiers = ("disk", "host")
 
-    def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0, under_way: int = 2):
-        self.resize(host_slots, disk_pages, disk_page_bytes, under_way)
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
         self.host: list[HostTier] = []
         self.disk: DiskTier | None = None
 
-    def resize(self, host_slots: int, disk_pages: int, disk_page_bytes: int, under_way: int) -> None:
-        """Have these sizes from the next `bind` on."""
-        self.slots, self._disk_pages, self._disk_page_bytes = host_slots, disk_pages, disk_page_bytes
-        self._under_way = under_way
+    @property
+    def slots(self) -> int:
+        """Pages of host memory of each rank."""
+        return self.config.host_pages_per_rank
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin with empty host memory, and with a disk whose pages are not known yet."""
-        self.ranks = ranks
-        self.host = [HostTier(self.slots, self._under_way) for _ in ranks] if self.slots else []
-        self.disk = DiskTier(self._disk_pages, self._disk_page_bytes) if self._disk_pages else None
+        self.ranks, config = ranks, self.config
+        self.host = [HostTier(self.slots, max(2, config.num_batches)) for _ in ranks] if self.slots else []
+        self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         if self.disk is not None and ranks[0].events is not None:
             self.disk.on_gone = self._events.gone_from_disk
         self._stores: list[list[StoredPage]] = [[] for _ in ranks]
@@ -293,12 +290,12 @@ class OffloadAttachment(Attachment):
     statistics_name = "disk"
 
     def __init__(self, config: SchedulerConfig):
-        self.source = OffloadTiers(*_sizes(config))
+        self.source = OffloadTiers(config)
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""
         self._executor, self._reporter = executor, executor.extension(PageReporter)
-        self.source.resize(*_sizes(config))
+        self.source.config = config
 
     def begin_step(self, now: float) -> None:
         """Enter what came of the disk."""
@@ -345,11 +342,6 @@ class OffloadAttachment(Attachment):
         self.source.enter(reports, now)
         for rank, number, ok in reports.read:
             self.scheduler.landed(rank, (number,), ok, now)
-
-
-def _sizes(config: SchedulerConfig) -> tuple[int, int, int, int]:
-    """Give the sizes that `OffloadTiers` takes."""
-    return config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes, max(2, config.num_batches)
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:
