@@ -20,9 +20,7 @@ from sharding.cores import most_threads
 
 _PATIENCE = 120.0
 """Seconds without a further program of another process that has begun it. It may have been stopped: the rest is then compiled here too."""
-
 _LOOK_SECONDS = 0.05
-
 _YOUNG_OBJECTS = 20_000
 """So many new objects between two looks for garbage take a fifth off the time that tracing takes."""
 
@@ -114,7 +112,8 @@ class CompiledPrograms:
                 num_there = len(labels) - len(missing)
                 if not missing:
                     report(num_there, num_there, "all")
-                of_others = [key for key in _from_own_place(missing) if not begin(key, wait=True)]
+                first = len(missing) * jax.process_index() // jax.process_count()
+                of_others = [key for key in missing[first:] + missing[:first] if not begin(key, wait=True)]
                 finish()
                 since = time.monotonic()
                 while of_others:
@@ -168,12 +167,6 @@ class CompiledPrograms:
                 self.compiled[key] = lowered.compile(compiler_options=self._options(key))
             else:
                 self.compiled[key] = self.shelf.compile(key, lowered, self._options(key))
-
-
-def _from_own_place(keys: list[ProgramKey]) -> list[ProgramKey]:
-    """Keys in an order that begins elsewhere in each process."""
-    first = len(keys) * jax.process_index() // jax.process_count()
-    return keys[first:] + keys[:first]
 
 
 class _FewerLooksForGarbage:

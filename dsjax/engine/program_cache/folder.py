@@ -21,10 +21,8 @@ from dsjax.owned_folder import DistrustedError, OwnedFolder, is_trusted, open_fi
 
 MOST_BYTES = 4 << 30
 """Beyond it the programs that were not used for longest are deleted."""
-
 _WRITES_PER_LOOK = 100
 """A process looks how much there is at its first write and after so many more."""
-
 _KIND, _UNFINISHED, _TURN = ".program", "writing-", ".turn"
 _MAGIC = b"dsjax program 1\n"
 _OLD_SECONDS = 3600
@@ -44,9 +42,8 @@ class Turn:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError), self._folder.opened() as folder:
-                os.unlink(
-                    self._name, dir_fd=folder
-                )  # who has opened it meanwhile finds the program before compiling it
+                # Whoever has opened it meanwhile finds the program before compiling it.
+                os.unlink(self._name, dir_fd=folder)
             os.close(descriptor)
 
     __del__ = close  # whatever interrupt it was lost in
@@ -117,7 +114,11 @@ class ProgramFolder:
         if not self._writes:
             return False
         try:
-            self._write(name, data)
+            head = _MAGIC + hashlib.sha256(name.encode() + data).digest()
+            with self._folder.opened() as folder:
+                write_whole(folder, f"{name}{_KIND}", f"{_UNFINISHED}{secrets.token_hex(8)}", [head, data])
+            with self._lock:
+                self.num_written += 1
             if self.num_written % _WRITES_PER_LOOK == 1:
                 self._make_room()
             return True
@@ -140,13 +141,6 @@ class ProgramFolder:
         except OSError:  # whoever cannot have a turn need not wait for one
             return Turn()
 
-    def _write(self, name: str, data: bytes) -> None:
-        head = _MAGIC + hashlib.sha256(name.encode() + data).digest()
-        with self._folder.opened() as folder:
-            write_whole(folder, f"{name}{_KIND}", f"{_UNFINISHED}{secrets.token_hex(8)}", [head, data])
-        with self._lock:
-            self.num_written += 1
-
     def _make_room(self) -> None:
         """Delete what was not used for longest, of programs alone, and what killed processes have left half written."""
         kept, size = [], 0
@@ -159,15 +153,11 @@ class ProgramFolder:
                             continue
                         if entry.name.endswith(_KIND):
                             kept.append((status.st_mtime, status.st_size, entry.name))
-                        elif time.time() - status.st_mtime > _OLD_SECONDS and _is_left(entry.name):
+                        is_left = entry.name.startswith(_UNFINISHED) or entry.name.endswith(_TURN)
+                        if is_left and time.time() - status.st_mtime > _OLD_SECONDS:  # its process was killed
                             os.unlink(entry.name, dir_fd=folder)
             for _, bytes_of_it, name in sorted(kept, reverse=True):
                 size += bytes_of_it
                 if size > self._most_bytes:
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=folder)
-
-
-def _is_left(name: str) -> bool:
-    """Whether a file of this name should long be gone: its process was killed."""
-    return name.startswith(_UNFINISHED) or name.endswith(_TURN)

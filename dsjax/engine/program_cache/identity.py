@@ -81,7 +81,10 @@ def _describe(value: Any) -> Iterator[bytes]:
     elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         yield _name(value)
     elif isinstance(value, jax.tree_util.PyTreeDef):
-        yield _shown(value)
+        shown = repr(value)
+        if " at 0x" in shown:
+            raise NotDescribed(f"{shown:.80} shows an address")
+        yield shown.encode()
     elif isinstance(value, Mesh):
         devices = [(device.platform, device.device_kind, device.process_index) for device in value.devices.flat]
         yield repr((value.axis_names, value.axis_types, value.devices.shape, devices)).encode()
@@ -124,14 +127,6 @@ def _name(value: Any) -> bytes:
     if "<" in name or getattr(value, "__closure__", None) or not (owner is None or isinstance(owner, types.ModuleType)):
         raise NotDescribed(f"{name} is not at the top of its module")
     return name.encode()
-
-
-def _shown(value: Any) -> bytes:
-    """Give what a value shows of itself, where that is all there is to it and not where it lies in memory."""
-    shown = repr(value)
-    if " at 0x" in shown:
-        raise NotDescribed(f"{shown:.80} shows an address")
-    return shown.encode()
 
 
 def of_process(client: Any) -> str:

@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -37,6 +37,7 @@ class ProgramLibrary:
         folder: where programs are kept for other processes and later starts; None: nowhere.
         beside_the_cache: of a mesh and a stage, bytes of a device that a step needs beside weights and cache.
         pages: of a mesh, how many each DP rank's cache has in programs that were compiled ahead; the cache must then have as many.
+        works: whether programs can be kept.
     """
 
     def __init__(self, folder: ProgramFolder | None = None):
@@ -45,7 +46,7 @@ class ProgramLibrary:
         self.pages: dict[str, int] = {}
         self._kept: dict[Hashable, dict[Hashable, KeptProgram]] = {}
         self._lock = threading.Lock()
-        self._works = True
+        self.works = True
         try:
             serialized_program.listen_to_jax_cache()
         except (ImportError, AttributeError) as error:
@@ -67,10 +68,10 @@ class ProgramLibrary:
         if jax.device_count() > 1:
             with self._lock:
                 kept = self._kept.setdefault(about, {})
-        on_disk = None
-        if self.folder is not None and depends_on is not None and _can_be_found_alone(mesh):
-            on_disk = _OnDisk.of(self.folder, mesh, depends_on)
-        return Shelf(self, kept, on_disk, mesh) if kept is not None or on_disk is not None else None
+        found = None
+        if self.folder is not None and depends_on is not None:
+            found = _digest(mesh, depends_on)
+        return None if kept is None and found is None else Shelf(self, kept, found, mesh)
 
     def settled(self, mesh: str, limits: ExecutorLimits) -> ExecutorLimits:
         """Limits as found when a mesh is made, but with the pages that its programs were compiled for, if these are about as many."""
@@ -78,81 +79,47 @@ class ProgramLibrary:
         fits = _LEAST_SHARE_OF_PAGES * limits.pages_per_rank <= pages <= limits.pages_per_rank
         return dataclasses.replace(limits, pages_per_rank=pages) if fits else limits
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the programs that are kept in memory."""
-        with self._lock:
-            return sum(len(kept.data) for shelf in self._kept.values() for kept in shelf.values())
-
     def give_up(self, error: Exception) -> None:
         """This version of JAX cannot do it: keep nothing from now on."""
-        if self._works:
+        if self.works:
             _log.warning("Compiled programs cannot be kept for other devices (%s); each mesh compiles its own.", error)
-        self._works = False
-
-    @property
-    def works(self) -> bool:
-        """Whether programs can be kept."""
-        return self._works
+        self.works = False
 
 
-class _OnDisk(NamedTuple):
-    """The part of a shelf that is in a folder. about: digest of all that its programs depend on beside their keys."""
-
-    folder: ProgramFolder
-    about: str
-
-    @classmethod
-    def of(cls, folder: ProgramFolder, mesh: Mesh, depends_on: tuple[Any, ...]) -> _OnDisk | None:
-        """None where what programs depend on cannot be told."""
-        client = mesh.devices.flat[0].client
-        try:
-            chips = None if client.platform == "cpu" else jax_internals.topology_fingerprint(mesh.devices.flat)
-            return cls(folder, identity.digest(identity.of_process(client), chips, mesh, depends_on))
-        except Exception as error:  # a start goes on without
-            _log.info("Compiled programs of this engine are not kept whole: %s: %s", type(error).__name__, error)
-            return None
-
-    def name(self, key: Hashable, options: Mapping[str, Any] | None) -> str | None:
-        """The name of a program; None where it has none."""
-        try:
-            return identity.digest(self.about, key, options)
-        except identity.NotDescribed:
-            return None
-
-    def read(self, key: Hashable, options: Mapping[str, Any] | None) -> KeptProgram | None:
-        name = self.name(key, options)
-        data = None if name is None else self.folder.read(name)
-        return None if data is None else KeptProgram(*pickle.loads(data))
-
-    def write(self, key: Hashable, options: Mapping[str, Any] | None, kept: KeptProgram) -> bool:
-        """Write a program, and say whether it is there."""
-        name = self.name(key, options)
-        if name is None or not identity.SOURCES.are_those_that_run:
-            return False
-        return self.folder.write(name, pickle.dumps(tuple(kept)))
-
-    def turn(self, key: Hashable, options: Mapping[str, Any] | None) -> Turn | None:
-        name = self.name(key, options)
-        return Turn() if name is None else self.folder.turn(name)
-
-
-def _can_be_found_alone(mesh: Mesh) -> bool:
-    """Whether a process may find a program that another process of the mesh compiles.
-
-    Compilers of accelerators talk to those of the other processes, which would wait for one that has found its program on disk.
-    """
-    return mesh.devices.flat[0].platform == "cpu" or not mesh.is_multi_process
+def _digest(mesh: Mesh, depends_on: tuple[Any, ...]) -> str | None:
+    """Digest what all programs for a mesh depend on beside their keys; None where they are not kept on disk."""
+    client = mesh.devices.flat[0].client
+    if client.platform != "cpu" and mesh.is_multi_process:
+        # Compilers of accelerators talk to those of the other processes, which would wait for one that has found its program on disk.
+        return None
+    try:
+        chips = None if client.platform == "cpu" else jax_internals.topology_fingerprint(mesh.devices.flat)
+        return identity.digest(identity.of_process(client), chips, mesh, depends_on)
+    except Exception as error:  # a start goes on without
+        _log.info("Compiled programs of this engine are not kept whole: %s: %s", type(error).__name__, error)
+        return None
 
 
 class Shelf:
-    """The programs of one kind of mesh, for the devices of one mesh: on disk, or in memory where they cannot be on disk."""
+    """The programs of one kind of mesh, for the devices of one mesh: on disk, or in memory where they cannot be on disk.
+
+    about: digest of all that programs in the library's folder depend on beside their keys; None: they are not there.
+    """
 
     def __init__(
-        self, library: ProgramLibrary, kept: dict[Hashable, KeptProgram] | None, on_disk: _OnDisk | None, mesh: Mesh
+        self, library: ProgramLibrary, kept: dict[Hashable, KeptProgram] | None, about: str | None, mesh: Mesh
     ):
-        self._library, self._kept, self._on_disk = library, kept, on_disk
+        self._library, self._kept, self._about = library, kept, about
         self._devices = list(mesh.devices.flat)
+
+    def name(self, key: Hashable, options: Mapping[str, Any] | None) -> str | None:
+        """The name of a program in the folder; None where it has none."""
+        if self._about is None or not self._library.works:
+            return None
+        try:
+            return identity.digest(self._about, key, options)
+        except identity.NotDescribed:
+            return None
 
     def has(self, key: Hashable, options: Mapping[str, Any] | None = None) -> bool:
         """Whether a program is kept."""
@@ -160,8 +127,8 @@ class Shelf:
 
     def turn(self, key: Hashable, options: Mapping[str, Any] | None = None) -> Turn | None:
         """The turn to compile a program for all processes that have this folder; None where one of them has it."""
-        shares = self._on_disk is not None and self._library.works
-        return self._on_disk.turn(key, options) if shares else Turn()
+        name = self.name(key, options)
+        return Turn() if name is None else self._library.folder.turn(name)
 
     def compile(self, key: Hashable, lowered: Lowered, options: Mapping[str, Any] | None = None) -> Compiled:
         """Compile a program for the devices of this mesh, and keep it. options: of the compiler."""
@@ -169,8 +136,7 @@ class Shelf:
         if (self._kept is None or key not in self._kept) and self._library.works:
             try:
                 kept = serialized_program.keep(compiled, read, self._devices)
-                is_on_disk = self._on_disk is not None and self._on_disk.write(key, options, kept)
-                if self._kept is not None and not is_on_disk:
+                if not self._write(key, options, kept) and self._kept is not None:
                     self._kept[key] = kept
             except Exception as error:  # whatever JAX has changed
                 self._library.give_up(error)
@@ -191,10 +157,19 @@ class Shelf:
 
     def _take(self, key: Hashable, options: Mapping[str, Any] | None) -> KeptProgram | None:
         """A program as it is kept."""
-        kept = None if self._kept is None else self._kept.get(key)
-        if kept is None and self._on_disk is not None and self._library.works:
-            try:
-                kept = self._on_disk.read(key, options)
-            except Exception as error:  # whatever JAX, or a class that the file names, has changed
-                self._library.give_up(error)
-        return kept
+        if self._kept is not None and key in self._kept:
+            return self._kept[key]
+        try:
+            name = self.name(key, options)
+            data = None if name is None else self._library.folder.read(name)
+            return None if data is None else KeptProgram(*pickle.loads(data))
+        except Exception as error:  # whatever JAX, or a class that the file names, has changed
+            self._library.give_up(error)
+            return None
+
+    def _write(self, key: Hashable, options: Mapping[str, Any] | None, kept: KeptProgram) -> bool:
+        """Write a program to the folder, and say whether it is there."""
+        name = self.name(key, options)
+        if name is None or not identity.SOURCES.are_those_that_run:
+            return False
+        return self._library.folder.write(name, pickle.dumps(tuple(kept)))

@@ -18,14 +18,8 @@ from jax.stages import Compiled, Lowered
 
 from sharding import jax_internals
 
-
-class _ReadLast(threading.local):
-    """Keeps for each thread the compiled program that JAX's cache gave last, as bytes."""
-
-    data: bytes | None = None
-
-
-_read_last = _ReadLast()
+_read_last = threading.local()
+"""Keeps for each thread, as `data`, the compiled program that JAX's cache gave last, as bytes."""
 
 
 def listen_to_jax_cache() -> None:
@@ -79,11 +73,8 @@ class _Writer(serialize_executable._JaxPjrtPickler):
 
     def persistent_id(self, obj: Any) -> tuple | None:
         persistent = super().persistent_id(obj)
-        return (
-            ("exec", self._data)
-            if persistent is not None and persistent[0] == "exec" and self._data is not None
-            else persistent
-        )
+        is_program = persistent is not None and persistent[0] == "exec"
+        return ("exec", self._data) if is_program and self._data is not None else persistent
 
 
 def load(kept: KeptProgram, devices: list[jax.Device]) -> Compiled:

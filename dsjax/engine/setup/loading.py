@@ -50,11 +50,11 @@ from dsjax.engine.setup.stages import OwnStages, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
-from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
+from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
 from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
+from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -118,7 +118,7 @@ def load_model(
     if args.record_steps is not None:
         check_writable(args.record_steps)
     # Before anything expensive is done.
-    lock = None if args.disk_cache is None else lock_folder(args.disk_cache)
+    lock = None if args.disk_cache is None else PageFolder(args.disk_cache).lock()
     # Whoever keeps the error, as a notebook does, must not keep the folder and connections too.
     with contextlib.ExitStack() as opened:
         if lock is not None:
@@ -288,7 +288,7 @@ class _Loader:
         layout: EngineLayout,
         params: dict[str, Array],
         limits: ExecutorLimits,
-        disk: Callable[[Shapes], PageDisk] | None,
+        disk: Callable[[Shapes], Any] | None,
         opened: contextlib.ExitStack,
     ) -> MeshExecutor:
         """Make the executor of one mesh."""
@@ -419,7 +419,7 @@ def executor_parts(
     limits: ExecutorLimits,
     per_exchange: int,
     reload: Reload,
-    disk: Callable[[Shapes], PageDisk] | None,
+    disk: Callable[[Shapes], Any] | None,
 ) -> list[PartMaker]:
     """List the optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
     parts: list[PartMaker] = []

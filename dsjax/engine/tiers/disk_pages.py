@@ -3,8 +3,8 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -21,34 +21,8 @@ END_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
-
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Shape and dtype of a page's arrays, by name; of all shards together."""
-
-
-class PageDisk(Protocol):
-    """What an executor does with the disk; `DiskPages` says what each of these is. All are of the engine's thread."""
-
-    def write(self, number: int, name: bytes, page: Page) -> None:
-        """Write a page, which is not changed any more."""
-
-    def drop(self, everything: bool, names: list[bytes]) -> None:
-        """Delete all pages, and then those of these names, after what was to be written before."""
-
-    def read(self, rank: int, number: int, name: bytes) -> None:
-        """Begin to read a page."""
-
-    def take(self, rank: int, number: int) -> Page:
-        """Give a page that was reported as read; it is kept no longer."""
-
-    def forget(self, rank: int, number: int) -> None:
-        """Keep a page no longer that was read, or is being read."""
-
-    def reports(self, seconds: float = 0.0) -> PageReports:
-        """Report what has come of all that since the last time."""
-
-    def close(self) -> None:
-        """End when what is to be written is."""
 
 
 class DiskPages:
@@ -107,9 +81,7 @@ class DiskPages:
     def take(self, rank: int, number: int) -> Page:
         """Give a page that was reported as read; it is kept no longer."""
         with self._lock:
-            page = self._pages.pop((rank, number))
-        assert page is not None, "only pages that have come are taken"
-        return page
+            return self._pages.pop((rank, number))
 
     def forget(self, rank: int, number: int) -> None:
         """Keep a page no longer that was read, or is being read."""
@@ -154,11 +126,12 @@ class DiskPages:
         self._listed.set()
 
     def _listed_names(self) -> list[bytes]:
+        began = time.monotonic()
         try:
             listing = self._files.list()
         except Exception as error:
             self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
-            names: list[bytes] = []
+            names = []
         else:
             names, self._others = listing.names, listing.others
             self._other_bytes = sum(size for _, _, size in self._others)
@@ -168,7 +141,7 @@ class DiskPages:
                 len(names),
                 len(names) * self._files.page_bytes / 1e9,
                 self._other_bytes / 1e9,
-                listing.seconds,
+                time.monotonic() - began,
             )
         self._own = len(names)
         excess = len(names) - self._max_bytes // self._files.page_bytes
@@ -224,10 +197,9 @@ class DiskPages:
             page = self._read_page(name)
             with self._reported:
                 if (rank, number) in self._pages:
+                    self._pages[rank, number] = page
                     if page is None:
                         del self._pages[rank, number]
-                    else:
-                        self._pages[rank, number] = page
                     self._read.append((rank, number, page is not None))
                     self._reported.notify()
 

@@ -1,7 +1,4 @@
-"""`DiskTier`: which pages lie on the disk, and when the disk is left alone. The executor has the bytes.
-
-docs/cache-tiers.md has the design.
-"""
+"""`DiskTier`: which pages lie on the disk, and when the disk is left alone. docs/cache-tiers.md has the design."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -50,8 +47,6 @@ class DiskTier:
     """
 
     def __init__(self, num_pages: int, page_bytes: int = 0):
-        if num_pages < 1:
-            raise ValueError(f"found room for {num_pages} pages, expected at least 1")
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.reads_pause = self.writes_pause = False
@@ -114,7 +109,7 @@ class DiskTier:
         if not ok:
             self._counts["failed_writes"] += 1
             self._writes.begin(now)
-        if name is None or self._writing.get(name) != number:
+        if name is None:
             return None
         del self._writing[name]
         if not ok:
@@ -131,25 +126,28 @@ class DiskTier:
         if name in self._names:
             self._names.ask(name)
 
-    def read_failed(self, name: bytes) -> bool:
-        """Give up a page that could not be read, and say whether it was still known."""
+    def read_failed(self, name: bytes) -> None:
+        """Give up a page that could not be read."""
         self._counts["failed_reads"] += 1
-        return bool(self._drop([name]))
+        if name in self._names:  # it may be on its way there again
+            self.forget([name])
 
     def late(self, now: float) -> None:
         """Leave the disk alone for a while, since a request has waited too long for its pages."""
         self._counts["late"] += 1
         self._reads.begin(now)
 
-    def forget(self, names: Iterable[bytes]) -> list[bytes]:
-        """Let pages be found no more, and delete them; give those that could be found."""
-        names = list(names)
-        for name in names:
-            if name in self._writing:  # it is deleted when it has been written
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Let pages be found no more, and delete them; one that is on its way is deleted when it has been written."""
+        gone = [name for name in names if self.has(name)]
+        for name in gone:
+            if name in self._writing:
                 del self._by_number[self._writing.pop(name)]
-                self._dropped.append(name)
-                self.on_gone([name])
-        return self._drop(names)
+            else:
+                self._names.remove(name)
+        self._dropped += gone
+        if gone:
+            self.on_gone(gone)
 
     def invalidate(self) -> None:
         """Forget what is on its way."""
@@ -182,12 +180,3 @@ class DiskTier:
             self._counts["evicted"] += 1
             self.on_gone([victim])
         return True
-
-    def _drop(self, names: Iterable[bytes]) -> list[bytes]:
-        gone = [name for name in names if name in self._names]
-        for name in gone:
-            self._names.remove(name)
-        self._dropped += gone
-        if gone:
-            self.on_gone(gone)
-        return gone

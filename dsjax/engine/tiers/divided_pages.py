@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dsjax.engine.contract.executor import Kind
-from dsjax.engine.tiers.disk_pages import DiskPages, PageDisk, Shapes
+from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.page_files import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
@@ -37,18 +37,17 @@ class DividedPages:
         self._drops = [0] * count  # how many times each executor has come to delete pages
         self._closed: set[int] = set()
 
-    def part(self, shapes: Shapes) -> PageDisk:
-        """Give the disk as the next executor sees it. shapes: of the arrays of its part of a page."""
+    def part(self, shapes: Shapes) -> SimpleNamespace:
+        """Give the disk as the next executor sees it, with the methods of `DiskPages`. shapes: of the arrays of its part of a page."""
         number = len(self._shapes)
         self._shapes.append(shapes)
         if len(self._shapes) == self._count:
             self._disk = self._open(self._whole_shapes())
-        whole = {
-            name: partial(getattr(self, name), number) for name in ("write", "drop", "read", "take", "forget", "close")
-        }
-        return SimpleNamespace(
-            **whole, reports=lambda seconds=0.0: PageReports([], [])
-        )  # what comes of pages is said of whole ones
+        methods = (self.write, self.drop, self.read, self.take, self.forget, self.close)
+        # What comes of pages is said of whole ones.
+        part = SimpleNamespace(reports=lambda seconds=0.0: PageReports([], []))
+        vars(part).update({method.__name__: partial(method, number) for method in methods})
+        return part
 
     def report_through(self, reporters: Sequence[PageReporter]) -> None:
         """Have each executor look after its own part when reports are asked for. reporters: of the executors."""

@@ -12,8 +12,8 @@ frames are small, and few replays are under way at once, each as fast as its cli
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import ipaddress
 import itertools
 import logging
 import queue
@@ -25,7 +25,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 
+from dsjax.addresses import is_loopback
 from dsjax.background import contained, start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.json_option import JsonOption
@@ -79,7 +83,7 @@ class KvEventsConfig(JsonOption):
         topic: the first frame.
 
     Raises:
-        UserError: a value that cannot be; or pyzmq is not installed.
+        UserError: a value that cannot be.
     """
 
     flag: ClassVar[str] = FLAG
@@ -160,9 +164,7 @@ class EventPublisher:
     """
 
     def __init__(self, config: KvEventsConfig, num_ranks: int):
-        import zmq
-
-        self._zmq, self._topic = zmq, config.topic.encode()
+        self._topic = config.topic.encode()
         self._queue: queue.Queue[tuple[int, int, EventBatch] | None] = queue.Queue(config.max_queue_size)
         self._next = [0] * num_ranks
         self._kept: list[deque[tuple[int, bytes]]] = [deque(maxlen=config.buffer_steps) for _ in range(num_ranks)]
@@ -174,25 +176,21 @@ class EventPublisher:
         context = zmq.Context.instance() if self._curve is None else self._curve.context
         try:
             for rank in range(num_ranks):
-                socket = self._make_socket(context, zmq.PUB)
-                self._sockets.append(socket)
-                socket.set_hwm(config.hwm)
-                _open(socket, endpoint_of(config.endpoint, rank), config.is_bound)
+                self._sockets.append(self._make_socket(context, zmq.PUB, config.hwm))
+                _open(self._sockets[-1], endpoint_of(config.endpoint, rank), config.is_bound)
                 if config.replay_endpoint is not None:
-                    socket = self._make_socket(context, zmq.ROUTER)
-                    self._replays.append(socket)
-                    socket.set_hwm(_UNREAD_BATCHES)
-                    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that reads too slowly is then noticed
-                    _open(socket, endpoint_of(config.replay_endpoint, rank), bound=True)
+                    self._replays.append(self._make_socket(context, zmq.ROUTER, _UNREAD_BATCHES))
+                    self._replays[-1].router_mandatory = 1  # a client that reads too slowly is then noticed
+                    _open(self._replays[-1], endpoint_of(config.replay_endpoint, rank), bound=True)
         except BaseException:
             self._close_sockets()
             raise
         self._thread = start_thread("cache events", self._run, name="dsjax-kv-events")
 
-    def _make_socket(self, context: Any, kind: int) -> Any:
+    def _make_socket(self, context: zmq.Context, kind: int, hwm: int) -> zmq.Socket:
         socket = context.socket(kind)
-        socket.setsockopt(self._zmq.MAXMSGSIZE, _MOST_FRAME_BYTES)
-        socket.setsockopt(self._zmq.HANDSHAKE_IVL, _GREETING_SECONDS * 1000)
+        socket.maxmsgsize, socket.handshake_ivl = _MOST_FRAME_BYTES, _GREETING_SECONDS * 1000
+        socket.set_hwm(hwm)
         if self._curve is not None:
             self._curve.protect(socket)
         return socket
@@ -253,8 +251,7 @@ class EventPublisher:
             self._read_requests(rank, socket)
             under_way = self._under_way[rank]
             for client, replay in list(under_way.items()):
-                self._go_on(rank, socket, client, replay)
-                if replay.is_done:
+                if self._go_on(rank, socket, client, replay):
                     del under_way[client]
             is_busy |= bool(under_way)
         return is_busy
@@ -275,24 +272,22 @@ class EventPublisher:
             else:  # a client that asks again has its replay begun anew
                 under_way[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), time.monotonic())
 
-    def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> None:
-        """Send a client what its socket takes now, up to a turn's bound; it is not waited for."""
-        zmq = self._zmq
+    def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> bool:
+        """Send a client what its socket takes now, up to a turn's bound; it is not waited for. Return whether the replay is over."""
         kept = self._kept[rank]
-        first = max(replay.next - kept[0][0], 0) if kept else 0
-        if kept and len(kept) != kept[-1][0] - kept[0][0] + 1:  # numbers were lost in between
-            first = next((place for place, (number, _) in enumerate(kept) if number >= replay.next), len(kept))
+        first = bisect.bisect_left(kept, (replay.next,))
         try:
             for number, payload in itertools.islice(kept, first, first + _MOST_BATCHES_A_TURN):
                 socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload), zmq.DONTWAIT)
                 replay.next, replay.moved = number + 1, time.monotonic()
             if first + _MOST_BATCHES_A_TURN >= len(kept):
                 socket.send_multipart((client, b"", END, b""), zmq.DONTWAIT)
-                replay.is_done = True
+                return True
+            return False
         except zmq.Again:
-            replay.is_done = time.monotonic() - replay.moved > _STALLED_SECONDS
+            return time.monotonic() - replay.moved > _STALLED_SECONDS
         except zmq.ZMQError:  # the client has gone
-            replay.is_done = True
+            return True
 
     def _close_sockets(self) -> None:
         for socket in (*self._sockets, *self._replays):
@@ -307,21 +302,12 @@ class _Replay:
 
     next: int
     moved: float
-    is_done: bool = False
 
 
 class _Curve:
-    """Keys of sockets that speak CURVE, in a ZeroMQ context of their own, whose authenticator lets known clients in.
-
-    Raises:
-        UserError: there is no such key, or the folder of clients has none.
-    """
+    """Keys of sockets that speak CURVE, in a ZeroMQ context of their own, whose authenticator lets known clients in."""
 
     def __init__(self, key_file: str, clients: str):
-        import zmq
-        import zmq.auth
-        from zmq.auth.thread import ThreadAuthenticator
-
         if not zmq.has("curve"):
             raise UserError(f"{FLAG}: this pyzmq was built without CURVE; install one from PyPI, whose wheels have it")
         try:
@@ -355,14 +341,8 @@ class _Curve:
 
 def _is_of_this_machine(endpoint: str) -> bool:
     """Say whether a bound endpoint is reachable from its own machine alone."""
-    if not endpoint.startswith("tcp://"):
-        return True
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if host in ("localhost", "lo"):
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
+    return not endpoint.startswith("tcp://") or host == "lo" or is_loopback(host)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
@@ -376,8 +356,6 @@ def endpoint_of(endpoint: str, rank: int) -> str:
 
 
 def _open(socket: Any, endpoint: str, bound: bool) -> None:
-    import zmq
-
     try:
         if bound:
             socket.bind(endpoint)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
+from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.disk_tier import DiskTier
 from dsjax.engine.tiers.page_tiers import NOWHERE, HostTier, PageReporter, PageReports
-
-if TYPE_CHECKING:
-    from dsjax.engine.schedule.page_events import PageEvents
-    from dsjax.engine.schedule.request import Request
 
 PATIENCE = 2.0
 """Seconds that a request waits for pages that are read from the disk. Then it goes on without, and the disk is left alone for a while."""
@@ -53,34 +51,29 @@ class Reading(NamedTuple):
 class OffloadTiers(PageSource):
     """Either tier may be missing. A page is looked for in host memory first; one that is read from the disk lands before it is loaded.
 
-    Args:
-        host_slots: pages of host memory of each rank; 0: no such tier. disk_pages: pages of the disk; 0: no such tier.
-        disk_page_bytes: bytes of one page there. under_way: how many steps can be under way at a time.
-
     Attributes:
+        config: whose sizes the tiers have from the next `bind` on; a tier without a page is none.
         host: the host tier of each rank; empty without one. disk: the disk tier; None without one.
     """
 
     slot_tier = "host"
     tiers = ("disk", "host")
 
-    def __init__(self, host_slots: int, disk_pages: int = 0, disk_page_bytes: int = 0, under_way: int = 2):
-        if not host_slots and not disk_pages:
-            raise ValueError("found neither host memory nor a disk, expected one of them")
-        self.resize(host_slots, disk_pages, disk_page_bytes, under_way)
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
         self.host: list[HostTier] = []
         self.disk: DiskTier | None = None
 
-    def resize(self, host_slots: int, disk_pages: int, disk_page_bytes: int, under_way: int) -> None:
-        """Have these sizes from the next `bind` on."""
-        self.slots, self._disk_pages, self._disk_page_bytes = host_slots, disk_pages, disk_page_bytes
-        self._under_way = under_way
+    @property
+    def slots(self) -> int:
+        """Pages of host memory of each rank."""
+        return self.config.host_pages_per_rank
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin with empty host memory, and with a disk whose pages are not known yet."""
-        self.ranks = ranks
-        self.host = [HostTier(self.slots, self._under_way) for _ in ranks] if self.slots else []
-        self.disk = DiskTier(self._disk_pages, self._disk_page_bytes) if self._disk_pages else None
+        self.ranks, config = ranks, self.config
+        self.host = [HostTier(self.slots, max(2, config.num_batches)) for _ in ranks] if self.slots else []
+        self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         if self.disk is not None and ranks[0].events is not None:
             self.disk.on_gone = self._events.gone_from_disk
         self._stores: list[list[StoredPage]] = [[] for _ in ranks]
@@ -297,14 +290,12 @@ class OffloadAttachment(Attachment):
     statistics_name = "disk"
 
     def __init__(self, config: SchedulerConfig):
-        self.source = OffloadTiers(*_sizes(config))
-        self._executor: Executor | None = None
-        self._reporter: PageReporter | None = None
+        self.source = OffloadTiers(config)
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Begin with the executor's host memory and disk."""
         self._executor, self._reporter = executor, executor.extension(PageReporter)
-        self.source.resize(*_sizes(config))
+        self.source.config = config
 
     def begin_step(self, now: float) -> None:
         """Enter what came of the disk."""
@@ -351,11 +342,6 @@ class OffloadAttachment(Attachment):
         self.source.enter(reports, now)
         for rank, number, ok in reports.read:
             self.scheduler.landed(rank, (number,), ok, now)
-
-
-def _sizes(config: SchedulerConfig) -> tuple[int, int, int, int]:
-    """Give the sizes that `OffloadTiers` takes."""
-    return config.host_pages_per_rank, config.disk_pages, config.disk_page_bytes, max(2, config.num_batches)
 
 
 def drop_command(everything: bool, names: Iterable[bytes]) -> DropPages:

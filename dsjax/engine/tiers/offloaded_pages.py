@@ -1,7 +1,4 @@
-"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back.
-
-No step waits for them.
-"""
+"""``OffloadedPages``: the executor's memory below the devices', and how pages go there and to the disk, and come back."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from dsjax.engine.contract.commands import DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
-from dsjax.engine.tiers.disk_pages import PageDisk, Shapes
+from dsjax.engine.tiers.disk_pages import Shapes
 from dsjax.engine.tiers.page_files import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
@@ -46,15 +43,10 @@ class OffloadedPages(DevicePart, PageStore):
     comes back by a transfer to the devices, which goes on beside the steps, and a program that writes it where it belongs. Programs
     move ``MOVED_PAGES`` pages of each rank at once.
 
-    disk: made from the arrays of a page as this executor has it, of all shards together.
+    disk: makes `DiskPages`, or a part of `DividedPages`, from the arrays of a page as this executor has it, of all shards together.
     """
 
-    def __init__(
-        self,
-        device: DeviceAccess,
-        staging: PageStaging,
-        disk: Callable[[Shapes], PageDisk] | None = None,
-    ):
+    def __init__(self, device: DeviceAccess, staging: PageStaging, disk: Callable[[Shapes], Any] | None = None):
         self._device = device
         described = device.programs.described_moved()
         slots, ranks = device.limits.host_pages_per_rank, device.limits.num_ranks

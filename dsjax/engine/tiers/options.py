@@ -33,7 +33,7 @@ class TierOptions:
     kv_events_config: str | dict[str, Any] | None = option(
         None,
         "publish which pages are stored and removed, as vLLM does: JSON such as "
-        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'; needs pyzmq',
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'',
         of_host=True,
     )
 

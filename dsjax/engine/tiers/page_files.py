@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import struct
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,12 +42,10 @@ class Listing(NamedTuple):
     Attributes:
         names: of this space, least recently used first.
         others: (last used, path below the folder, bytes) of other spaces' pages, likewise.
-        seconds: that it took.
     """
 
     names: list[bytes]
     others: list[tuple[float, str, int]]
-    seconds: float
 
 
 class PageFiles:
@@ -58,6 +55,9 @@ class PageFiles:
         folder: locked by this process.
         space: everything that pages' values depend on beside the tokens, as JSON.
         shapes: of a page's arrays, by their names; and their dtypes.
+
+    Attributes:
+        page_bytes: that a page takes on the disk.
     """
 
     def __init__(
@@ -71,11 +71,7 @@ class PageFiles:
         self._content = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
         self.folder = folder
         self.space = space_name(described)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes that a page takes on the disk."""
-        return bytes_on_disk(self._content)
+        self.page_bytes = bytes_on_disk(self._content)
 
     def write(self, name: bytes, page: Page) -> None:
         """Write a page; it is there whole, or not at all.
@@ -98,11 +94,10 @@ class PageFiles:
             OSError: it is not there, or cannot be read.
             PageFileError: it is torn, damaged or another page.
         """
-        path = self._path(name)
         page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
         parts = [_bytes(array) for array in page.values()]
-        shown = self.folder.path / path
-        with self._opened(name) as folder, os.fdopen(open_file(path.rpartition("/")[2], folder), "rb") as file:
+        shown = self.folder.path / self._path(name)
+        with self._opened(name) as folder, os.fdopen(open_file(shown.name, folder), "rb") as file:
             if os.fstat(file.fileno()).st_size != HEADER.size + self._content:
                 raise PageFileError(f"{shown} is torn")
             header = bytearray(HEADER.size)
@@ -126,7 +121,6 @@ class PageFiles:
 
     def list(self) -> Listing:
         """List all pages of the folder, of this space and others. What was not written to its end is deleted."""
-        began = time.monotonic()
         named: list[tuple[float, bytes]] = []
         others: list[tuple[float, str, int]] = []
         for entry in self._mine():
@@ -143,7 +137,7 @@ class PageFiles:
                         others.append((entry.used, entry.path, -(-entry.size // BLOCK) * BLOCK))
                     else:
                         self._delete_unfinished(entry)
-        return Listing([name for _, name in sorted(named)], sorted(others), time.monotonic() - began)
+        return Listing([name for _, name in sorted(named)], sorted(others))
 
     def _mine(self) -> Sequence[Entry]:
         try:
@@ -156,10 +150,8 @@ class PageFiles:
             self.folder.delete(entry.path)
 
     def _write(self, name: bytes, whole: tuple[bytes | memoryview, ...], make: bool) -> None:
-        final = self._path(name).rpartition("/")[2]
-        unfinished = final.replace(".page", ".writing")
         with self._opened(name, make) as folder:
-            write_whole(folder, final, unfinished, whole)
+            write_whole(folder, f"{name.hex()}.page", f"{name.hex()}.writing", whole)
 
     def _opened(self, name: bytes, make: bool = False) -> contextlib.AbstractContextManager[int]:
         return self.folder.opened(self.space, name.hex()[:2], make=make)

@@ -38,13 +38,7 @@ _FILE = re.compile(r"([0-9a-f]{64})\.(page|writing)")
 
 
 class Entry(NamedTuple):
-    """A file of our own form.
-
-    Attributes:
-        path: below the folder.
-        name: of the page, in hexadecimal.
-        is_whole: whether it is a page, and not what was to become one.
-    """
+    """A file of our own form. path: below the folder. name: of the page, in hexadecimal. is_whole: it is not a page half written."""
 
     path: str
     name: str
@@ -53,7 +47,7 @@ class Entry(NamedTuple):
     used: float
 
 
-class PageFolder:
+class PageFolder(OwnedFolder):
     """A folder for pages, open until `close`; whoever replaces its path by another folder meanwhile changes nothing.
 
     Raises:
@@ -62,30 +56,20 @@ class PageFolder:
 
     def __init__(self, path: str | Path):
         self.path, self._lock = Path(path), None
-        with contextlib.ExitStack() as opened:
-            try:
-                self._folder = OwnedFolder(self.path)
-                self.opened = self._folder.opened
-                opened.callback(self._folder.close)
-                self._recognise()
-            except OSError as error:
-                raise self._unusable(error) from error
-            opened.pop_all()
-
-    def __enter__(self) -> "PageFolder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            super().__init__(self.path)
+            self._recognise()
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def close(self) -> None:
         """Give the folder and its lock back. What another thread still does here goes on, and what it begins is an `OSError`."""
         if self._lock is not None:
             self._lock()
-        self._folder.close()
+        super().close()
 
-    def lock(self) -> None:
-        """Take the lock; it is given back by `close`, or when the process ends.
+    def lock(self) -> "PageFolder":
+        """Take the lock, and give the folder; the lock is given back by `close`, or when the process ends.
 
         Raises:
             UserError: another process has it, or the file system has no locks.
@@ -106,17 +90,13 @@ class PageFolder:
         with contextlib.suppress(OSError):  # the number is for people; on a full disk the lock holds without it
             os.ftruncate(file, 0)
             os.write(file, f"{os.getpid()}\n".encode())
+        return self
 
     def make_space(self, space: str, described: bytes) -> None:
-        """Make the folder of a space, with the file that says what it is.
-
-        Raises:
-            OSError: it cannot be made, or written.
-        """
+        """Make the folder of a space, with the file that says what it is."""
         with self.opened(space, make=True) as folder:
-            if _content(_SPACE_FILE, folder) == described:
-                return
-            write_whole(folder, _SPACE_FILE, _SPACE_FILE + ".writing", [described])
+            if _content(_SPACE_FILE, folder) != described:
+                write_whole(folder, _SPACE_FILE, _SPACE_FILE + ".writing", [described])
 
     def spaces(self) -> list[str]:
         """List the folders of spaces: those whose name is the beginning of the hash of what their `space.json` says."""
@@ -193,21 +173,6 @@ class PageFolder:
             f"--disk-cache: {self.path} cannot be used as a folder for pages: {error.strerror or error}; give one that "
             "this user, and nobody else, can write"
         )
-
-
-def lock_folder(path: str | Path) -> PageFolder:
-    """Open the folder for pages, which is made if it is not there, and take its lock.
-
-    Raises:
-        UserError: it cannot be made or written, is not ours, or another process has it.
-    """
-    folder = PageFolder(path)
-    try:
-        folder.lock()
-    except UserError:
-        folder.close()
-        raise
-    return folder
 
 
 def space_name(described: bytes) -> str:

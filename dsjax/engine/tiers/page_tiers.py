@@ -50,22 +50,15 @@ class SegmentedLru:
         yield from self._probation
         yield from self._protected
 
-    def __getitem__(self, name: bytes) -> int:
-        return self._probation[name] if name in self._probation else self._protected[name]
-
     def add(self, name: bytes, number: int = 0) -> None:
         """Put a new name on probation."""
         self._probation[name] = number
 
     def ask(self, name: bytes) -> int:
         """Give a name's number, and protect the name from now on."""
-        number = self._probation.pop(name, None)
-        if number is None:
-            number = self._protected.pop(name)
-        self._protected[name] = number
+        number = self._protected[name] = self.remove(name)
         if len(self._protected) > PROTECTED_SHARE * self.size:
-            oldest, its_number = self._protected.popitem(last=False)
-            self._probation[oldest] = its_number
+            self.add(*self._protected.popitem(last=False))
         return number
 
     def remove(self, name: bytes) -> int:
@@ -86,8 +79,6 @@ class HostTier:
     """
 
     def __init__(self, num_slots: int, under_way: int = 2):
-        if num_slots < 1:
-            raise ValueError(f"found {num_slots} slots, expected at least 1")
         self.num_slots, self._under_way = num_slots, under_way
         self._free = list(range(num_slots - 1, -1, -1))
         self._names = SegmentedLru(num_slots)

@@ -44,9 +44,6 @@ class FollowerSendBuffers:
         self._lock = threading.Lock()
         self._has_ended = False
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     def ready(self, number: int, chunk: Chunk | None) -> None:
         """Hold a chunk that is complete. None: another process holds it."""
         if chunk is not None:

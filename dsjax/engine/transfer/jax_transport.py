@@ -6,6 +6,8 @@ import secrets
 import threading
 from typing import Any
 
+import jax
+
 from dsjax.background import start_thread
 from dsjax.engine.transfer.messages import Chunk
 from dsjax.engine.transfer.transport import Shapes, Transport, shapes_of
@@ -36,7 +38,7 @@ class JaxTransport(Transport):
     def publish(self, number: int, chunk: Chunk) -> bytes:
         """Let a chunk be pulled, once. The ticket is all that a puller needs."""
         ticket = secrets.token_bytes(_TICKET_BYTES)
-        self._server.await_pull(_number_of(ticket), chunk)
+        self._server.await_pull(int.from_bytes(ticket, "little"), chunk)
         self._tickets[number] = ticket
         return ticket
 
@@ -50,22 +52,15 @@ class JaxTransport(Transport):
 
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a chunk that was published."""
-        import jax
-
         with self._lock:
             if address not in self._connections:
                 self._connections[address] = self._server.connect(address)
             connection = self._connections[address]
         sharding = jax.sharding.SingleDeviceSharding(device)
         described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
-        return jax.block_until_ready(connection.pull(_number_of(ticket), described))
+        return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), described))
 
     def disconnect(self, address: str) -> None:
         """Keep no connection to a process that has gone."""
         with self._lock:
             self._connections.pop(address, None)
-
-
-def _number_of(ticket: bytes) -> int:
-    """The number under which JAX's server has a chunk."""
-    return int.from_bytes(ticket, "little")

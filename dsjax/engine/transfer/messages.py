@@ -4,12 +4,11 @@ docs/disaggregation.md has the design. No JAX: arrays go beside these messages, 
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from dsjax.engine.contract.executor import Progress
+from dsjax.engine.contract.executor import Progress
 
 TRANSFER_SECONDS = 30
 """Default of `--transfer-timeout`: what was asked for or offered, and then not heard of, is given up after it."""
@@ -46,8 +45,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
     """Nobody wants the rest of a transfer, nor its chunks.
 
-    Attributes:
-        page: the name of its last page, which shows that whoever cancels a transfer without having asked for it knows its prompt.
+    page: the name of its last page, which shows that whoever cancels a transfer without having asked for it knows its prompt.
     """
 
     transfer: str
@@ -157,25 +155,25 @@ Pull = Callable[[Source, int, Any], Chunk]
 """`pull(source, number, device)`: a chunk on this device, complete. Raises `ChunkGoneError`, or anything else."""
 
 
+Offer = Callable[[int, Chunk | None], None]
+"""`offer(number, chunk)`, for a chunk that is complete; None: another process keeps it."""
+Drop = Callable[[Sequence[int]], None]
+"""`drop(numbers)`, for chunks that need not be kept any more."""
+
+
 class ChunkPort(Protocol):
-    """What an executor offers that sends pages to other engines, or pulls theirs (`Executor.extension`)."""
+    """What an executor offers that sends pages to other engines, or pulls theirs (`Executor.extension`).
 
-    @property
-    def chunk_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of a chunk's arrays, by name."""
+    Attributes:
+        chunk_shapes: shape and dtype of a chunk's arrays, by name.
+        processes_of_ranks: the processes that have devices of each DP rank; the first one keeps the rank's chunks.
+    """
 
-    @property
-    def processes_of_ranks(self) -> Sequence[Sequence[int]]:
-        """The processes that have devices of each DP rank; the first one keeps the rank's chunks."""
+    chunk_shapes: dict[str, tuple[tuple[int, ...], Any]]
+    processes_of_ranks: Sequence[Sequence[int]]
 
-    def send_chunks(
-        self,
-        offer: Callable[[int, Chunk | None], None],
-        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
-    ) -> None:
-        """Have what `SendPages` makes offered as `offer(number, chunk)` when it is complete, and `drop(numbers)` called at `DropChunks`,
-        from any thread and in the order of the commands. The chunk is None where another process keeps it.
-        """
+    def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
+        """Have what `SendPages` makes offered, and `drop` called at `DropChunks`, from any thread and in the order of the commands."""
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Have `PullPages` pull by this, and what came of each chunk reported, from any thread."""
@@ -189,16 +187,14 @@ class PrefillLink:
     """A prefill side, as decode sees it: in this process, or in another one. All methods may be called from any thread.
 
     Attributes:
+        is_idle: whether there is no connection to it, and none is being made.
         receive: takes the side's messages, in its own thread; `connect` says who does.
     """
 
+    is_idle: bool = False
+
     def __init__(self):
         self.receive: Callable[[ToDecode], None] = lambda message: None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is no connection to it, and none is being made."""
-        return False
 
     def connect(self, receive: Callable[[ToDecode], None]) -> None:
         """Have its messages handed to `receive` from now on."""
@@ -216,7 +212,7 @@ class PrefillLink:
         """
         raise NotImplementedError
 
-    def warm_up(self, progress: "Progress | None" = None) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
         """Compile what it will need, where its devices are this process's."""
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from dsjax.engine.contract.commands import DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece
-from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Pull, PulledChunk, Source
+from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Drop, Offer, Pull, PulledChunk, Source
 
 PULLERS = 2
 """Threads that pull: while one waits for a chunk, the other asks for the next."""
@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 class Landing:
     """A chunk that a rank pulls. Every process knows of it, for pages are staged by chunks, in the same order everywhere.
 
-    Attributes:
-        chunk: None until it has come, and where this process has no device of the rank.
+    chunk: None until it has come, and where this process has no device of the rank.
     """
 
     rank: int
@@ -56,17 +55,14 @@ class PageChunks(DevicePart, PageStore):
     it is staged on all of them.
 
     Attributes:
-        processes_of_ranks: of each rank those that have devices of it, in the order of the devices.
+        chunk_shapes, processes_of_ranks: as of `ChunkPort`; processes are in the order of the devices.
     """
 
     def __init__(self, device: DeviceAccess, staging: PageStaging):
         self._device = device
-        self._described = device.programs.described_moved()
+        self._described = described = device.programs.described_moved()
+        self.chunk_shapes = {name: ((1, *a.shape[1:]), np.dtype(a.dtype)) for name, a in described.items()}
         self._devices, self.processes_of_ranks = self._places_of_ranks()
-        self._offer: Callable[[int, Chunk | None], None] | None = None
-        self._drop: Callable[[Sequence[int]], None] = lambda numbers: None
-        self._pull: Pull | None = None
-        self._report: Callable[[PulledChunk], None] = lambda chunk: None
         self._leaving: queue.SimpleQueue[tuple[int, Any, bool] | list[int] | None] = queue.SimpleQueue()
         self._wanted: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
         self._landed: dict[tuple[int, int], tuple[Landing, int]] = {}
@@ -86,17 +82,8 @@ class PageChunks(DevicePart, PageStore):
         """Offer the way to other engines to the scheduler's part in transfers."""
         return self if kind is ChunkPort else None
 
-    @property
-    def chunk_shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of a chunk's arrays, by name."""
-        return {name: ((1, *array.shape[1:]), np.dtype(array.dtype)) for name, array in self._described.items()}
-
-    def send_chunks(
-        self,
-        offer: Callable[[int, Chunk | None], None],
-        drop: Callable[[Sequence[int]], None] = lambda numbers: None,
-    ) -> None:
-        """Have chunks offered as ``offer(number, chunk)``, and dropped, in a thread of their own. Others' have no chunk here."""
+    def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
+        """Have chunks offered, and dropped, in a thread of their own."""
         self._offer, self._drop = offer, drop
         self._threads.append(start_thread("chunk offer", self._offer_on, name="dsjax-chunks", restarts=True))
 
@@ -170,11 +157,12 @@ class PageChunks(DevicePart, PageStore):
             by_chunk: dict[int, tuple[Landing, np.ndarray]] = {}
             others = []
             for position in rank_places.tolist():
-                number = int(numbers[position])
-                if (rank, number) not in self._landed:
+                with self._lock:
+                    landed = self._landed.pop((rank, int(numbers[position])), None)
+                if landed is None:
                     others.append(position)
                     continue
-                landing, place = self._take(rank, number)
+                landing, place = landed
                 _, positions = by_chunk.setdefault(id(landing), (landing, np.full(MOVED_PAGES, -1, np.int32)))
                 positions[place] = position
             rest.append(np.array(others, np.int32))
@@ -185,13 +173,6 @@ class PageChunks(DevicePart, PageStore):
             layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
             pieces.append(StagedPiece(layout, partial(self.stage, [one and one[0] for one in now])))
         return pieces, rest
-
-    def _take(self, rank: int, number: int) -> tuple[Landing, int]:
-        """Take the chunk of a page that was reported as come, and its place there; it is kept no longer."""
-        with self._lock:
-            landing, place = self._landed.pop((rank, number))
-        assert landing.chunk is not None or rank not in self._devices, "only pages that have come are taken"
-        return landing, place
 
     def forget(self, rank: int, number: int) -> None:
         """Keep a page no longer that was pulled, or is being pulled."""
@@ -205,8 +186,8 @@ class PageChunks(DevicePart, PageStore):
             pieces = []
             for device, index in described.sharding.addressable_devices_indices_map(described.shape).items():
                 landing = landings[index[0].indices(described.shape[0])[0]]
-                nothing = landing is None
-                pieces.append(self._nothing(name, device) if nothing else jax.device_put(landing.chunk[name], device))
+                piece = self._nothing(name, device) if landing is None else jax.device_put(landing.chunk[name], device)
+                pieces.append(piece)
             staged[name] = jax.make_array_from_single_device_arrays(described.shape, described.sharding, pieces)
         return staged
 

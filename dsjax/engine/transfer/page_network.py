@@ -7,13 +7,14 @@ import threading
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from dsjax.addresses import split_address
 from dsjax.background import start_thread
 from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.executor import Progress
 from dsjax.engine.transfer.chunk_network import ROLE, ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
     CancelTransfer,
@@ -27,13 +28,10 @@ from dsjax.engine.transfer.messages import (
     ToPrefill,
     TransferFailed,
 )
-from dsjax.engine.transfer.prefill_service import PrefillEndpoint, Receive
+from dsjax.engine.transfer.prefill_service import Receive
 from dsjax.messaging import Endpoint, Peer, Request
 from dsjax.messaging.curve import LISTENER
 from dsjax.messaging.endpoint import CONNECT_SECONDS
-
-if TYPE_CHECKING:
-    from dsjax.engine.contract.executor import Progress
 
 _log = logging.getLogger(__name__)
 _SERVICE = "prefill"
@@ -43,13 +41,13 @@ class PrefillServer:
     """A prefill engine that decode engines of other processes reach at an endpoint. Chunks are pulled from whichever process keeps them.
 
     Args:
-        chunks: this process's, which ends with the engine. space: as in `Greeting`.
+        engine: a `PrefillEngine`. chunks: this process's, which ends with the engine. space: as in `Greeting`.
         owns_endpoint: whether the endpoint ends with the engine too.
     """
 
     def __init__(
         self,
-        engine: PrefillEndpoint,
+        engine: Any,
         chunks: ChunkServer,
         space: dict[str, Any],
         endpoint: Endpoint,

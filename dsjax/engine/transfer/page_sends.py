@@ -1,7 +1,4 @@
-"""`PageSends`: the page source of an engine that computes prompts for others: it takes pages as soon as they are computed, and gives none.
-
-Plain Python.
-"""
+"""`PageSends`: the page source of an engine that computes prompts for others. It takes pages as soon as they are computed."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
 class PageSends(PageSource):
     """Holds pages from when they are sealed until the plan that has them copied into a chunk.
 
-    Attributes:
-        waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
+    waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
     """
 
     def __init__(self, buffers: SendBuffers):
@@ -46,10 +42,6 @@ class PageSends(PageSource):
     def has_work(self) -> bool:
         """Whether pages wait, and there is room for a chunk of them."""
         return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
-
-    def has_waiting(self, send: PageSend) -> bool:
-        """Whether pages of a transfer wait."""
-        return any(waiting_send is send for waiting in self.waiting for waiting_send, _, _ in waiting)
 
     def transfers_waiting(self) -> set[str]:
         """Names of the transfers of which pages wait."""

@@ -1,13 +1,10 @@
-"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: the way to one of this process.
-
-Plain Python.
-"""
+"""`PrefillLinks`: the part of an engine's core that has prompts computed by prefill engines; `LocalLink`: one of this process."""
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.schedule.attachment import Attachment
@@ -25,25 +22,11 @@ from dsjax.engine.transfer.messages import (
     ToDecode,
     ToPrefill,
 )
-from dsjax.engine.transfer.prefill_service import PrefillEndpoint
+from dsjax.engine.transfer.page_network import RemoteLinks
 from dsjax.engine.transfer.remote_prefill import RemotePrefills
 
 TRANSFER_WAIT = 0.01
 """Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
-
-
-class Dialer(Protocol):
-    """Makes links to prefill engines at addresses (`RemoteLinks`)."""
-
-    def link_to(self, address: str) -> PrefillLink:
-        """Make the link to a prefill engine.
-
-        Raises:
-            UserError: the address is none.
-        """
-
-    def close(self) -> None:
-        """End all connections."""
 
 
 class PrefillLinks(Attachment):
@@ -66,7 +49,7 @@ class PrefillLinks(Attachment):
     def __init__(
         self,
         links: Sequence[PrefillLink],
-        dialer: Dialer | None = None,
+        dialer: RemoteLinks | None = None,
         *,
         local_tokens: int = 1,
         timeout: float = TRANSFER_SECONDS,
@@ -177,12 +160,9 @@ class PrefillLinks(Attachment):
 
 
 class LocalLink(PrefillLink):
-    """The way to a prefill engine of this process.
+    """The way to a `PrefillEngine` of this process. move: gives a chunk on another device."""
 
-    move: gives a chunk on another device.
-    """
-
-    def __init__(self, engine: PrefillEndpoint, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
+    def __init__(self, engine: Any, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
         super().__init__()
         self.engine, self._move = engine, move
 

@@ -1,13 +1,10 @@
-"""`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled.
-
-Plain Python.
-"""
+"""`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled."""
 
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
 from dsjax.engine.contract.executor import Executor
@@ -41,31 +38,6 @@ _LOOK_SECONDS = 0.25
 """How often buffers are looked at where nothing else happens, and decode is told what is under way; more often with a short timeout."""
 
 
-class PrefillEndpoint(Protocol):
-    """What a link or a server of this or another process needs of a prefill engine."""
-
-    buffers: SendBuffers
-
-    def post(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Take a message from any thread; what becomes of it is told to `receive`, from any thread.
-
-        A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
-        """
-
-    def leave(self, receive: Receive) -> None:
-        """Cancel everything that was asked for with this `receive`."""
-
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile every shape before the first prompt, in all processes."""
-
-    def shutdown(self, timeout: float = 10.0) -> None:
-        """End the engine. Transfers that are under way fail."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-
-
 class PrefillCounts(NamedTuple):
     """What a prefill engine has done since its start: tokens of prompts computed, and seconds in which it computed."""
 
@@ -91,7 +63,7 @@ class PrefillService(Attachment):
 
     def __init__(self, *, timeout: float, keepers: Keepers | None = None, first_number: int | None = None):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
-        self.buffers = SendBuffers([], timeout, self._offer, time.monotonic, first_number)
+        self.buffers = SendBuffers(timeout, self._offer, first_number)
         self.source = PageSends(self.buffers)
         self.counts = PrefillCounts()
         self.flush_core: Callable[[], Any] = lambda: None
@@ -165,10 +137,9 @@ class PrefillService(Attachment):
             self.flush_core()
         else:
             send = self.buffers.transfer_of(message.number)
-            if send is None or not _is_of(send, receive):
-                return
-            self.buffers.release(message.number)
-            self._forget_done(list(self._sends))
+            if send is not None and _is_of(send, receive):
+                self.buffers.release(message.number)
+                self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
         """Cancel everything that was asked for with this `receive`: who asked is there no more."""
@@ -186,7 +157,16 @@ class PrefillService(Attachment):
         if objection:
             self._refuse(ask, receive, objection)
             return
-        request = self._request(ask, tokens)
+        request = Request(
+            ask.transfer,
+            tokens,
+            len(tokens),
+            SamplingParams(temperature=0, max_tokens=1),
+            max_tokens=1,
+            seed=0,
+            arrival_time=time.monotonic(),
+            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
+        )
         names = extend_hashes(request, self.scheduler.config.page_size)
         if receive is not None and names[ask.end - 1] != ask.page:
             self._refuse(ask, receive, "its tokens and its salt are not those of the pages that it names")
@@ -232,21 +212,8 @@ class PrefillService(Attachment):
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)
-        elif receive is None or _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
+        elif _is_of(send, receive) or (send.receive is None and message.page == _last_page(send)):
             self._end(message.transfer)
-
-    @staticmethod
-    def _request(ask: PrefillRequest, tokens: list[int]) -> Request:
-        return Request(
-            ask.transfer,
-            tokens,
-            len(tokens),
-            SamplingParams(temperature=0, max_tokens=1),
-            max_tokens=1,
-            seed=0,
-            arrival_time=time.monotonic(),
-            options=RequestOptions(ask.priority, ask.salt, dp_rank=ask.dp_rank),
-        )
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
         """Say why this cannot be computed: it may come from another process, and a device would take anything."""
@@ -272,14 +239,12 @@ class PrefillService(Attachment):
 
     def _forget_done(self, names: Iterable[str]) -> None:
         """Forget those of these transfers of which every page is computed, sent, and released."""
+        waiting = self.source.transfers_waiting()
         for name in names:
             send = self._sends.get(name)
-            if send is not None and self._is_done(send):
+            is_sent = send is not None and send.request.status is Status.FINISHED and name not in waiting
+            if is_sent and not self.buffers.kept_for(send):
                 self._forget(name)
-
-    def _is_done(self, send: PageSend) -> bool:
-        is_finished = send.request.status is Status.FINISHED
-        return is_finished and not self.source.has_waiting(send) and not self.buffers.kept_for(send)
 
     def _fail(self, name: str, reason: str, aborts: bool = True) -> None:
         send = self._sends.get(name)

@@ -1,6 +1,4 @@
-"""`RemotePrefills`: the page source of a decode engine whose prompts other engines compute: what it has asked them for, what they have
-ready, and when it goes on without. Plain Python.
-"""
+"""`RemotePrefills`: the page source of a decode engine whose prompts other engines compute."""
 
 import itertools
 import logging
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
-from dsjax.engine.contract.commands import Command, PullPages, int32s
+from dsjax.engine.contract.commands import Command, PullPages, int32s, names_of
 from dsjax.engine.schedule.landing_area import LandingBuffer
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import NAME_BYTES, extend_hashes
@@ -88,15 +86,11 @@ class Transfer:
 
         What no chunk can have would end the engine's thread, or the executor's, which write numbers and places as they are.
         """
-        if not (0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES):
+        is_possible = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
+        if not is_possible or len(offer.names) != NAME_BYTES * offer.count:
             return False
-        if len(offer.names) != NAME_BYTES * offer.count:
-            return False
-        for place in range(offer.count):
-            page, start = offer.first - self.first + place, NAME_BYTES * place
-            if 0 <= page < len(self.names) and offer.names[start : start + NAME_BYTES] != self.names[page]:
-                return False
-        return True
+        offered = enumerate(names_of(offer.names), offer.first - self.first)
+        return all(self.names[page] == name for page, name in offered if 0 <= page < len(self.names))
 
     def wake(self) -> None:
         """Have the requests that wait looked at again."""
@@ -130,9 +124,8 @@ class RemotePrefills(PageSource):
         self._pulling: dict[tuple[int, int], Transfer] = {}
         self._of: dict[Request, Transfer] = {}
         self._links_of: dict[Request, int] = {}  # of requests that name a prefill engine
-        self._names_of: dict[
-            Request, str
-        ] = {}  # of those the transfer that computes their prompt, until it is asked for
+        # Of those the transfer that computes their prompt, until it is asked for.
+        self._names_of: dict[Request, str] = {}
         self._computed_here: set[Request] = set()  # since a transfer for them was given up
         self._any = range(num_links)
         self._link_numbers = itertools.count()
@@ -243,12 +236,11 @@ class RemotePrefills(PageSource):
     def receive(self, link: int, message: ToDecode, now: float) -> None:
         """Take in what a prefill engine has said."""
         if isinstance(message, TransferFailed):
-            of_link = [transfer for transfer in self._transfers.values() if transfer.link == link]
-            gone = [transfer for transfer in of_link if message.transfer in ("", transfer.name)]
             if not message.transfer:
                 self._backoffs[link].begin(now)
-            for transfer in gone:
-                self._give_up(transfer, tells=False)
+            for transfer in list(self._transfers.values()):
+                if transfer.link == link and message.transfer in ("", transfer.name):
+                    self._give_up(transfer, tells=False)
             return
         if isinstance(message, TransfersUnderWay):
             for name in message.transfers:

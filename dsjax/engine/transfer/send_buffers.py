@@ -3,6 +3,7 @@
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,11 +44,7 @@ class PageSend:
 
 
 class Keeper(NamedTuple):
-    """Which process keeps the chunks of a rank.
-
-    Attributes:
-        address: where others pull from it; empty in one process. elsewhere: whether it is another one than this.
-    """
+    """Which process keeps the chunks of a rank. address: where others pull from it; empty in one process. elsewhere: not this one."""
 
     address: str = ""
     elsewhere: bool = False
@@ -70,27 +67,24 @@ class SendBuffers:
     of their own.
 
     Args:
-        keepers: of each rank. offer: told of each chunk that can be pulled, and of its transfer. clock: seconds.
+        timeout: seconds. offer: told of each chunk that can be pulled, and of its transfer.
         first_number: of the chunks. None: a random one, so that the numbers of a side that was started again are not those of before, and
             a process that was not offered a chunk has to guess 31 bits.
     """
 
     def __init__(
         self,
-        keepers: Sequence[Keeper],
         timeout: float,
         offer: Callable[[PageSend, ChunkReady], None],
-        clock: Callable[[], float],
         first_number: int | None = None,
     ):
-        self.timeout = timeout
-        self._offer, self._clock = offer, clock
+        self.timeout, self._offer = timeout, offer
         self._gone: list[int] = []
         self._buffers: dict[int, _Buffer] = {}
         self._numbers = itertools.count(secrets.randbelow(_NUMBERS) if first_number is None else first_number)
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0
-        self.reset(keepers)
+        self.reset([])
 
     def reset(self, keepers: Sequence[Keeper]) -> None:
         """Keep no chunk any longer: another executor is to make them, on ranks with these keepers."""
@@ -122,7 +116,7 @@ class SendBuffers:
             address = self._keepers[rank].address
             names = b"".join(send.request.page_hashes[first : first + count])
             offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address, names)
-            self._buffers[number] = _Buffer(rank, send, offer, self._clock() + self.timeout)
+            self._buffers[number] = _Buffer(rank, send, offer, time.monotonic() + self.timeout)
         return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
@@ -131,7 +125,7 @@ class SendBuffers:
             buffer = self._buffers.get(number)
             if buffer is None:
                 return
-            buffer.chunk, buffer.is_ready, buffer.until = chunk, True, self._clock() + self.timeout
+            buffer.chunk, buffer.is_ready, buffer.until = chunk, True, time.monotonic() + self.timeout
             self.pages_sent += buffer.offer.count
         self._offer(buffer.send, buffer.offer)
 
@@ -172,7 +166,7 @@ class SendBuffers:
 
     def expire(self) -> list[PageSend]:
         """List the transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]
             self.expired += len(late)

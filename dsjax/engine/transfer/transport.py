@@ -6,17 +6,14 @@ import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dsjax.engine.transfer.messages import Chunk
 from dsjax.errors import UserError
 
-if TYPE_CHECKING:
-    import numpy as np
-
 FLAG = "--disaggregation-transfer-backend"
 
-Shapes = Mapping[str, tuple[tuple[int, ...], "np.dtype"]]
+Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 """Shape and dtype of a transfer chunk's arrays, by name."""
 
 
@@ -28,8 +25,7 @@ def shapes_of(chunk: Chunk) -> Shapes:
 class Transport(ABC):
     """Moves transfer chunks from the process that keeps them to the one that needs them. Its methods are called from any thread.
 
-    Attributes:
-        address: the name by which other processes' transports know this one.
+    address: the name by which other processes' transports know this one.
     """
 
     address: str

@@ -3,6 +3,7 @@
 These are the tests of `setup/side_options.py` and `transfer/page_chunks.py` too.
 """
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import decode_args, prefill_args
-from dsjax.engine.tiers.page_folder import lock_folder
+from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.errors import UserError
 from sharding import MeshError
@@ -208,6 +209,6 @@ def test_what_does_not_fit_is_refused_of_its_side_and_leaves_another_server_s_fo
         monkeypatch.setattr(loading, "load", lambda *args, **rest: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     (taken := tmp_path / "taken").mkdir()
-    with lock_folder(taken), pytest.raises(UserError, match=says):
+    with contextlib.closing(PageFolder(taken).lock()), pytest.raises(UserError, match=says):
         LLM(str(checkpoint), **{"prefill_mesh": "dp=1", "decode_mesh": "dp=1"} | options, **SIZES)
     assert {path.name for path in taken.iterdir()} == {"dsjax-pages", "lock"}

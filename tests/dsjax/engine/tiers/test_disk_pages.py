@@ -17,7 +17,7 @@ from waits import until
 from dsjax.engine.tiers import disk_pages
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.page_files import PageFileError, PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
+from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((2, 4, 6), np.dtype(np.uint16)), "filled": ((4,), np.dtype(bool))}
@@ -121,18 +121,18 @@ def test_the_list_is_by_last_use_and_what_was_not_finished_goes(tmp_path):
 
 
 def test_a_second_engine_is_refused_while_the_first_has_the_folder(tmp_path):
-    first = lock_folder(tmp_path)
+    first = PageFolder(tmp_path).lock()
     with pytest.raises(UserError, match=rf"in use by another engine \(process {os.getpid()}\)"):
-        lock_folder(tmp_path)
+        PageFolder(tmp_path).lock()
     first.close()
-    lock_folder(tmp_path).close()
+    PageFolder(tmp_path).lock().close()
 
 
 class Disk:
     """`DiskPages` on a folder, with waiting for its reports."""
 
     def __init__(self, folder, max_pages=100, space=SPACE):
-        own_files = files(lock_folder(folder), space)
+        own_files = files(PageFolder(folder).lock(), space)
         self.pages = DiskPages(own_files, max_pages * own_files.page_bytes)
         self.listed = self.pages.reports().listed
 

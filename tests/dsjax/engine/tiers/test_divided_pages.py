@@ -10,7 +10,7 @@ from test_disk_pages import SHAPES, SPACE, name, page, same
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder, lock_folder
+from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
@@ -32,7 +32,7 @@ class Divided:
 
     def _open(self, shapes):
         assert shapes == SHAPES
-        return DiskPages(PageFiles(lock_folder(self.folder), SPACE, shapes), 1 << 20)
+        return DiskPages(PageFiles(PageFolder(self.folder).lock(), SPACE, shapes), 1 << 20)
 
     def reports(self):
         return self.pages.page_reports()

@@ -11,7 +11,7 @@ import pytest
 
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import MARK, PageFolder, lock_folder, space_name
+from dsjax.engine.tiers.page_folder import MARK, PageFolder, space_name
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((8,), np.dtype(np.uint16))}
@@ -63,32 +63,32 @@ def test_a_folder_that_holds_somebody_elses_files_is_refused_and_left_as_it_is(t
     fill(tmp_path, files)
     before = content(tmp_path)
     with pytest.raises(UserError, match=r"holds files that are not dsjax's \(.*give a folder that is empty"):
-        lock_folder(tmp_path)
+        PageFolder(tmp_path).lock()
     assert content(tmp_path) == before
 
 
 def test_an_empty_folder_becomes_ours_and_stays_it(tmp_path):
     (tmp_path / "lost+found").mkdir()  # of a disk that was just formatted
-    lock_folder(tmp_path).close()
+    PageFolder(tmp_path).lock().close()
     (tmp_path / "notes").write_text("put there later")
-    lock_folder(tmp_path).close()
+    PageFolder(tmp_path).lock().close()
     assert (tmp_path / MARK).read_text().startswith("This folder holds pages of dsjax's --disk-cache")
-    assert lock_folder(tmp_path / "made" / "with parents").path.stat().st_mode & 0o777 == 0o700
+    assert PageFolder(tmp_path / "made" / "with parents").lock().path.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_of_an_earlier_version_is_recognised_by_its_space(tmp_path):
     written(tmp_path, FIRST)
     (tmp_path / MARK).unlink()
     (tmp_path / "lock").write_text("4711\n")
-    assert PageFiles(lock_folder(tmp_path), SPACE, SHAPES).list().names == [FIRST]
+    assert PageFiles(PageFolder(tmp_path).lock(), SPACE, SHAPES).list().names == [FIRST]
     assert (tmp_path / MARK).exists()
     for name in (MARK, "lock"):  # somebody has tidied up
         (tmp_path / name).unlink()
-    assert PageFiles(lock_folder(tmp_path), SPACE, SHAPES).list().names == [FIRST]
+    assert PageFiles(PageFolder(tmp_path).lock(), SPACE, SHAPES).list().names == [FIRST]
     (tmp_path / MARK).unlink()
     (tmp_path / "lock").write_text("somebody else's")
     with pytest.raises(UserError, match="holds files that are not dsjax's"):
-        lock_folder(tmp_path)
+        PageFolder(tmp_path).lock()
 
 
 def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
@@ -118,7 +118,7 @@ def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
         str(path_of(other, name).relative_to(folder)) for name in (FIRST, SECOND)
     )
     disk = DiskPages(
-        PageFiles(lock_folder(folder), SPACE, SHAPES), files.page_bytes
+        PageFiles(PageFolder(folder).lock(), SPACE, SHAPES), files.page_bytes
     )  # room for one page: the others' go
     disk.drop(True, [])
     disk.close()
@@ -143,7 +143,7 @@ def test_nothing_is_read_or_written_through_a_link(tmp_path):
     assert (elsewhere / "victim").read_text() == "whole"
     (tmp_path / "pages" / "lock").symlink_to(elsewhere / "victim")
     with pytest.raises(UserError, match="cannot be used"):
-        lock_folder(tmp_path / "pages")
+        PageFolder(tmp_path / "pages").lock()
     assert (elsewhere / "victim").read_text() == "whole"
 
 
@@ -164,18 +164,18 @@ def give_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, monkeypatch):
-    lock_folder(tmp_path / "pages").close()
+    PageFolder(tmp_path / "pages").lock().close()
     for mode in (0o770, 0o702, 0o1777):
         (tmp_path / "pages").chmod(mode)
         with pytest.raises(UserError, match=rf"others can write to it \(mode {mode:04o}\); chmod go-w"):
-            lock_folder(tmp_path / "pages")
+            PageFolder(tmp_path / "pages").lock()
     (tmp_path / "pages").chmod(0o755)
-    lock_folder(tmp_path / "pages").close()
+    PageFolder(tmp_path / "pages").lock().close()
     give_to_another_user(tmp_path / "pages", monkeypatch)
     with pytest.raises(
         UserError, match=r"belongs to another user .*give one that this user, and nobody else, can write"
     ):
-        lock_folder(tmp_path / "pages")
+        PageFolder(tmp_path / "pages").lock()
 
 
 def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_believed(tmp_path, monkeypatch):
@@ -212,7 +212,7 @@ def failing(number, *_, **__):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_pages(tmp_path, monkeypatch, number):
     written(tmp_path, FIRST)
-    folder = lock_folder(tmp_path)
+    folder = PageFolder(tmp_path).lock()
     (tmp_path / space_name(b"other")).mkdir()
     for call in ("mkdir", "rename", "unlink", "utime"):
         monkeypatch.setattr(os, call, partial(failing, number))
@@ -227,7 +227,7 @@ def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_p
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_nothing_at_the_start_is_refused_before_weights_are_read(tmp_path, monkeypatch, number):
-    lock_folder(tmp_path).close()
+    PageFolder(tmp_path).lock().close()
     (tmp_path / "lock").unlink()
     real = os.open
     monkeypatch.setattr(
@@ -238,18 +238,18 @@ def test_a_disk_that_takes_nothing_at_the_start_is_refused_before_weights_are_re
         ),
     )
     with pytest.raises(UserError, match=f"{os.strerror(number)}; give one that this user, and nobody else, can write"):
-        lock_folder(tmp_path)
+        PageFolder(tmp_path).lock()
 
 
 def test_a_full_disk_that_has_its_lock_takes_it_without_the_number_and_a_file_system_without_locks_is_named(
     tmp_path, monkeypatch
 ):
-    lock_folder(tmp_path).close()
+    PageFolder(tmp_path).lock().close()
     monkeypatch.setattr(os, "write", partial(failing, errno.ENOSPC))
-    lock_folder(tmp_path).close()
+    PageFolder(tmp_path).lock().close()
     monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", partial(failing, errno.ENOLCK))
     with pytest.raises(UserError, match="No locks available"):
-        lock_folder(tmp_path)
+        PageFolder(tmp_path).lock()
 
 
 def test_a_closed_folder_is_an_error_and_no_other_file(tmp_path):

@@ -22,7 +22,7 @@ from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.loading import load_model, page_space
 from dsjax.engine.tiers import page_files
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
-from dsjax.engine.tiers.page_folder import lock_folder
+from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -153,7 +153,7 @@ def test_a_start_that_failed_keeps_no_folder_from_the_next_one(checkpoint, tmp_p
     args = EngineArgs(model=str(checkpoint), max_model_len=10**6, disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
     with pytest.raises(UserError, match="--max-model-len is 1000000") as kept:
         load_model(args)
-    lock_folder(args.disk_cache).close()
+    PageFolder(args.disk_cache).lock().close()
     assert kept.value.__traceback__ is not None  # with all that it holds, as a notebook keeps it
 
 

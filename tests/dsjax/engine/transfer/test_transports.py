@@ -1,7 +1,7 @@
 """Every transport hands chunks over as they were, from any device to any device, and none that was withdrawn.
 
-These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py`, `transfer/nixl/agent.py`
-and `transfer/nixl/registered_buffer.py` too.
+These are the tests of `transfer/transport.py`, `transfer/jax_transport.py`, `transfer/nixl/nixl_transport.py` and
+`transfer/nixl/agent.py` too.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from transports import EACH_BACKEND, NIXL
 
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer import transport as table
-from dsjax.engine.transfer.nixl import nixl_transport, registered_buffer
+from dsjax.engine.transfer.nixl import nixl_transport
 from dsjax.engine.transfer.transport import Transport, open_transport
 from dsjax.errors import UserError
 
@@ -108,7 +108,7 @@ def test_a_buffer_that_a_chunk_could_not_be_copied_into_is_registered_no_longer(
     def fail(*arrays):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(registered_buffer, "_overwrite", fail)
+    monkeypatch.setattr(nixl_transport, "_overwrite", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         with_fake_agent.publish(1, chunk(1))
     assert with_fake_agent._agent.registered == []
