@@ -293,7 +293,7 @@ class MeshExecutor:
     ) -> Running:
         pending.kept.placements.append(self.device.placements)
         for packed in admissions:
-            self.device.state = self.programs.admit()(self.state, packed)
+            self.device.state = self.programs.get("admit")(self.state, packed)
             yield self.state.start
         for launch, shape, packed, rules in launches:
             yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes, recording)
@@ -309,7 +309,7 @@ class MeshExecutor:
         recording: bool,
     ) -> Running:
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
-            program = self.programs.drafting_step(shape, proposes)
+            program = self.programs.get("drafting step", shape, proposes)
             arguments = (self.params, self.state, packed, *self._arrived())
             self.device.state, outcome, drafts, reports = program(*arguments)
             yield outcome
@@ -324,17 +324,17 @@ class MeshExecutor:
         if rules.wanted is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.biases(shape.positions)(self.device.state, at, biased, piece)
+                biased = self.programs.get("biases", shape.positions)(self.device.state, at, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
-            draw = self.programs.draw(shape.positions)
+            draw = self.programs.get("draw", shape.positions)
             self.device.state, outcome = draw(self.device.state, at, logits, biased, masks, rules.wanted)
             yield outcome
         if rules.scored:
-            scores = self.programs.score(shape.positions)(logits, outcome)
+            scores = self.programs.get("score", shape.positions)(logits, outcome)
             yield scores.ranks
         if proposes:
-            program = self.programs.drafts(shape, proposes)
+            program = self.programs.get("drafts", shape, proposes)
             self.device.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
@@ -378,7 +378,7 @@ class MeshExecutor:
 
         def run() -> Running:
             for packed in inputs:
-                program = self.programs.every_token()
+                program = self.programs.get("every token")
                 self.device.state, logits = program(self.params, self.state, packed, *self._arrived())
                 pending.kept.append(logits)
                 yield logits
@@ -397,7 +397,7 @@ class MeshExecutor:
 
         def run() -> Running:
             for packed in inputs:
-                self.device.state = self.programs.copy()(self.state, packed)
+                self.device.state = self.programs.get("copy")(self.state, packed)
                 yield self.state.start
 
         return run()
@@ -417,7 +417,7 @@ class MeshExecutor:
         sent = self.device.send(marked)
 
         def run() -> Running:
-            self.device.state = self.programs.clear()(self.state, sent)
+            self.device.state = self.programs.get("clear")(self.state, sent)
             yield self.state.start
 
         return run()

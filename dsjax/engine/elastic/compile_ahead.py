@@ -119,12 +119,12 @@ class CompileAhead:
             self._library.keep_in(enable_compile_cache())
             wanted = find()
             described = [described_programs(self._args, self._checkpoint, each, self._library) for each in wanted]
-            done, total = 0, sum(programs.count(buckets) for programs, buckets in described)
+            done, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
             for each, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
                 if not programs.compile_ahead(buckets, self._pace(each, done, total, going, rests)):
                     return
-                done += programs.count(buckets)
+                done += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
                 _log.info("The programs of %s are there, after %.1f s, for when %s.", each.spec, seconds, each.reason)
         except Exception as error:

@@ -40,7 +40,6 @@ class FollowerTransfers:
     def join(self, loaded: LoadedEngine) -> None:
         """Take part in the transfers of another generation, with its executor."""
         args, group = self._args, self._group
-        process_id = group.options.process_id
         if args.disaggregation_mode == "prefill":
             if self._kept is not None:
                 self._kept.end()

@@ -104,7 +104,7 @@ class ExpertPart(DevicePart, ABC):
     def _read(self, pending: Pending, _: ReadLoads) -> Running:
         """Take the loads off the devices, without waiting for them."""
         device = self._device
-        counts, loads = device.programs.read_loads()(device.state.loads)
+        counts, loads = device.programs.get("read loads")(device.state.loads)
         device.state = dataclasses.replace(device.state, loads=loads)
         placements, retired, self._retired = device.placements, self._retired, []
         yield counts
