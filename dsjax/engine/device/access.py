@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.contract.commands import Command, Custom
-from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.executor import ExecutorLimits, Kind
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.programs import Programs
 from dsjax.model.step import ModelStep
@@ -20,8 +20,6 @@ from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(eq=False)
@@ -72,10 +70,6 @@ class Pending:
         self.started = self.ended = 0.0
 
 
-def _nothing(pending: Pending) -> None:
-    return None
-
-
 class Handler(NamedTuple):
     """How commands of one kind are carried out.
 
@@ -87,7 +81,7 @@ class Handler(NamedTuple):
     """
 
     execute: Callable[[Pending, Any], Running]
-    collect: Callable[[Pending], Any] = _nothing
+    collect: Callable[[Pending], Any] = lambda pending: None
     is_awaited: bool = False
     keeps_last: bool = True
 

@@ -25,7 +25,7 @@ from dsjax.engine.contract.commands import (
 )
 from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
 from dsjax.engine.device.buckets import Launch, num_decodes
-from dsjax.engine.device.logit_edits import bias_pieces, mask_words
+from dsjax.engine.device.logit_edits import bias_width, mask_words, padded_pieces
 from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
 from dsjax.engine.device.slots import (
     ADMISSION_WIDTH,
@@ -70,37 +70,30 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
 
     An admission resets what its slot had, so page changes and counts begin with the run that has the last admissions.
     """
-    counts = [
-        [
-            np.insert(np.frombuffer(admission.counts, "<i4").reshape(-1, 2), 0, admission.slot, axis=1)
-            for admission in rank.admissions
-            if admission.counts
-        ]
+    if not any(changes) and not any(rank.admissions for rank in step.ranks):
+        return
+    admitted = [
+        np.array([_admission(admission) for admission in rank.admissions], np.int32).reshape(-1, ADMISSION_WIDTH)
         for rank in step.ranks
     ]
-    joined = [np.concatenate(rank_step) if rank_step else np.zeros((0, 3), np.int32) for rank_step in counts]
-    admitting = max(-(-len(rank.admissions) // ADMISSIONS) for rank in step.ranks)
-    filling = max(
-        max(-(-len(own_changes) // PAGE_CHANGES), -(-len(own_counts) // COUNTED))
-        for own_changes, own_counts in zip(changes, joined, strict=True)
-    )
-    first = max(admitting - 1, 0)
-    runs = max(admitting, first + filling)
-    for run in range(runs):
-        admissions = np.full((len(step.ranks), ADMISSIONS, ADMISSION_WIDTH), -1, np.int32)
-        pages = np.full((len(step.ranks), PAGE_CHANGES, 3), -1, np.int32)
-        counted = np.full((len(step.ranks), COUNTED, 3), -1, np.int32)
-        for rank, (rank_step, own_changes, own_counts) in enumerate(zip(step.ranks, changes, joined, strict=True)):
-            for place, admission in enumerate(rank_step.admissions[run * ADMISSIONS : (run + 1) * ADMISSIONS]):
-                admissions[rank, place] = _admission(admission)
-            if run < first:
-                continue
-            part = own_changes[(run - first) * PAGE_CHANGES : (run - first + 1) * PAGE_CHANGES]
-            if part:
-                pages[rank, : len(part)] = part
-            part = own_counts[(run - first) * COUNTED : (run - first + 1) * COUNTED]
-            counted[rank, : len(part)] = part
-        yield np.concatenate([a.reshape(len(step.ranks), -1) for a in (admissions, pages, counted)], axis=1)
+    changed = [np.array(entries, np.int32).reshape(-1, 3) for entries in changes]
+    counted = [
+        np.concatenate(
+            [
+                np.insert(np.frombuffer(admission.counts, "<i4").reshape(-1, 2), 0, admission.slot, axis=1)
+                for admission in rank.admissions
+            ]
+            or [np.zeros((0, 3), np.int32)]
+        )
+        for rank in step.ranks
+    ]
+    pieces, nothing = [], []
+    for ranks, size in ((admitted, ADMISSIONS), (changed, PAGE_CHANGES), (counted, COUNTED)):
+        pieces.append([piece.reshape(len(ranks), -1) for piece in padded_pieces(ranks, size, -1)])
+        nothing.append(np.full((len(ranks), size * ranks[0].shape[1]), -1, np.int32))
+    skipped = [None] * (len(pieces[0]) - 1)
+    for parts in itertools.zip_longest(pieces[0], skipped + pieces[1], skipped + pieces[2]):
+        yield np.concatenate([own if part is None else part for part, own in zip(parts, nothing, strict=True)], axis=1)
 
 
 def pack_launch(
@@ -299,7 +292,7 @@ class SlotTable:
         if not any(rank_biases):
             return []
         joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in rank_biases]
-        return list(bias_pieces(joined, shape.positions))
+        return list(padded_pieces(joined, bias_width(shape.positions), -1))  # no position is −1
 
     def _masks(
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape

@@ -20,9 +20,6 @@ from sharding.jax_internals import backend_is_running, keep_programs_of_every_pr
 LEAST_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not worth a file."""
 
-_NEVER_SECONDS = 1e9
-"""No program takes as long to compile."""
-
 # glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
@@ -68,7 +65,7 @@ def enable_compile_cache() -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_SECONDS)
     if error is not None:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER_SECONDS)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
         return folder
     try:
         keep_programs_of_every_process()
@@ -139,10 +136,6 @@ _STATUS = re.compile(
 """How the text of an error of XLA's begins; wrong arguments are not among them."""
 
 
-XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""The types that JAX gives an error of XLA's."""
-
-
 class OutOfDeviceMemoryError(UserError):
     """A device's memory is too small for what was asked of it."""
 
@@ -158,27 +151,22 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except XLA_ERRORS as error:
-        explain(error, doing, advice)
-        raise
-
-
-def explain(error: Exception, doing: str, advice: str) -> None:
-    """Raise what `explained_out_of_memory` does in place of one of `XLA_ERRORS`; nothing where there is nothing to explain."""
-    is_status = type(error) is ValueError and _STATUS.match(str(error))
-    if is_status and "RESOURCE_EXHAUSTED" not in str(error):
-        raise jax.errors.JaxRuntimeError(str(error)) from error
-    if "RESOURCE_EXHAUSTED" not in str(error) or (isinstance(error, ValueError) and not is_status):
-        return
-    wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
-    stats = jax.local_devices()[0].memory_stats() or {}
-    state = (
-        f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
-        if {"bytes_limit", "bytes_in_use"} <= stats.keys()
-        else ""
-    )
-    size = f" for {wanted.group(1)}" if wanted else ""
-    raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        text = str(error)
+        is_status = type(error) is ValueError and _STATUS.match(text)
+        if is_status and "RESOURCE_EXHAUSTED" not in text:
+            raise jax.errors.JaxRuntimeError(text) from error
+        if "RESOURCE_EXHAUSTED" not in text or (isinstance(error, ValueError) and not is_status):
+            raise
+        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", text)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        state = (
+            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+            else ""
+        )
+        size = f" for {wanted.group(1)}" if wanted else ""
+        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
 
 
 def keep_freed_memory() -> bool:
