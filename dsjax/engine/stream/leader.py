@@ -189,7 +189,7 @@ class LeaderExecutor(ExecutorWrapper):
             return method(*arguments)
         except (
             RuntimeError
-        ) as error:  # a collective that lost its other side, as may be known soon (`Generations.after`)
+        ) as error:  # a collective has lost its other side, as may be known soon (`Generations.after`)
             self.group.check(error)
             raise
 

@@ -21,13 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from dsjax.engine.contract.commands import VERSION, Command, Flush, Score, Step
-from dsjax.engine.contract.executor import (
-    Executor,
-    ExecutorLimits,
-    ExecutorWrapper,
-    RankResults,
-    RowResult,
-)
+from dsjax.engine.contract.executor import Executor, ExecutorLimits, ExecutorWrapper, RankResults, RowResult
 from dsjax.errors import UserError
 from dsjax.versions import installed_version
 
@@ -258,14 +252,14 @@ class RecordingExecutor(ExecutorWrapper):
         return time.monotonic() - self._began
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Numbered:
     """A launched command with its number in the stream."""
 
-    __slots__ = ("command", "done", "inner", "number")
-
-    def __init__(self, number: int, command: Command, inner: Any):
-        self.number, self.command, self.inner = number, command, inner
-        self.done: float | None = None
+    number: int
+    command: Command
+    inner: Any
+    done: float | None = None
 
 
 def collected(number: int, done: float, command: Command, results: Any) -> Collected:
