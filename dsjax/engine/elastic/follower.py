@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.stream.leader import (
-    LaunchMessage,
-    Message,
-    ReadRecord,
-    Record,
-    WarmUp,
-    decode,
-    is_collected,
-)
+from dsjax.engine.stream.leader import LaunchMessage, Message, ReadRecord, Record, WarmUp, decode, is_collected
 from dsjax.hosts.group import GroupError, Heard, HostGroup
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import PeerLostError, RefusedError

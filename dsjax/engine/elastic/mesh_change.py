@@ -73,14 +73,9 @@ def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
         raise UserError(
             f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its mesh; give mesh alone"
         )
-    options: dict[str, Any] = {"expert_mesh": expert_mesh}
-    location = args.init_expert_location
-    if location is not None and expert_mesh != args.expert_mesh and ExpertLocation.read(location).logical_load is None:
-        _log.warning(
-            "--init-expert-location has places for %s alone; on %s experts are in order.", args.expert_mesh, expert_mesh
-        )
-        options["init_expert_location"] = None
-    return dataclasses.replace(args, **options)
+    return dataclasses.replace(
+        args, expert_mesh=expert_mesh, init_expert_location=_location(args, args.expert_mesh, expert_mesh)
+    )
 
 
 def check_mesh(
@@ -162,16 +157,18 @@ def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> di
     else:
         given = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
         options |= {"eplb_config": given, "redundant_experts": 0}
-    location = args.init_expert_location
-    if (
-        location is not None
-        and experts is None
-        and str(spec) != args.mesh
-        and ExpertLocation.read(location).logical_load is None
-    ):
-        _log.warning("--init-expert-location has places for %s alone; on %s experts are in order.", args.mesh, spec)
-        options["init_expert_location"] = None
+    if args.init_expert_location is not None and experts is None:
+        options["init_expert_location"] = _location(args, args.mesh, str(spec))
     return options
+
+
+def _location(args: EngineArgs, before: str, after: str) -> str | None:
+    """`--init-expert-location`, unless it has places for the experts' mesh before this one, and no loads."""
+    location = args.init_expert_location
+    if location is not None and before != after and ExpertLocation.read(location).logical_load is None:
+        _log.warning("--init-expert-location has places for %s alone; on %s experts are in order.", before, after)
+        return None
+    return location
 
 
 def _partition(args: EngineArgs, spec: MeshSpec) -> str | None:

@@ -169,7 +169,7 @@ class SmallGenerations(Generations):
         self.told: list = []
         self._group, self.needed = group.leader, needed
         group.leader.on_change = self.told.append
-        self._args = self._config = self._weights = self.wanted = None
+        self.args = self._config = self._weights = self.wanted = None
 
     def _devices(self):
         return [SimpleNamespace(process_index=member.process_id) for member in self._group.live]
