@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array
@@ -474,15 +474,9 @@ def _label(decode: Rectangle | None, prefill: Rectangle | None) -> str:
 
 def _gathering(tree: Any) -> tuple[ProgramKey, Any]:
     """The key of the program that gathers such a tree, and descriptions of the tree's arrays."""
-    described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    described = device_state.description(tree)
     leaves, structure = jax.tree.flatten(described)
     # Without the devices, which are others when the mesh is made anew.
-    return (
-        "gather",
-        structure,
-        *((leaf.shape, str(leaf.dtype), _without_devices(leaf.sharding)) for leaf in leaves),
-    ), described
-
-
-def _without_devices(sharding: Sharding) -> Hashable:
-    return sharding.spec if isinstance(sharding, NamedSharding) else str(sharding)
+    layouts = (one.sharding.spec if isinstance(one.sharding, NamedSharding) else str(one.sharding) for one in leaves)
+    arrays = ((one.shape, str(one.dtype), layout) for one, layout in zip(leaves, layouts, strict=True))
+    return ("gather", structure, *arrays), described
