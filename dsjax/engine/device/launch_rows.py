@@ -1,6 +1,4 @@
-"""The host's side of a launch, in NumPy: its rows laid into the integers that the programs take, what each row's sampling needs beside the
-logits, and the results read from the devices and sorted out.
-"""
+"""The host's side of a launch, in NumPy: its rows as the integers that programs take, what their sampling needs, and their results."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ from dsjax.engine.device.slots import (
 
 PageEntry = tuple[int, int, int]
 """Slot, index in its page table, page."""
-
 
 NOTHING_ALLOWED = (
     "no token is allowed next: allowed tokens, bad words, minimum length and structured output exclude each other"
@@ -99,10 +96,7 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
 def pack_launch(
     step: Step, launch: Launch, shape: LaunchShape, changes: list[list[PageEntry]], most_drafts: list[dict[int, int]]
 ) -> np.ndarray:
-    """``[B, W]`` int32 of one launch's rows and page changes.
-
-    most_drafts: of each rank, how many drafts of a slot may be verified, where that is not all.
-    """
+    """``[B, W]`` int32 of one launch's rows and page changes; most_drafts: as of ``SlotTable.most_drafts``, of each rank."""
     ranks = len(step.ranks)
     (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ends = [0, *itertools.accumulate((R, R, R, 5 * R2, R2 * C2, 3 * shape.page_changes))]
@@ -141,24 +135,19 @@ def decode_slots(rank: RankStep) -> np.ndarray:
 
 
 def _admission(admission: Admission) -> np.ndarray:
-    sampling = admission.sampling
-    values = np.empty(ADMISSION_WIDTH, np.int32)
-    values[:4] = admission.slot, admission.start, admission.token, sampling.num_prompt_tokens
-    values[4:5] = np.array([sampling.seed], np.uint32).view(np.int32)
-    values[5] = sampling.top_k
-    values[6:12] = np.array(
-        [
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-        ],
-        np.float32,
-    ).view(np.int32)
-    values[12] = sampling.penalises
-    return values
+    one = admission.sampling
+    integers = (
+        admission.slot,
+        admission.start,
+        admission.token,
+        one.num_prompt_tokens,
+        one.seed,
+        one.top_k,
+        one.penalises,
+    )
+    numbers = one.temperature, one.top_p, one.min_p, one.presence_penalty, one.frequency_penalty, one.repetition_penalty
+    values = np.array(integers, np.int64).astype(np.int32)  # of the seed the bits, which are a uint32's
+    return np.insert(values, 6, np.array(numbers, np.float32).view(np.int32))
 
 
 @dataclass(eq=False)

@@ -209,7 +209,7 @@ class MeshExecutor:
         self.programs.drop()
 
     def release(self, held: HeldWeights | None = None) -> None:
-        """`shutdown`, and free the parameters too, whatever became of the last step: wait until no program runs any more.
+        """`shutdown`, and free the parameters too, whatever became of the last step.
 
         held: takes over those parameters that a checkpoint has; None: they are freed like the others.
         """
@@ -387,17 +387,16 @@ class MeshExecutor:
         return run()
 
     def _clear(self, _: Pending, command: Clear) -> Running:
-        return self._zero([np.frombuffer(rank_pages, "<i4") for rank_pages in command.ranks])
+        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        for rank, rank_pages in enumerate(command.ranks):
+            marked[rank, np.frombuffer(rank_pages, "<i4")] = True
+        return self._zero(marked)
 
     def _flush(self, _: Pending, command: Flush) -> Running:
         self._slots.reset()
-        return self._zero([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
+        return self._zero(np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool))
 
-    def _zero(self, pages: list[np.ndarray]) -> Running:
-        """Zero pages of each rank."""
-        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
-        for rank, rank_pages in enumerate(pages):
-            marked[rank, rank_pages] = True
+    def _zero(self, marked: np.ndarray) -> Running:
         sent = self.device.send(marked)
 
         def run() -> Running:
