@@ -323,11 +323,7 @@ def encode(command: Command) -> bytes:
 
 
 def decode(data: bytes) -> Command:
-    """The inverse of `encode`.
-
-    Raises:
-        msgspec.ValidationError: these bytes are no command.
-    """
+    """The inverse of `encode`; a `msgspec.ValidationError` where these bytes are no command."""
     return _decoder.decode(data)
 
 

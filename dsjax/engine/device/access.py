@@ -94,21 +94,13 @@ class CommandTable:
         self._custom: dict[str, Handler] = {}
 
     def add(self, kind: type[Command], handler: Handler) -> None:
-        """Have commands of a kind carried out so.
-
-        Raises:
-            ValueError: another part has this kind.
-        """
+        """Have commands of a kind carried out so; a `ValueError` where another part has the kind."""
         if kind in self._handlers:
             raise ValueError(f"two parts of the executor carry out {kind.__name__}, expected one")
         self._handlers[kind] = handler
 
     def add_custom(self, source: str, handler: Handler) -> None:
-        """Have `Custom` commands of a page source carried out so.
-
-        Raises:
-            ValueError: another part has this source.
-        """
+        """Have `Custom` commands of a page source carried out so; a `ValueError` where another part has the source."""
         if source in self._custom:
             raise ValueError(f"two parts of the executor carry out commands of {source!r}, expected one")
         self._custom[source] = handler
@@ -119,11 +111,7 @@ class CommandTable:
         return handler is not None and handler.is_awaited
 
     def launch(self, command: Command) -> Pending:
-        """A command with its inputs laid out and sent.
-
-        Raises:
-            ValueError: no part of the executor carries it out.
-        """
+        """A command with its inputs laid out and sent; a `ValueError` where no part of the executor carries it out."""
         kind = type(command)
         handler = self._custom.get(command.source) if kind is Custom else self._handlers.get(kind)
         if handler is None:

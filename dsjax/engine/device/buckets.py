@@ -44,8 +44,7 @@ class RowPiece(NamedTuple):
 class Launch(NamedTuple):
     """Rectangles of one program (None: left out), and per DP rank the pieces of prefill rows in them.
 
-    The decode rectangle has all decode rows of the step. scored: whether the prompt's tokens are scored too, for rows that want
-    their log-probabilities; then there is one a rank.
+    decode: has all decode rows of the step. scored: whether the prompt's tokens are scored too; then there is one row a rank.
     """
 
     decode: Rectangle | None
@@ -104,9 +103,7 @@ class Buckets:
         return tuple(sorted(counts - {0}))
 
     def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...]]]:
-        """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts, each with the numbers of
-        drafts that may be proposed after it.
-        """
+        """Every (decode, prefill) pair of ``launches``, without those that score prompts, and the numbers of drafts proposed after it."""
         alone, largest, below = [], self.decode[-1], 0
         for rows in self.decode:
             # So many rows may be of any larger number that is running: others may be in their prompt.
@@ -202,7 +199,6 @@ class Buckets:
 
     @property
     def _tokens_of_a_launch(self) -> int:
-        """What a launch costs by itself, in tokens."""
         return ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
 
 

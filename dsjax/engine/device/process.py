@@ -38,10 +38,7 @@ def cache_folder() -> Path | None:
 def enable_compile_cache() -> Path | None:
     """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them: in every process of a mesh.
 
-    Gives the directory, or None where programs are not kept. A directory that can be read alone is read, and nothing is written there.
-
-    ``JAX_COMPILATION_CACHE_DIR`` decides where, if set; otherwise ``dsjax/compiled`` in the user's cache folder. The
-    programs themselves do not depend on it.
+    Gives the directory, as ``cache_folder`` does, or None where programs are not kept. One that cannot be written is only read.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
@@ -170,9 +167,7 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in the process instead of returning it to the kernel after each program.
-
-    Gives whether that took effect: it is glibc's to do, on Linux; elsewhere nothing happens.
+    """Keep freed memory in the process instead of returning it to the kernel after each program; whether it can (glibc on Linux).
 
     By default glibc maps each allocation of more than 128 KiB anew and unmaps it when freed. XLA's CPU backend allocates
     its temporaries for every execution, so each step would fault in every page again: half of the time of a large product
@@ -189,10 +184,9 @@ def keep_freed_memory() -> bool:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less.
+    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less; None off Linux.
 
-    Linux only; None elsewhere. What a container uses is not taken off its limit: most of that may be files' pages, which go
-    when room is needed.
+    What a container uses is not taken off its limit: most of that may be files' pages, which go when room is needed.
     """
     bounds: list[int] = []
     try:

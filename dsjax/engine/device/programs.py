@@ -1,7 +1,6 @@
 """The programs of an engine: the step in every shape of its buckets, and the small ones beside it.
 
-Each is traced from descriptions. Parameters and state may be arrays or ``jax.ShapeDtypeStruct`` with shardings: what is traced does not
-differ. A program that changes the state takes it donated, and gives it back.
+Each is traced from descriptions of parameters and state. A program that changes the state takes it donated, and gives it back.
 """
 
 from __future__ import annotations
@@ -155,10 +154,7 @@ class Programs:
         return self.get("step", shape, scored)
 
     def gather(self, tree: Any) -> Any:
-        """What a program gave, where this process can read it.
-
-        On a mesh of one process that is the tree itself. Else a program brings it to all devices, which all processes must run.
-        """
+        """What a program gave, where this process can read it: where ``shared``, all processes run a program that brings it there."""
         if not self.shared:
             return tree
         key, described = _gathering(tree)
@@ -194,8 +190,7 @@ class Programs:
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
 
-        ``progress`` is called before each trace and after each compilation. What it raises ends the warm-up: nothing more is
-        traced, what waits is not compiled, and what is being compiled is waited for.
+        What ``progress`` raises ends the warm-up: what waits is not compiled, and what is being compiled is waited for.
         """
         labels = self.labels(buckets)
         report = progress or (lambda done, total, label: None)

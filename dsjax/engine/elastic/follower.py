@@ -145,12 +145,7 @@ class Follower:
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
-        self.run(
-            load,
-            lambda executor: release(executor, held),
-            drop=lambda: drop(held),
-            regroups=not has_stages,
-        )
+        self.run(load, lambda executor: release(executor, held), drop=lambda: drop(held), regroups=not has_stages)
 
     def run(
         self,
@@ -203,8 +198,7 @@ class Follower:
                 self.phase = "regrouping"
             if failure is not None:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
-            if failure is not None and seconds is None:
-                seconds = 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
+                seconds = seconds or 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
             following = self.group.next_announcement(None if failure is None else seconds)
             if self.ahead is not None:
                 self.ahead.stop()

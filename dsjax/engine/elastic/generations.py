@@ -487,9 +487,9 @@ class Generations:
 def load_generation(
     args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary, held: HeldWeights
 ) -> LoadedEngine:
-    """Load this process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
+    """Load this process's part of an announced generation. Its steps are not recorded: a recording is of one mesh.
 
-    args: with which the process was started. held: weights of the generation before it, on this process's devices.
+    args: as the process was started. held: weights of the generation before it, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
     mesh = mesh_of(announcement) if MeshSpec.parse(options.mesh).pp_size == 1 else None

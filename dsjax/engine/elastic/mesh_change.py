@@ -26,10 +26,7 @@ class NoMeshError(UserError):
 
 
 def redundant_experts(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> int:
-    """Copies of experts on this mesh, or on `--expert-mesh` where they have devices of their own.
-
-    It is the least number, from what was asked for at the start on, with which experts divide evenly.
-    """
+    """The fewest copies, at least those asked for at the start, with which experts divide evenly on this mesh, or `--expert-mesh`."""
     if not config.n_routed_experts:
         return 0
     asked, holders = args.num_redundant, expert_spec(args) or spec

@@ -141,10 +141,7 @@ class ExpertBalancer(Attachment):
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with an executor. What was counted goes on; windows begin anew, for experts lie elsewhere.
-
-        A mesh may be too small for moving experts, and the next one may not: then nothing is done meanwhile.
-        """
+        """Begin with an executor. Windows begin anew; nothing is done while a mesh is too small to move experts."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
@@ -209,8 +206,9 @@ class ExpertBalancer(Attachment):
             self._enter(self._launched.popleft())
 
     def rebalance_now(self) -> dict[str, Any] | None:
-        """Decide now, for the last window and what came since, and begin: every layer that gains anything is changed between the next
-        steps. None where the mesh of now is too small to move experts.
+        """Decide now, for the last window and what came since: every layer that gains anything is changed between the next steps.
+
+        None where the mesh of now is too small to move experts.
 
         Raises:
             RebalanceUnderWayError: another one is not done.

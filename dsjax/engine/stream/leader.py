@@ -45,11 +45,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """Read a message of the stream.
-
-    Raises:
-        msgspec.ValidationError: these bytes are none.
-    """
+    """Read a message of the stream; a `msgspec.ValidationError` where these bytes are none."""
     return _decoder.decode(data)
 
 
@@ -93,10 +89,9 @@ class Landings:
 
 
 class LeaderExecutor(ExecutorWrapper):
-    """An executor that writes down each command for the other processes of a generation, and then carries it out itself.
+    """An executor that tells the other processes of a generation each command, and then carries it out itself.
 
-    What fails because a process is known to have gone away is a `GroupError` that names it. Nothing more is to be launched then: who
-    survives goes on in another generation, with another executor.
+    A `GroupError` names the process that has gone away. Nothing more is to be launched then.
 
     Attributes:
         collected: how many results have been collected, or have been given up for one behind them.
