@@ -75,7 +75,7 @@ class Follower:
             return  # the group knows, and ends the process
 
     def handle_signals(self) -> None:
-        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that.
+        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one; in Python's main thread alone.
 
         With stages no process can leave: it goes on until process 0, which finishes its requests, ends or is lost.
         """
@@ -157,10 +157,9 @@ class Follower:
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
-        load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
-        holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
-        drop: called when a new mesh has none of this process's devices: frees the weights that are held.
-        regroups: whether another generation may come after a failure.
+        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds. seconds: to wait
+        for the next generation after a failure. drop: frees the weights that are held when a new mesh has none of this process's
+        devices. regroups: whether another generation may come after a failure.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.

@@ -1,7 +1,7 @@
 """``Generations``: the executors of one engine, one after the other, as its mesh changes while requests go on. docs/many-hosts.md.
 
-A generation is everything above the processes and below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream.
-Process 0 has a ``Generations``; the others make theirs with ``load_generation`` from what it announces.
+A generation is everything below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream. The processes beside
+process 0 make theirs with ``load_generation`` from what it announces.
 """
 
 from __future__ import annotations
@@ -183,11 +183,7 @@ class Generations:
         return next((layer for layer in _layers(self._executor) if not isinstance(layer, ExecutorWrapper)), None)
 
     def _reserve(self) -> None:
-        """Refuse other changes until this one ends.
-
-        Raises:
-            ChangeUnderWayError: another change is under way.
-        """
+        """Refuse other changes until this one ends, with a ``ChangeUnderWayError``, and this one while another is under way."""
         with self._lock:
             if self.busy:
                 raise ChangeUnderWayError(
@@ -196,14 +192,13 @@ class Generations:
             self._asked, self.failure = True, None
 
     def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change. Until ``forget`` is called, no other change can be requested.
+        """Check a requested change, as of ``MeshChanger.ask``.
 
         text: the mesh. expert_mesh, afd_address: the experts' devices and processes. None: that part stays as it is.
 
         Raises:
             ChangeUnderWayError: another change is under way.
-            UserError, MeshError: the mesh is malformed, does not fit the model or wants more devices than exist; an expert process does
-                not answer; or the engine has no experts in other processes.
+            UserError, MeshError: the mesh cannot be had, an expert process does not answer, or there are none.
         """
         self._reserve()
         try:
@@ -249,9 +244,9 @@ class Generations:
         return Wanted(self.wanted, args, connects=True)
 
     def to(self, wanted: Wanted) -> Generation | None:
-        """Change to a requested mesh. None: the executor stays, and now sends its tokens to the requested expert processes.
+        """Change to a requested mesh; None where the executor stays, and sends its tokens to other expert processes.
 
-        If the change fails, ``failure`` says why, and the engine continues on the mesh, or with the expert processes, that it had.
+        If the change fails, ``failure`` says why, and the engine continues as it was.
         """
         if wanted.connects:
             return self._connect(wanted.args)
@@ -294,11 +289,7 @@ class Generations:
         return None
 
     def after(self, error: Exception) -> Generation:
-        """Go on after a step failed.
-
-        Raises:
-            the error itself, where no process is gone, and it was no collective that had worked before.
-        """
+        """Go on after a step failed; raise its error where no process is gone, and it was no collective that had worked before."""
         if self._asked:  # the steps under way were waited for
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
         worked = isinstance(error, RuntimeError) and self._has_worked
@@ -509,10 +500,7 @@ def mesh_of(announcement: Announcement) -> Mesh:
 
 
 def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
-    """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more.
-
-    held: takes its weights over.
-    """
+    """Give back what an executor holds on the devices, though its last step may have failed. held: takes its weights over."""
     for layer in _layers(executor):
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")

@@ -83,12 +83,9 @@ def check_mesh(
     devices: Sequence[Any],
     several_processes: bool = False,
 ) -> None:
-    """Refuse a mesh that a running engine cannot change to.
+    """Refuse a mesh that a running engine cannot change to, with a `UserError` or a `MeshError`.
 
-    devices: that there are. several_processes: whether the engine has some, though none may be left now.
-
-    Raises:
-        UserError, MeshError: saying what was found, and what would do.
+    devices: that there are. several_processes: whether the engine was started with some.
     """
     if spec.pp_size > 1:
         if several_processes:
@@ -114,9 +111,7 @@ def check_mesh(
 def largest_mesh(
     args: EngineArgs, config: ModelConfig, weights: Weights, wanted: MeshSpec, devices: Sequence[Any]
 ) -> MeshSpec:
-    """Find the wanted mesh, or with fewer DP ranks what these devices have room for: `tp` stays, `ep` where it divides.
-
-    Stages stay as they are wanted.
+    """Find the wanted mesh, or the largest with fewer DP ranks: `tp` and stages stay, `ep` where it divides.
 
     Raises:
         NoMeshError: the devices are too few for one DP rank.

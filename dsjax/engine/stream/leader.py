@@ -147,7 +147,7 @@ class LeaderExecutor(ExecutorWrapper):
         return self._inner(self.inner.expert_counts)
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Give what the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""
+        """Give what the inner executor offers; what all processes report of the chunks that they pull is put together."""
         port = self.inner.extension(kind)
         return _LeaderPort(port, self) if kind is ChunkPort and port is not None else port
 
@@ -161,11 +161,7 @@ class LeaderExecutor(ExecutorWrapper):
         self.group.endpoint.serve(PULLED, hear, roles=("member",), kind=Pulled)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Have all processes compile every program, each its own; wait until all have.
-
-        Raises:
-            GroupError: another process could not. What `progress` raises ends this warm-up, and the others' when the group ends.
-        """
+        """Have all processes compile every program; a `GroupError` where another process could not."""
         self._put(WarmUp())
         self.inner.warm_up(progress)
         self.group.agreement.ask("warm-up")

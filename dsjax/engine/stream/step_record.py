@@ -89,13 +89,11 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """What came of command `number`.
+    """What came of command `number`, which was done so many seconds from the recording's begin.
 
     Attributes:
-        done: when the engine saw that it was done, in seconds from the recording's begin.
         ranks: of a `Step`.
-        greedy: of a `Score`, the most probable token behind each position; its logits are not kept.
-        finite: of a `Score`, whether all logits were.
+        greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
     """
 
     number: int
@@ -127,11 +125,7 @@ def describe_recording(
 
 
 def check_writable(path: str | Path) -> None:
-    """Refuse a file that could not be recorded to, before anything expensive is done.
-
-    Raises:
-        RecordError: it exists, or its folder cannot be written.
-    """
+    """Raise a `RecordError` where a file exists or its folder cannot be written, before anything expensive is done."""
     path = Path(path)
     if path.exists():
         raise RecordError(f"--record-steps: {path} exists; give another name, or remove it if it is not needed")
@@ -208,10 +202,7 @@ class StepFile:
 
 
 class RecordingExecutor(ExecutorWrapper):
-    """An executor that writes down what it is told, and what came of it.
-
-    It must be made before an engine uses `inner`: the recording begins with a `Flush`, so that it holds everything that the cache holds.
-    """
+    """An executor that writes down what it is told, and what came of it. The recording begins with a `Flush` of the cache."""
 
     def __init__(self, inner: Executor, file: StepFile):
         super().__init__(inner)
