@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -43,10 +43,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeshCandidate:
-    """A mesh that may come. device_ids: by process and id; any others would do. reason: for people."""
+    """A mesh that may come. devices: by process and id; any others would do. reason: for people."""
 
     spec: MeshSpec
-    device_ids: tuple[int, ...]
+    devices: list[jax.Device]
     reason: str
 
 
@@ -158,8 +158,7 @@ class CompileAhead:
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
     """Give a mesh over the first of all devices."""
-    devices = sorted(jax.devices(), key=device_order)[: spec.num_devices]
-    return MeshCandidate(spec, tuple(device.id for device in devices), reason)
+    return MeshCandidate(spec, sorted(jax.devices(), key=device_order)[: spec.num_devices], reason)
 
 
 def candidates(
@@ -184,10 +183,10 @@ def candidates(
                 spec = largest_mesh(args, config, weights, wanted, left)
             except NoMeshError:
                 continue
-            if any(device.process_index == this_process for device in left[: spec.num_devices]):
+            chosen = left[: spec.num_devices]
+            if any(device.process_index == this_process for device in chosen):
                 reason = "a process is gone" if count == 1 else f"{count} processes are gone"
-                ids = tuple(device.id for device in left[: spec.num_devices])
-                meshes.setdefault(spec, MeshCandidate(spec, ids, reason))
+                meshes.setdefault(spec, MeshCandidate(spec, chosen, reason))
     return list(meshes.values())
 
 
@@ -196,14 +195,12 @@ def described_programs(
 ) -> tuple[Programs, Buckets]:
     """Describe the programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
     changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
-    devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
-    mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])
+    mesh = wanted.spec.arrange(wanted.devices)
     layout = EngineLayout.of(changed_args, checkpoint, mesh)
     params = layout.step.abstract_parameters()
     limits = layout.limits(changed_args, library, params, weight_bytes(layout.step))
     if mesh.devices.flat[0].platform != "cpu":
         limits = replace(limits, pages_per_rank=int(limits.pages_per_rank * (1 - _POOL_RESERVE)))
         library.pages.setdefault(str(wanted.spec), limits.pages_per_rank)
-    counts_loads = layout.per_exchange > 0
-    state = device_state.describe(layout.step, limits, layout.num_drafts, counts_loads=counts_loads)
+    state = device_state.describe(layout.step, limits, layout.num_drafts, counts_loads=layout.per_exchange > 0)
     return Programs(layout.step, params, state, limits, layout.per_exchange, library=library), layout.buckets

@@ -149,16 +149,7 @@ class LeaderExecutor(ExecutorWrapper):
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Give what the inner executor offers; what all processes report of the chunks that they pull is put together."""
         port = self.inner.extension(kind)
-        return _LeaderPort(port, self) if kind is ChunkPort and port is not None else port
-
-    def listen(self, landings: Landings) -> None:
-        """Hear what other processes have pulled, in the messaging thread."""
-
-        def hear(request: Request) -> None:
-            if request.body.generation == self._generation:
-                landings.enter(request.body.chunk)
-
-        self.group.endpoint.serve(PULLED, hear, roles=("member",), kind=Pulled)
+        return _LeaderPort(port, self.group) if kind is ChunkPort and port is not None else port
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Have all processes compile every program; a `GroupError` where another process could not."""
@@ -188,8 +179,8 @@ class LeaderExecutor(ExecutorWrapper):
 class _LeaderPort:
     """The way to other engines of an executor that leads other processes. What it does not do otherwise, the inner port does."""
 
-    def __init__(self, port: ChunkPort, leader: LeaderExecutor):
-        self._port, self._leader = port, leader
+    def __init__(self, port: ChunkPort, group: HostGroup):
+        self._port, self._group, self._generation = port, group, group.generation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)
@@ -197,5 +188,10 @@ class _LeaderPort:
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Report a chunk when every process with devices of its rank has said what came of it there."""
         landings = Landings(self._port.processes_of_ranks, report)
+
+        def hear(request: Request) -> None:  # in the messaging thread
+            if request.body.generation == self._generation:
+                landings.enter(request.body.chunk)
+
         self._port.pull_chunks(pull, landings.enter)
-        self._leader.listen(landings)
+        self._group.endpoint.serve(PULLED, hear, roles=("member",), kind=Pulled)

@@ -67,4 +67,4 @@ CONFIG = ModelConfig.from_dict(TINY)
 def test_each_mesh_that_losses_may_lead_to_is_a_candidate_once(own, losses, wanted, found):
     devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]
     given = candidates(EngineArgs(mesh="dp=8"), CONFIG, "f32", MeshSpec.parse(wanted), devices, own, losses)
-    assert {str(each.spec): each.device_ids for each in given} == found
+    assert {str(each.spec): tuple(device.id for device in each.devices) for each in given} == found
