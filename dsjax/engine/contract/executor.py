@@ -151,8 +151,8 @@ class Executor(Protocol):
     One thread at a time calls it, not always the same one: what is bound to a thread, such as `jax.set_mesh`, is entered in each method.
 
     Attributes:
-        max_in_flight: how many steps may be launched before the first is waited for: 1 or 2, or as many as there are stages. With 1, a
-            second step may be launched all the same: its inputs are laid out and sent, and it starts when the first is done.
+        max_in_flight: how many steps may run at once: 1 or 2, or as many as there are stages. With 1, a second step may be launched all
+            the same: its inputs are laid out and sent, and it starts when the first is done.
     """
 
     limits: ExecutorLimits

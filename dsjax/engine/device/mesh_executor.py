@@ -335,7 +335,7 @@ class MeshExecutor:
         return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
-        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped; scores it can read."""
+        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
         if self.programs.shared:
             slots_read = launched.rules.slots.values()
             wanted = {

@@ -25,8 +25,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def cache_folder() -> Path | None:
-    """Where compiled programs and kernels are kept, as ``JAX_COMPILATION_CACHE_DIR`` or the user's cache folder says; it need not
-    exist. None where nothing says it: there is no ``HOME``, and this user has no entry among the system's users."""
+    """Where compiled programs and kernels are kept: ``JAX_COMPILATION_CACHE_DIR``, or ``dsjax/compiled`` in the user's cache folder.
+
+    It need not exist. None: there is no ``HOME``, and this user has no entry among the system's users.
+    """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
     try:
@@ -118,8 +120,8 @@ def without_compile_cache() -> Iterator[None]:
 def size_memory_pool(share: float) -> None:
     """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, which must come before JAX starts.
 
-    By default JAX takes 75 %. ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the option says what the engine, the dry
-    run and the planner reckon with. Where JAX runs already the pool stays as it is, and the cache gets what that leaves.
+    ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the engine, the dry run and the planner reckon with the option. Where JAX
+    runs already the pool stays as it is.
     """
     if backend_is_running():
         return
@@ -169,9 +171,8 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process instead of returning it to the kernel after each program; whether it can (glibc on Linux).
 
-    By default glibc maps each allocation of more than 128 KiB anew and unmaps it when freed. XLA's CPU backend allocates
-    its temporaries for every execution, so each step would fault in every page again: half of the time of a large product
-    on the machine where this was measured (docs/measurements).
+    By default glibc unmaps each freed allocation of more than 128 KiB. XLA's CPU backend allocates its temporaries for every execution,
+    so each step would fault in every page again: half of the time of a large product (docs/measurements).
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -47,17 +47,15 @@ class Programs:
 
     Args:
         experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
-        meet: waits for the other processes that have a part of the mesh; after a compilation at first use, which takes each as long as
-            it takes, they must not wait for each other in a collective: that has a time limit.
-        library: where programs that were compiled before, for other devices in the same layout, are found, and these are kept.
+        meet: waits for the other processes of the mesh after a compilation at first use: in a collective that has a time limit.
+        library: where programs of earlier meshes in the same layout are found, and these are kept.
         experts: the backend that computes the routed experts, if they have devices of their own.
 
     Attributes:
         store: the programs that are compiled.
         rows, everywhere: shardings of what the host sends: one entry for each DP rank; whole on every device.
         put_rows: sends an array to the devices of each DP rank.
-        shared: whether other processes have a part of the mesh: then the outcome of a step is whole on every device, and what else is
-            to be read must be gathered.
+        shared: whether other processes have a part of the mesh: all but the outcome of a step must be gathered to be read then.
     """
 
     def __init__(
@@ -203,7 +201,7 @@ class Programs:
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
         """Compile what ``warm_up`` would, one after the other in this thread, for the library alone; whether all of it is there.
 
-        go_on: asked before each program, with how many are there and the next one's name, and at the end; False ends it.
+        go_on: asked before each program and at the end, with how many are there and the next one's name; False ends it.
         """
         return self.store.compile_ahead(self.labels(buckets), go_on, self._compile_gathers)
 

@@ -1,6 +1,6 @@
 """Slots on the device: how requests get them, how the rows of a launch read them, and what a step writes back.
 
-Each function is traced as a part of a program. Slots are a DP rank's own, so they are read and written rank by rank, in ``shard_map``.
+All of it is traced. Slots are a DP rank's own, so they are read and written rank by rank, in ``shard_map``.
 """
 
 from __future__ import annotations
