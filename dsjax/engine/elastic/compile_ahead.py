@@ -55,7 +55,6 @@ class CompileAhead:
 
     Attributes:
         done, total: programs that are there, and that are wanted, of the meshes that may come next.
-        label: what is being compiled; None while nothing is.
     """
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
@@ -65,7 +64,6 @@ class CompileAhead:
         self._going: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
-        self.label: str | None = None
         atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
 
     def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
@@ -86,7 +84,6 @@ class CompileAhead:
         """Compile nothing more; the program that is being compiled is not waited for."""
         if self._going is not None:
             self._going.clear()
-        self.label = None
 
     def close(self) -> None:
         """Stop, and wait for the program that is being compiled."""
@@ -122,23 +119,18 @@ class CompileAhead:
             done, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
             for each, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
-                if not programs.compile_ahead(buckets, self._pace(each, done, total, going, rests)):
+                if not programs.compile_ahead(buckets, self._pace(done, total, going, rests)):
                     return
                 done += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
                 _log.info("The programs of %s are there, after %.1f s, for when %s.", each.spec, seconds, each.reason)
         except Exception as error:
             note_failure(_WORK, error, "Programs that a change of the mesh needs are compiled when it comes.")
-        finally:
-            if going.is_set():
-                self.label = None
 
-    def _pace(
-        self, wanted: MeshCandidate, before: int, total: int, going: threading.Event, rests: bool
-    ) -> Callable[[int, str], bool]:
+    def _pace(self, before: int, total: int, going: threading.Event, rests: bool) -> Callable[[int, str], bool]:
         last = time.monotonic()
 
-        def go_on(done: int, label: str) -> bool:
+        def go_on(done: int, _: str) -> bool:
             nonlocal last
             if rests and going.is_set():
                 time.sleep(_REST_SHARE * (time.monotonic() - last))
@@ -146,7 +138,6 @@ class CompileAhead:
             if not going.is_set():
                 return False
             self.done, self.total = before + done, total
-            self.label = f"{wanted.spec}, {label}"
             return True
 
         return go_on

@@ -78,14 +78,13 @@ class ChangeCounts:
     Attributes:
         changes: by reason: ``scale`` (asked for), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a collective,
             though all processes live).
-        seconds: in them, in which no step computed. last_parts: of the last one, in what.
+        seconds: in them, in which no step computed.
         weight_bytes: of all processes in all changes, by where they have come from: kept, moved or read; see ``WeightBytes``.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     last_seconds: float = 0.0
-    last_parts: dict[str, float] = field(default_factory=dict)
     weight_bytes: Counter[str] = field(default_factory=Counter)
 
 
@@ -284,7 +283,6 @@ class Generations:
             physical_experts_per_device=step.placement.n_physical // step.expert_ranks,
             expert_weight_bytes=step.apart.bytes_of_device,
         )
-        self.counts.last_parts = self._parts
         self.counts.last_seconds = sum(self._parts.values())
         return None
 
@@ -349,7 +347,7 @@ class Generations:
         self.counts.weight_bytes.update(kept=sources.kept, moved=sources.moved, read=sources.read)
         self.counts.changes[kind] += 1
         self.counts.seconds += seconds
-        self.counts.last_seconds, self.counts.last_parts = seconds, self._parts
+        self.counts.last_seconds = seconds
         if self.warm:
             self.has_warmed_up()
         parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
