@@ -277,12 +277,8 @@ class ExpertBalancer(Attachment):
         self._windows.append(window)
         of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
         self._count(windows=1)
-        self._stats = replace(
-            self._stats,
-            balancedness=of_sums,
-            layer_balancedness=of_layers,
-            rank_tokens=tuple(window.by_rank.sum(axis=0).tolist()),
-        )
+        tokens = tuple(window.by_rank.sum(axis=0).tolist())
+        self._stats = replace(self._stats, balancedness=of_sums, layer_balancedness=of_layers, rank_tokens=tokens)
         if self._config.log_balancedness:
             _log.info(
                 "Experts' balancedness over %d steps: %.3f as ratio of sums over layers, %.3f as mean of the layers' ratios; the "
