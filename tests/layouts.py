@@ -228,7 +228,7 @@ def answer(
     try:
         outputs = llm.generate(prompts(), params)
         logits = llm.logits([prompts()[-1]["prompt_token_ids"]])[0] if every_token else None
-        rebalances = balancer.stats.rebalances if balancer is not None else 0
+        rebalances = balancer.statistics().rebalances if balancer is not None else 0
         completions = [output.outputs[0] for output in outputs]
         tokens = [completion.token_ids for completion in completions]
         logprobs = [

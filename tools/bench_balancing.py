@@ -177,11 +177,11 @@ class Bench:
                 engine.add_request(id_, {"prompt_token_ids": rng.choice(prompts[kind])}, params)
                 live.add(id_)
                 number += 1
-            spent, began = balancer.stats.exchange_seconds, time.perf_counter()
+            spent, began = balancer.statistics().exchange_seconds, time.perf_counter()
             outputs = engine.step()
             now = time.perf_counter()
             run.seconds.append(now - began)
-            run.exchanges.append(balancer.stats.exchange_seconds - spent)
+            run.exchanges.append(balancer.statistics().exchange_seconds - spent)
             stats = core.stats()
             run.tokens += stats.num_decode_tokens + stats.num_prompt_tokens if stats else 0
             for output in outputs:
@@ -191,13 +191,13 @@ class Bench:
                 last[output.request_id] = now
                 if output.finished:
                     live.discard(output.request_id)
-            if balancer.stats.windows > windows:
-                windows = balancer.stats.windows
+            if balancer.statistics().windows > windows:
+                windows = balancer.statistics().windows
                 run.windows.append(self.window(balancer, kind, step))
         engine_aborts(engine, live)
         while balancer.busy:
             engine.step()
-        run.stats = dataclasses.asdict(balancer.stats)
+        run.stats = dataclasses.asdict(balancer.statistics())
         run.compiled = len(self.llm.executor.programs.compiled) - compiled
         run.memory = {"before": memory, "after": device_bytes(), "resident": resident_bytes()}
         return run
@@ -217,7 +217,7 @@ class Bench:
         return {
             "step": step,
             "kind": kind,
-            "balancedness": balancer.stats.balancedness,
+            "balancedness": balancer.statistics().balancedness,
             "best": balancedness(latest.logical, best, slots.ranks).of_sums,
             "variation": float(np.mean(ranks.std(axis=1) / np.maximum(ranks.mean(axis=1), 1))),
         }

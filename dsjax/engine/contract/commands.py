@@ -5,7 +5,6 @@ bytes of little-endian int32. A new capability adds a command; nothing reaches a
 docs/step-as-data.md has the design.
 """
 
-import sys
 from array import array
 from collections.abc import Iterable
 
@@ -52,8 +51,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """A request gets a slot. What the slot held before is forgotten.
 
     Attributes:
-        start: tokens of the request that are in the cache.
-        token: the token at position `start`, which a decode row computes if no prefill row comes before it.
+        start: tokens of the request that are in the cache. token: the one at position `start`, which a decode row computes if no
+            prefill row comes before it.
         counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), where the request has penalties.
         biases: int32 triples (token, bits of a float32 bias, until): the bias holds for tokens of the output whose number is below
             `until`. A ban is a bias of −∞.
@@ -105,10 +104,9 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guide(msgspec.Struct, frozen=True, array_like=True):
-    """What the host says of the next tokens of a slot that has a row in this step, because it depends on the tokens before.
+    """The tokens that a slot with a row in this step may make, where that depends on the tokens before.
 
-    Attributes:
-        masks: packed bits of the tokens that may be made at the row's first position, and after each draft that may be verified.
+    masks: packed bits for the row's first position, and after each draft that may be verified.
     """
 
     slot: int
@@ -118,8 +116,7 @@ class Guide(msgspec.Struct, frozen=True, array_like=True):
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
     """One DP rank's part of a step.
 
-    Attributes:
-        decodes: int32 pairs (slot, limit): rows that compute the slot's last token, and its drafts, at positions below `limit`.
+    decodes: int32 pairs (slot, limit): rows that compute the slot's last token, and its drafts, at positions below `limit`.
     """
 
     admissions: list[Admission]
@@ -132,9 +129,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """Compute rows of every rank, and make tokens.
 
-    Attributes:
-        num_drafts: drafts that a decode row verifies at most.
-        proposes: drafts that are made for the step after this one; 0: the MTP module does not run.
+    num_drafts: most drafts that a decode row verifies. proposes: drafts made for the next step; 0: the MTP module does not run.
     """
 
     ranks: list[RankStep]
@@ -161,12 +156,9 @@ class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"
 
 
 class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"):
-    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until it is placed.
+    """Send what is in slots of host memory (int32, of each rank) to the devices, where it is staged until `PlacePages` names its number.
 
     Numbers from the count of slots on are those of `ReadPages` and `PullPages`: what was read or pulled there is sent, and then forgotten.
-
-    Attributes:
-        number: by which `PlacePages` names it.
     """
 
     ranks: list[bytes]
@@ -189,9 +181,7 @@ class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
     """Copy pages into chunks, which other engines may pull when they are complete.
 
-    Attributes:
-        ranks: of each rank int32 pairs (number of the chunk, page). Pages of a chunk follow one another, and are no more than
-            `CHUNK_PAGES` of `dsjax/engine/transfer/messages.py`.
+    ranks: of each rank int32 pairs (chunk, page). Pages of a chunk follow one another, at most `CHUNK_PAGES` of `transfer/messages.py`.
     """
 
     ranks: list[bytes]
@@ -224,11 +214,9 @@ class DropPages(msgspec.Struct, frozen=True, array_like=True, tag="drop_pages"):
 
 
 class PlacePages(msgspec.Struct, frozen=True, array_like=True, tag="place_pages"):
-    """Write what a `FetchPages` staged to pages: int32, of each rank, in the order of its slots.
+    """Write what the `FetchPages` of this number staged to pages: int32, of each rank, in the order of its slots.
 
-    Attributes:
-        number: of that `FetchPages`. Where there was none, because launching it failed, nothing is written. What older ones staged is
-            forgotten.
+    Where it could not be launched, nothing is written. What older ones staged is forgotten.
     """
 
     ranks: list[bytes]
@@ -287,10 +275,9 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
 
 
 class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_experts"):
-    """Connect to other expert processes. The steps that follow send their rows there; if one process cannot, all stay as they are.
+    """Connect to the expert processes of this `--expert-mesh` at this `--afd-address`.
 
-    Attributes:
-        expert_mesh, afd_address: as `--expert-mesh` and `--afd-address` of the new processes.
+    The steps that follow send their rows there; if one attention process cannot connect, all stay as they are.
     """
 
     expert_mesh: str
@@ -298,11 +285,7 @@ class ConnectExperts(msgspec.Struct, frozen=True, array_like=True, tag="connect_
 
 
 class Custom(msgspec.Struct, frozen=True, array_like=True, tag="custom"):
-    """Do what a page source asks for that is not this program's own (`--page-source`).
-
-    Attributes:
-        source: its name, by which a part of the executor has registered. ranks, names: for each rank what the two have agreed on.
-    """
+    """Do what a page source (`--page-source`) and the part of the executor that has registered its name have agreed on."""
 
     source: str
     ranks: list[bytes]
@@ -340,20 +323,13 @@ def encode(command: Command) -> bytes:
 
 
 def decode(data: bytes) -> Command:
-    """The inverse of `encode`.
-
-    Raises:
-        msgspec.ValidationError: these bytes are no command.
-    """
+    """The inverse of `encode`; a `msgspec.ValidationError` where these bytes are no command."""
     return _decoder.decode(data)
 
 
 def int32s(values: Iterable[int]) -> bytes:
     """Integers as a command holds them."""
-    integers = array("i", values)
-    if sys.byteorder != "little":
-        integers.byteswap()
-    return integers.tobytes()
+    return array("i", values).tobytes()  # JAX runs on little-endian machines alone
 
 
 def names_of(data: bytes) -> list[bytes]:
@@ -363,8 +339,4 @@ def names_of(data: bytes) -> list[bytes]:
 
 def from_int32s(data: bytes) -> array:
     """The inverse of `int32s`."""
-    integers = array("i")
-    integers.frombytes(data)
-    if sys.byteorder != "little":
-        integers.byteswap()
-    return integers
+    return array("i", data)

@@ -125,7 +125,6 @@ class ExecutorCounts(NamedTuple):
 
     Attributes:
         num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
-        compilations_after_warm_up: programs compiled since warm-up ended; 0 as long as there was none.
         experts: only while recording is on; without the last launches, which are read together once a second. Where model stages are of
             several processes, as `Executor.expert_counts` gave it last.
     """
@@ -149,12 +148,11 @@ Progress = Callable[[int, int, str], None]
 class Executor(Protocol):
     """Carries out commands in their order.
 
-    One thread at a time calls it, not always the same one: the server warms up in its main thread and then steps in the
-    engine's. Whatever is bound to a thread, such as `jax.set_mesh`, is entered inside each method.
+    One thread at a time calls it, not always the same one: what is bound to a thread, such as `jax.set_mesh`, is entered in each method.
 
     Attributes:
-        max_in_flight: how many steps may be launched before the first is waited for: 1 or 2, or as many as there are stages. With 1, a
-            second step may be launched all the same: its inputs are laid out and sent, and it starts when the first is done.
+        max_in_flight: how many steps may run at once: 1 or 2, or as many as there are stages. With 1, a second step may be launched all
+            the same: its inputs are laid out and sent, and it starts when the first is done.
     """
 
     limits: ExecutorLimits

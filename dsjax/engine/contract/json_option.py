@@ -49,31 +49,19 @@ class JsonOption:
         return cls(**given)
 
     def check(self, is_right: bool, name: str, expected: str) -> None:
-        """Check a field, given whether its value can be, and what would be right.
-
-        Raises:
-            UserError: it cannot be.
-        """
+        """Raise a `UserError` with a field's name, its value and what was expected, unless the value is right."""
         if not is_right:
             value = json.dumps(getattr(self, name), default=repr)
             raise UserError(f"{self.flag} has {name} {value}; expected {expected}")
 
     def check_integers(self, *names: str, least: int) -> None:
-        """Check that fields are integers of at least this.
-
-        Raises:
-            UserError: one is not.
-        """
+        """`check` that fields are integers of at least this."""
         for name in names:
             value = getattr(self, name)
             self.check(is_integer(value) and value >= least, name, f"an integer of at least {least}")
 
     def check_flags(self, *names: str) -> None:
-        """Check that fields are true or false.
-
-        Raises:
-            UserError: one is not.
-        """
+        """`check` that fields are true or false."""
         for name in names:
             self.check(isinstance(getattr(self, name), bool), name, "true or false")
 

@@ -191,6 +191,3 @@ def _check_bounds(name: str, value: float, least: float, most: float | None) -> 
     if value < least or (most is not None and value > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise SamplingError(name, f"found {value}, expected {expected}")
-
-
-__all__ = ["MAX_LOGPROBS", "OutputKind", "SamplingError", "SamplingParams", "StructuredOutputs"]

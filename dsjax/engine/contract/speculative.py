@@ -50,12 +50,6 @@ class SpeculativeConfig(JsonOption):
         ranges = self.num_speculative_tokens_per_batch_size
         return next((n for _, high, n in ranges if running <= high), ranges[-1][2])
 
-    def counts(self) -> tuple[int, ...]:
-        """The numbers of drafts that `drafts` can answer, ascending: what must be compiled."""
-        if self.num_speculative_tokens_per_batch_size is None:
-            return (self.num_speculative_tokens,)
-        return tuple(sorted({n for _, _, n in self.num_speculative_tokens_per_batch_size}))
-
     def _checked_ranges(self) -> tuple[tuple[int, int, int], ...]:
         name, ranges = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size
         expected = "a list of ranges [low, high, n], such as [[1, 64, 2], [65, 4096, 0]]"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
 
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.contract.commands import Command, Custom
-from dsjax.engine.contract.executor import ExecutorLimits
+from dsjax.engine.contract.executor import ExecutorLimits, Kind
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.programs import Programs
 from dsjax.model.step import ModelStep
@@ -20,8 +20,6 @@ from sharding.layer_placement import LayerPlacements
 
 Running = Generator[Array, None, None]
 """A command being executed: gives, program by program, an array that is ready when the program is done."""
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(eq=False)
@@ -72,10 +70,6 @@ class Pending:
         self.started = self.ended = 0.0
 
 
-def _nothing(pending: Pending) -> None:
-    return None
-
-
 class Handler(NamedTuple):
     """How commands of one kind are carried out.
 
@@ -87,7 +81,7 @@ class Handler(NamedTuple):
     """
 
     execute: Callable[[Pending, Any], Running]
-    collect: Callable[[Pending], Any] = _nothing
+    collect: Callable[[Pending], Any] = lambda pending: None
     is_awaited: bool = False
     keeps_last: bool = True
 
@@ -100,21 +94,13 @@ class CommandTable:
         self._custom: dict[str, Handler] = {}
 
     def add(self, kind: type[Command], handler: Handler) -> None:
-        """Have commands of a kind carried out so.
-
-        Raises:
-            ValueError: another part has this kind.
-        """
+        """Have commands of a kind carried out so; a `ValueError` where another part has the kind."""
         if kind in self._handlers:
             raise ValueError(f"two parts of the executor carry out {kind.__name__}, expected one")
         self._handlers[kind] = handler
 
     def add_custom(self, source: str, handler: Handler) -> None:
-        """Have `Custom` commands of a page source carried out so.
-
-        Raises:
-            ValueError: another part has this source.
-        """
+        """Have `Custom` commands of a page source carried out so; a `ValueError` where another part has the source."""
         if source in self._custom:
             raise ValueError(f"two parts of the executor carry out commands of {source!r}, expected one")
         self._custom[source] = handler
@@ -125,11 +111,7 @@ class CommandTable:
         return handler is not None and handler.is_awaited
 
     def launch(self, command: Command) -> Pending:
-        """A command with its inputs laid out and sent.
-
-        Raises:
-            ValueError: no part of the executor carries it out.
-        """
+        """A command with its inputs laid out and sent; a `ValueError` where no part of the executor carries it out."""
         kind = type(command)
         handler = self._custom.get(command.source) if kind is Custom else self._handlers.get(kind)
         if handler is None:

@@ -1,7 +1,7 @@
 """Which shapes an executor compiles, and how a step's rows are laid into them. Plain Python, no JAX.
 
-A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both at once. All DP ranks run
-the same launch, each with its own rows; what a rank does not fill is padding.
+A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both. All DP ranks run it, each with its own
+rows; what a rank does not fill is padding.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class RowPiece(NamedTuple):
 class Launch(NamedTuple):
     """Rectangles of one program (None: left out), and per DP rank the pieces of prefill rows in them.
 
-    The decode rectangle has all decode rows of the step. scored: whether the prompt's tokens are scored too, for rows that want
-    their log-probabilities; then there is one a rank.
+    decode: has all decode rows of the step. scored: whether the prompt's tokens are scored too; then there is one row a rank.
     """
 
     decode: Rectangle | None
@@ -58,9 +57,8 @@ class Launch(NamedTuple):
 class Buckets:
     """The shapes: decode row counts, ascending, and prefill rectangles, widest chunk first.
 
-    mixed: whether decodes and prompts of a step share a launch. That reads the weights once instead of twice, which pays
-    on accelerators; with it, each prefill rectangle is compiled twice. single: one row of each narrower width, for the short
-    prompt that comes alone: all the others wait while it computes. speculation: how many tokens are drafted.
+    mixed: whether decodes and prompts of a step share a launch, which reads the weights once instead of twice, and compiles each prefill
+    rectangle twice. single: one row of each narrower width, for a short prompt alone. speculation: how many tokens are drafted.
     """
 
     decode: tuple[int, ...]
@@ -100,28 +98,24 @@ class Buckets:
     @property
     def proposals(self) -> tuple[int, ...]:
         """The numbers of drafts that may be proposed after prompts."""
-        counts = {self._drafts(running) for running in range(1, self.decode[-1] + 1)}
-        return tuple(sorted(counts - {0}))
+        return tuple(count for count in self._counts(1) if count)
 
     def shapes(self) -> list[tuple[Rectangle | None, Rectangle | None, tuple[int, ...]]]:
-        """Every (decode, prefill) pair that ``launches`` can ask for, but for those that score prompts, each with the numbers of
-        drafts that may be proposed after it.
-        """
+        """Every (decode, prefill) pair of ``launches``, without those that score prompts, and the numbers of drafts proposed after it."""
         alone, largest, below = [], self.decode[-1], 0
         for rows in self.decode:
             # So many rows may be of any larger number that is running: others may be in their prompt.
-            counts = sorted({self._drafts(running) for running in range(below + 1, largest + 1)})
-            alone += [(Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in counts]
+            alone += [
+                (Rectangle(rows, 1 + count), None, (count,) if count else ()) for count in self._counts(below + 1)
+            ]
             below = rows
-        every = sorted({self._drafts(running) for running in range(1, largest + 1)})
-        proposed = self.proposals
         prompts = dict.fromkeys((*self.prefill, *self.single))
-        with_prompts = [(None, rectangle, proposed) for rectangle in prompts]
+        with_prompts = [(None, rectangle, self.proposals) for rectangle in prompts]
         if self.mixed:
             with_prompts += [
                 (Rectangle(largest, 1 + count), rectangle, (count,) if count else ())
                 for rectangle in prompts
-                for count in every
+                for count in self._counts(1)
             ]
         return alone + with_prompts
 
@@ -166,8 +160,11 @@ class Buckets:
             for turn in range(max(map(len, pieces)))
         ]
 
-    def _drafts(self, running: int) -> int:
-        return 0 if self.speculation is None else self.speculation.drafts(running)
+    def _counts(self, least: int) -> list[int]:
+        """The numbers of drafts of a row while ``least`` or more requests are running, ascending."""
+        if self.speculation is None:
+            return [0]
+        return sorted({self.speculation.drafts(running) for running in range(least, self.decode[-1] + 1)})
 
     def _lay(self, waiting: list[list[RowPiece]]) -> list[tuple[Rectangle, list[list[RowPiece]]]]:
         """Rectangles, and the pieces of each rank in them. Single rows are used where that costs less for the whole step."""
@@ -202,7 +199,6 @@ class Buckets:
 
     @property
     def _tokens_of_a_launch(self) -> int:
-        """What a launch costs by itself, in tokens."""
         return ACCELERATOR_LAUNCH_TOKENS if self.mixed else CPU_LAUNCH_TOKENS
 
 
@@ -213,8 +209,8 @@ FEW_PROMPTS = 8
 def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows: int, most_drafts: int) -> int:
     """Positions of a DP rank that the sampling programs of a launch must have room for.
 
-    They depend on nothing else, so launches with prompts are given room for as many as launches of decodes have, whose programs they
-    share then: of one row, or of `FEW_PROMPTS`, each with all its drafts. most_rows: of decodes.
+    Launches with prompts have room for as many as launches of decodes have, whose programs they share then: of one row, or of
+    `FEW_PROMPTS`, each with all its drafts. most_rows: of decodes.
     """
     if prefill is None:
         return 0

@@ -50,8 +50,7 @@ def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> in
 class Pool:
     """The memory that JAX has of an accelerator, in bytes.
 
-    size: of the pool (``--gpu-memory-utilization``). used: weights, and whatever else lies in it. temporaries: what the most
-    demanding program needs while it runs.
+    size: of the pool. used: by weights, and whatever else lies in it. temporaries: what the most demanding program needs.
     """
 
     size: int

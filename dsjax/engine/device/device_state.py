@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,10 @@ from dsjax.model.paging import Cache
 from dsjax.model.step import ModelStep
 from sharding.placement import CopyTables
 
+Tree = TypeVar("Tree")
+
 MOST_COUNTED = 32_000
 """Times that a token is counted in an output at most: penalties for more do not grow any further."""
-
 
 MOVED_PAGES = 16
 """Pages of a rank that one program takes to host memory or brings from it."""
@@ -93,9 +95,9 @@ def describe(
     )
 
 
-def description(state: DeviceState) -> DeviceState:
-    """Descriptions of a state's arrays, which may themselves be descriptions: the arrays are donated and must not be kept."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+def description(tree: Tree) -> Tree:
+    """Descriptions of a tree's arrays, which may themselves be descriptions: the arrays are donated and must not be kept."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:

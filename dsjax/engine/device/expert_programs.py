@@ -1,8 +1,7 @@
 """The programs that move experts between physical slots while an engine serves. docs/balancing.md has the design.
 
-A layer changes in two kinds of programs. ``stage`` sends experts, rank to rank, into a staging buffer of one layer's size, as many at a
-time as the bound on bytes allows; steps go on reading the old slots. ``place`` then writes the staged experts into their slots, which is a
-copy within each device, and puts the layer's tables in force. Between any two programs every layer's tables tell the truth.
+``stage`` sends experts, rank to rank, into a staging buffer of one layer's size; steps go on reading the old slots. ``place`` copies the
+staged experts into their slots within each device, and puts the layer's tables in force. Between two programs all tables tell the truth.
 """
 
 from __future__ import annotations
@@ -92,10 +91,9 @@ def received_bytes(step: ModelStep) -> int:
 
 
 def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, experts: int) -> Int[np.ndarray, "G W"]:
-    """What ``stage`` needs to know of pairs (slot that has an expert, slot that gets it), one row for each rank as the sender.
+    """Pairs (slot that has an expert, slot that gets it) as ``stage`` takes them, one row for each rank as the sender.
 
-    A row is the ``experts`` own slots that it sends; then for each rank of the group which of those it gets, how many (0 or 1), and into
-    which of the receiver's slots.
+    A row has the ``experts`` own slots that are sent; then for each rank which of those it gets, how many (0 or 1), and into which slot.
     """
     packed = np.zeros((ranks, experts + 3 * ranks), np.int32)
     sends, (which, sent, lands) = packed[:, :experts], np.split(packed[:, experts:], 3, axis=1)
@@ -177,9 +175,7 @@ def lower_place(
 ) -> Lowered:
     """``(stack, staging, copies, loads, marked, tables, layer, row) -> (stack, copies, loads, retired, done)``.
 
-    Staged experts go into their slots, and the layer's tables are in force. Donated are the stack, and copies and loads, of which one
-    row changes: retired is what the row of loads had counted.
-
+    Donated are the stack, and copies and loads, of which one row changes: retired is what the row of loads had counted.
     marked: as of ``pack_slots``; tables: the layer's own; layer: in its stack; row: in the placement.
     """
     group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,18 +22,14 @@ _MOST_HELD = 64
 _SECONDS = 1.0
 
 
-class _Size(NamedTuple):
-    """Token slots of a DP rank in one exchange, and how many of them a layer had."""
-
-    tokens: int
-    exchanges: int = 1
+_Size = tuple[int, int]
+"""Token slots of a DP rank in one exchange, and exchanges of a layer."""
 
 
 class ExpertRecorder:
-    """Every step computes the counts, which takes no collective; only a recorder that is on brings them to the host.
+    """Brings to the host the counts that every step computes, so that recording compiles nothing. Another one begins anew.
 
-    So recording compiles nothing. Reports stay on the devices until 64 launches or a second have come together, and are then read at
-    once: ``counts`` is as old as that, ``read`` reads what is there. Whoever begins anew makes another one.
+    Reports stay on the devices until 64 launches or a second have come together: ``counts`` is as old as that, ``read`` reads all.
     """
 
     def __init__(self, step: ModelStep):
@@ -41,11 +37,8 @@ class ExpertRecorder:
         self._held: list[tuple[Mapping[str, Array], _Size, LayerPlacements]] = []
         self._read_at = 0.0
         self._placements: LayerPlacements | None = None  # of the last launch that was read
-        # Sums over the launches that were read.
-        self._tokens: np.ndarray | int = 0
-        self._logical: np.ndarray | int = 0
-        self._rows: np.ndarray | int = 0
-        self._rounds = self._payload = self._wire = 0
+        # Of the launches that were read: tokens per physical and per logical expert, rows per rank, rounds, payload and wire bytes.
+        self._sums: list[Any] = [0] * 6
 
     def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
         """Enter a launch's reports.
@@ -55,7 +48,7 @@ class ExpertRecorder:
         if not reports:
             return
         exchanges = self._step.micro_batches(groups)
-        size = _Size(-(-sum(group.tokens for group in groups) // exchanges), exchanges)
+        size = -(-sum(group.tokens for group in groups) // exchanges), exchanges
         self._held.append((dict(reports), size, placements))
         if len(self._held) >= _MOST_HELD or time.monotonic() - self._read_at >= _SECONDS:
             self._read()
@@ -64,15 +57,15 @@ class ExpertRecorder:
         """Since recording began, but for the last launches; None before the first ones."""
         if self._placements is None:
             return None
-        padding = 1.0 - self._payload / self._wire if self._wire else 0.0
+        tokens, logical, rows, rounds, payload, wire = self._sums
         return ExpertCounts(
-            np.array(self._tokens),
-            np.array(self._rows),
-            np.array(self._logical),
-            self._placements.physical_to_logical[: len(self._tokens)],
-            rounds=int(self._rounds),
-            dispatch_bytes=int(self._wire),
-            padding_share=float(padding),
+            tokens,
+            rows,
+            logical,
+            self._placements.physical_to_logical[: len(tokens)],
+            rounds=int(rounds),
+            dispatch_bytes=int(wire),
+            padding_share=float(1.0 - payload / wire if wire else 0.0),
         )
 
     def read(self) -> ExpertCounts | None:
@@ -96,25 +89,22 @@ class ExpertRecorder:
         """Add launches of one size, all under one placement."""
         more = self._statistics({name: np.concatenate([one[name] for one in reports]) for name in reports[0]}, size)
         tokens = more.tokens_per_expert.reshape(len(reports), -1, more.tokens_per_expert.shape[1]).sum(axis=0)
-        self._tokens = self._tokens + tokens
-        self._logical = self._logical + placements.logical_load(tokens)
-        self._rows = self._rows + more.rows_sent_per_rank
-        self._rounds += more.rounds
-        self._payload += more.payload_bytes
-        self._wire += more.wire_bytes
+        logical = placements.logical_load(tokens)
+        added = tokens, logical, more.rows_sent_per_rank, more.rounds, more.payload_bytes, more.wire_bytes
+        self._sums = [total + one for total, one in zip(self._sums, added, strict=True)]
         self._placements = placements
 
     def _statistics(self, counts: Mapping[str, np.ndarray], size: _Size) -> DispatchStatistics:
-        step = self._step
+        step, (slots, exchanges) = self._step, size
         if step.apart is not None:
-            shape = step.spec.dp_size, size.tokens, step.config.hidden_size
+            shape = step.spec.dp_size, slots, step.config.hidden_size
             return LayerPass(step, "moe_layers", 0, 0, shape).between().statistics(counts, padded=step.apart.padded)
         return DispatchStatistics.of(
             counts,
             step.spec,
-            dataclasses.replace(step.dispatch, overlapped=size.exchanges > 1),
-            tokens=-(-size.tokens // step.spec.tp_size),
-            exchanges=size.exchanges,
+            dataclasses.replace(step.dispatch, overlapped=exchanges > 1),
+            tokens=-(-slots // step.spec.tp_size),
+            exchanges=exchanges,
             width=step.config.hidden_size,
             top_k=step.config.num_experts_per_tok,
             dtype=step.dtype,

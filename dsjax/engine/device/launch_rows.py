@@ -1,6 +1,4 @@
-"""The host's side of a launch, in NumPy: its rows laid into the integers that the programs take, what each row's sampling needs beside the
-logits, and the results read from the devices and sorted out.
-"""
+"""The host's side of a launch, in NumPy: its rows as the integers that programs take, what their sampling needs, and their results."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from dsjax.engine.contract.commands import (
 )
 from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
 from dsjax.engine.device.buckets import Launch, num_decodes
-from dsjax.engine.device.logit_edits import bias_pieces, mask_words
+from dsjax.engine.device.logit_edits import bias_width, mask_words, padded_pieces
 from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
 from dsjax.engine.device.slots import (
     ADMISSION_WIDTH,
@@ -39,7 +37,6 @@ from dsjax.engine.device.slots import (
 
 PageEntry = tuple[int, int, int]
 """Slot, index in its page table, page."""
-
 
 NOTHING_ALLOWED = (
     "no token is allowed next: allowed tokens, bad words, minimum length and structured output exclude each other"
@@ -70,46 +67,36 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
 
     An admission resets what its slot had, so page changes and counts begin with the run that has the last admissions.
     """
-    counts = [
-        [
-            np.insert(np.frombuffer(admission.counts, "<i4").reshape(-1, 2), 0, admission.slot, axis=1)
-            for admission in rank.admissions
-            if admission.counts
-        ]
+    if not any(changes) and not any(rank.admissions for rank in step.ranks):
+        return
+    admitted = [
+        np.array([_admission(admission) for admission in rank.admissions], np.int32).reshape(-1, ADMISSION_WIDTH)
         for rank in step.ranks
     ]
-    joined = [np.concatenate(rank_step) if rank_step else np.zeros((0, 3), np.int32) for rank_step in counts]
-    admitting = max(-(-len(rank.admissions) // ADMISSIONS) for rank in step.ranks)
-    filling = max(
-        max(-(-len(own_changes) // PAGE_CHANGES), -(-len(own_counts) // COUNTED))
-        for own_changes, own_counts in zip(changes, joined, strict=True)
-    )
-    first = max(admitting - 1, 0)
-    runs = max(admitting, first + filling)
-    for run in range(runs):
-        admissions = np.full((len(step.ranks), ADMISSIONS, ADMISSION_WIDTH), -1, np.int32)
-        pages = np.full((len(step.ranks), PAGE_CHANGES, 3), -1, np.int32)
-        counted = np.full((len(step.ranks), COUNTED, 3), -1, np.int32)
-        for rank, (rank_step, own_changes, own_counts) in enumerate(zip(step.ranks, changes, joined, strict=True)):
-            for place, admission in enumerate(rank_step.admissions[run * ADMISSIONS : (run + 1) * ADMISSIONS]):
-                admissions[rank, place] = _admission(admission)
-            if run < first:
-                continue
-            part = own_changes[(run - first) * PAGE_CHANGES : (run - first + 1) * PAGE_CHANGES]
-            if part:
-                pages[rank, : len(part)] = part
-            part = own_counts[(run - first) * COUNTED : (run - first + 1) * COUNTED]
-            counted[rank, : len(part)] = part
-        yield np.concatenate([a.reshape(len(step.ranks), -1) for a in (admissions, pages, counted)], axis=1)
+    changed = [np.array(entries, np.int32).reshape(-1, 3) for entries in changes]
+    counted = [
+        np.concatenate(
+            [
+                np.insert(np.frombuffer(admission.counts, "<i4").reshape(-1, 2), 0, admission.slot, axis=1)
+                for admission in rank.admissions
+            ]
+            or [np.zeros((0, 3), np.int32)]
+        )
+        for rank in step.ranks
+    ]
+    pieces, nothing = [], []
+    for ranks, size in ((admitted, ADMISSIONS), (changed, PAGE_CHANGES), (counted, COUNTED)):
+        pieces.append([piece.reshape(len(ranks), -1) for piece in padded_pieces(ranks, size, -1)])
+        nothing.append(np.full((len(ranks), size * ranks[0].shape[1]), -1, np.int32))
+    skipped = [None] * (len(pieces[0]) - 1)
+    for parts in itertools.zip_longest(pieces[0], skipped + pieces[1], skipped + pieces[2]):
+        yield np.concatenate([own if part is None else part for part, own in zip(parts, nothing, strict=True)], axis=1)
 
 
 def pack_launch(
     step: Step, launch: Launch, shape: LaunchShape, changes: list[list[PageEntry]], most_drafts: list[dict[int, int]]
 ) -> np.ndarray:
-    """``[B, W]`` int32 of one launch's rows and page changes.
-
-    most_drafts: of each rank, how many drafts of a slot may be verified, where that is not all.
-    """
+    """``[B, W]`` int32 of one launch's rows and page changes; most_drafts: as of ``SlotTable.most_drafts``, of each rank."""
     ranks = len(step.ranks)
     (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ends = [0, *itertools.accumulate((R, R, R, 5 * R2, R2 * C2, 3 * shape.page_changes))]
@@ -148,24 +135,19 @@ def decode_slots(rank: RankStep) -> np.ndarray:
 
 
 def _admission(admission: Admission) -> np.ndarray:
-    sampling = admission.sampling
-    values = np.empty(ADMISSION_WIDTH, np.int32)
-    values[:4] = admission.slot, admission.start, admission.token, sampling.num_prompt_tokens
-    values[4:5] = np.array([sampling.seed], np.uint32).view(np.int32)
-    values[5] = sampling.top_k
-    values[6:12] = np.array(
-        [
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-        ],
-        np.float32,
-    ).view(np.int32)
-    values[12] = sampling.penalises
-    return values
+    one = admission.sampling
+    integers = (
+        admission.slot,
+        admission.start,
+        admission.token,
+        one.num_prompt_tokens,
+        one.seed,
+        one.top_k,
+        one.penalises,
+    )
+    numbers = one.temperature, one.top_p, one.min_p, one.presence_penalty, one.frequency_penalty, one.repetition_penalty
+    values = np.array(integers, np.int64).astype(np.int32)  # of the seed the bits, which are a uint32's
+    return np.insert(values, 6, np.array(numbers, np.float32).view(np.int32))
 
 
 @dataclass(eq=False)
@@ -299,7 +281,7 @@ class SlotTable:
         if not any(rank_biases):
             return []
         joined = [np.concatenate(each) if each else np.zeros((0, 4), np.int32) for each in rank_biases]
-        return list(bias_pieces(joined, shape.positions))
+        return list(padded_pieces(joined, bias_width(shape.positions), -1))  # no position is −1
 
     def _masks(
         self, row_rules: dict[tuple[int, bool, int], SlotRules], ranks: int, shape: LaunchShape

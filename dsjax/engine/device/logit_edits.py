@@ -27,13 +27,12 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def bias_pieces(biases: Sequence[np.ndarray], num_positions: int) -> Iterator[np.ndarray]:
-    """``[B, E, 4]`` int32 pieces of each rank's ``[n, 4]`` biases; what is left of a piece names position −1, which none is."""
-    width = bias_width(num_positions)
-    for start in range(0, max((len(rank_biases) for rank_biases in biases), default=0), width):
-        piece = np.full((len(biases), width, 4), -1, np.int32)
-        for rank, rank_biases in enumerate(biases):
-            part = rank_biases[start : start + width]
+def padded_pieces(ranks: Sequence[np.ndarray], size: int, padding: int) -> Iterator[np.ndarray]:
+    """``[B, size, W]`` int32 pieces of each rank's ``[n, W]`` rows; what is left of a piece is ``padding``."""
+    for start in range(0, max(map(len, ranks)), size):
+        piece = np.full((len(ranks), size, ranks[0].shape[1]), padding, np.int32)
+        for rank, rows in enumerate(ranks):
+            part = rows[start : start + size]
             piece[rank, : len(part)] = part
         yield piece
 

@@ -17,7 +17,7 @@ from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, S
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
 from dsjax.engine.device import device_state, slots
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
-from dsjax.engine.device.buckets import Buckets, Launch
+from dsjax.engine.device.buckets import Buckets, Launch, num_decodes
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_recorder import ExpertRecorder
 from dsjax.engine.device.launch_rows import (
@@ -29,8 +29,9 @@ from dsjax.engine.device.launch_rows import (
     read_step,
     split_page_changes,
 )
+from dsjax.engine.device.logit_edits import padded_pieces
 from dsjax.engine.device.page_staging import PageStaging
-from dsjax.engine.device.process import XLA_ERRORS, explain
+from dsjax.engine.device.process import explained_out_of_memory
 from dsjax.engine.device.programs import COPIES, Programs
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model import step as model_step
@@ -98,7 +99,11 @@ class MeshExecutor:
         self.device.on_change = self._go_on
         self._recorder: ExpertRecorder | None = None
         self._table, staging = CommandTable(), PageStaging(self.device)
-        self._register()
+        self._table.add(Step, Handler(self._step, self._collect_step, is_awaited=True))
+        self._table.add(Score, Handler(self._score, _collect_score, is_awaited=True))
+        self._table.add(Flush, Handler(self._flush, is_awaited=True))
+        self._table.add(Copy, Handler(self._copy, keeps_last=False))
+        self._table.add(Clear, Handler(self._clear, keeps_last=False))
         with contextlib.ExitStack() as begun:  # where a part cannot be made, those before it end their threads
             self._parts = [begun.enter_context(contextlib.closing(make(self.device, staging))) for make in parts]
             begun.pop_all()
@@ -107,14 +112,6 @@ class MeshExecutor:
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
-
-    def _register(self) -> None:
-        """Add the commands that need no optional part."""
-        self._table.add(Step, Handler(self._step, self._collect_step, is_awaited=True))
-        self._table.add(Score, Handler(self._score, _collect_score, is_awaited=True))
-        self._table.add(Flush, Handler(self._flush, is_awaited=True))
-        self._table.add(Copy, Handler(self._copy, keeps_last=False))
-        self._table.add(Clear, Handler(self._clear, keeps_last=False))
 
     @property
     def model(self) -> model_step.ModelStep:
@@ -148,7 +145,7 @@ class MeshExecutor:
         """Lay out and send a command's inputs, and start it if the devices may take it now."""
         pending = self._table.launch(command)
         self._queue.append(pending)
-        try:
+        with explained_out_of_memory("a step was launched", SMALLER_STEPS):
             if self.max_in_flight > 1:
                 pending.started = time.monotonic()
                 for array in pending.running:
@@ -157,14 +154,11 @@ class MeshExecutor:
                     pending.last = None  # a part of the state, which the next program takes
             elif len(self._queue) == 1:
                 self._advance()
-        except XLA_ERRORS as error:
-            explain(error, "a step was launched", SMALLER_STEPS)
-            raise
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Wait until a command is done; start the next one."""
-        try:
+        with explained_out_of_memory("a step was computed", SMALLER_STEPS):
             while not pending.done:
                 head = self._queue[0]
                 self._finish(head)
@@ -172,9 +166,6 @@ class MeshExecutor:
                 if self._queue and self._queue[0].started:  # enqueued before, and begun only now
                     self._queue[0].started = max(self._queue[0].started, head.ended)
                 self._advance()
-        except XLA_ERRORS as error:
-            explain(error, "a step was computed", SMALLER_STEPS)
-            raise
 
     def collect(self, pending: Pending) -> Any:
         """Wait for a command, and give what came of it."""
@@ -218,7 +209,7 @@ class MeshExecutor:
         self.programs.drop()
 
     def release(self, held: HeldWeights | None = None) -> None:
-        """`shutdown`, and free the parameters too, whatever became of the last step: wait until no program runs any more.
+        """`shutdown`, and free the parameters too, whatever became of the last step.
 
         held: takes over those parameters that a checkpoint has; None: they are freed like the others.
         """
@@ -283,20 +274,19 @@ class MeshExecutor:
         ]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
-            len(rank.decodes) // 8 + sum(row.length for row in rank.prefills) for rank in command.ranks
+            num_decodes(rank) + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
-        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
-        return self._run_step(pending, command, admissions, laid_out, self.recording)
+        laid_out, recording = list(zip(launches, shapes, inputs, rules, strict=True)), self.recording
 
-    def _run_step(
-        self, pending: Pending, command: Step, admissions: list[Array], launches: list[tuple], recording: bool
-    ) -> Running:
-        pending.kept.placements.append(self.device.placements)
-        for packed in admissions:
-            self.device.state = self.programs.admit()(self.state, packed)
-            yield self.state.start
-        for launch, shape, packed, rules in launches:
-            yield from self._run_launch(pending, launch, shape, packed, rules, command.proposes, recording)
+        def run() -> Running:
+            pending.kept.placements.append(self.device.placements)
+            for packed in admissions:
+                self.device.state = self.programs.get("admit")(self.state, packed)
+                yield self.state.start
+            for each in laid_out:
+                yield from self._run_launch(pending, *each, command.proposes, recording)
+
+        return run()
 
     def _run_launch(
         self,
@@ -309,7 +299,7 @@ class MeshExecutor:
         recording: bool,
     ) -> Running:
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
-            program = self.programs.drafting_step(shape, proposes)
+            program = self.programs.get("drafting step", shape, proposes)
             arguments = (self.params, self.state, packed, *self._arrived())
             self.device.state, outcome, drafts, reports = program(*arguments)
             yield outcome
@@ -324,17 +314,17 @@ class MeshExecutor:
         if rules.wanted is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.biases(shape.positions)(self.device.state, at, biased, piece)
+                biased = self.programs.get("biases", shape.positions)(self.device.state, at, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
-            draw = self.programs.draw(shape.positions)
+            draw = self.programs.get("draw", shape.positions)
             self.device.state, outcome = draw(self.device.state, at, logits, biased, masks, rules.wanted)
             yield outcome
         if rules.scored:
-            scores = self.programs.score(shape.positions)(logits, outcome)
+            scores = self.programs.get("score", shape.positions)(logits, outcome)
             yield scores.ranks
         if proposes:
-            program = self.programs.drafts(shape, proposes)
+            program = self.programs.get("drafts", shape, proposes)
             self.device.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
@@ -345,7 +335,7 @@ class MeshExecutor:
         return ()
 
     def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
-        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped; scores it can read."""
+        """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
         if self.programs.shared:
             slots_read = launched.rules.slots.values()
             wanted = {
@@ -378,7 +368,7 @@ class MeshExecutor:
 
         def run() -> Running:
             for packed in inputs:
-                program = self.programs.every_token()
+                program = self.programs.get("every token")
                 self.device.state, logits = program(self.params, self.state, packed, *self._arrived())
                 pending.kept.append(logits)
                 yield logits
@@ -387,37 +377,30 @@ class MeshExecutor:
 
     def _copy(self, _: Pending, command: Copy) -> Running:
         pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
-        inputs = []
-        for start in range(0, max(map(len, pairs)), COPIES):
-            piece = np.zeros((len(pairs), COPIES, 2), np.int32)
-            for rank, rank_pairs in enumerate(pairs):
-                part = rank_pairs[start : start + COPIES]
-                piece[rank, : len(part)] = part
-            inputs.append(self.device.send(piece))
+        inputs = [self.device.send(piece) for piece in padded_pieces(pairs, COPIES, 0)]
 
         def run() -> Running:
             for packed in inputs:
-                self.device.state = self.programs.copy()(self.state, packed)
+                self.device.state = self.programs.get("copy")(self.state, packed)
                 yield self.state.start
 
         return run()
 
     def _clear(self, _: Pending, command: Clear) -> Running:
-        return self._zero([np.frombuffer(rank_pages, "<i4") for rank_pages in command.ranks])
+        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        for rank, rank_pages in enumerate(command.ranks):
+            marked[rank, np.frombuffer(rank_pages, "<i4")] = True
+        return self._zero(marked)
 
     def _flush(self, _: Pending, command: Flush) -> Running:
         self._slots.reset()
-        return self._zero([np.arange(self.limits.pages_per_rank)] * self.limits.num_ranks)
+        return self._zero(np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool))
 
-    def _zero(self, pages: list[np.ndarray]) -> Running:
-        """Zero pages of each rank."""
-        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
-        for rank, rank_pages in enumerate(pages):
-            marked[rank, rank_pages] = True
+    def _zero(self, marked: np.ndarray) -> Running:
         sent = self.device.send(marked)
 
         def run() -> Running:
-            self.device.state = self.programs.clear()(self.state, sent)
+            self.device.state = self.programs.get("clear")(self.state, sent)
             yield self.state.start
 
         return run()

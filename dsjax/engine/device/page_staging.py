@@ -38,7 +38,7 @@ class PageStore:
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces for the pages that are here, and the places of all others.
 
-        wanted: of each rank the numbers of a `FetchPages`. places: of each rank those of them that nobody has taken yet.
+        wanted: of each rank the numbers of a `FetchPages`; places: those of them that nobody has taken yet.
         """
         raise NotImplementedError(f"{type(self).__name__} stores pages and does not say how they are sent")
 
@@ -61,11 +61,10 @@ class PageStaging:
 
     def register(self, table: CommandTable) -> None:
         """Add the commands that it carries out, if there is a store to carry them out with."""
-        if not self._stores:
-            return
-        table.add(FetchPages, Handler(self._fetch))
-        table.add(PlacePages, Handler(self._place, keeps_last=False))
-        table.add(ReadPages, Handler(self._request))
+        if self._stores:
+            table.add(FetchPages, Handler(self._fetch))
+            table.add(PlacePages, Handler(self._place, keeps_last=False))
+            table.add(ReadPages, Handler(self._request))
 
     def _fetch(self, _: Pending, command: FetchPages) -> Running:
         """Send pages to the devices, and stage them there."""
@@ -93,22 +92,14 @@ class PageStaging:
 
     def _place(self, _: Pending, command: PlacePages) -> Running:
         """Write what was staged to pages."""
-        numbers = [np.frombuffer(numbers_of_rank, "<i4") for numbers_of_rank in command.ranks]
+        numbers = [np.frombuffer(own, "<i4") for own in command.ranks]
         layouts = self._layouts.get(command.number, [])
-        self._layouts = {
-            number: numbers_of_rank for number, numbers_of_rank in self._layouts.items() if number > command.number
-        }
-        pages = [
-            self._device.send(
-                packed(
-                    [
-                        np.where(places < 0, 0, numbers_of_rank[places] if len(numbers_of_rank) else 0)
-                        for places, numbers_of_rank in zip(layout, numbers, strict=True)
-                    ]
-                )
-            )
-            for layout in layouts
-        ]
+        self._layouts = {number: layout for number, layout in self._layouts.items() if number > command.number}
+        pages = []
+        for layout in layouts:
+            ranks = zip(layout, numbers, strict=True)
+            piece = [np.where(places < 0, 0, own[places] if len(own) else 0) for places, own in ranks]
+            pages.append(self._device.send(packed(piece)))
 
         def run() -> Running:
             device = self._device

@@ -20,16 +20,15 @@ from sharding.jax_internals import backend_is_running, keep_programs_of_every_pr
 LEAST_COMPILE_SECONDS = 0.2
 """Programs that compile faster than this are not worth a file."""
 
-_NEVER_SECONDS = 1e9
-"""No program takes as long to compile."""
-
 # glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def cache_folder() -> Path | None:
-    """Where compiled programs and kernels are kept, as ``JAX_COMPILATION_CACHE_DIR`` or the user's cache folder says; it need not
-    exist. None where nothing says it: there is no ``HOME``, and this user has no entry among the system's users."""
+    """Where compiled programs and kernels are kept: ``JAX_COMPILATION_CACHE_DIR``, or ``dsjax/compiled`` in the user's cache folder.
+
+    It need not exist. None: there is no ``HOME``, and this user has no entry among the system's users.
+    """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
     try:
@@ -41,10 +40,7 @@ def cache_folder() -> Path | None:
 def enable_compile_cache() -> Path | None:
     """Keep compiled programs on disk, in JAX's persistent cache, so that the next start finds them: in every process of a mesh.
 
-    Gives the directory, or None where programs are not kept. A directory that can be read alone is read, and nothing is written there.
-
-    ``JAX_COMPILATION_CACHE_DIR`` decides where, if set; otherwise ``dsjax/compiled`` in the user's cache folder. The
-    programs themselves do not depend on it.
+    Gives the directory, as ``cache_folder`` does, or None where programs are not kept. One that cannot be written is only read.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
@@ -68,7 +64,7 @@ def enable_compile_cache() -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_SECONDS)
     if error is not None:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER_SECONDS)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
         return folder
     try:
         keep_programs_of_every_process()
@@ -124,8 +120,8 @@ def without_compile_cache() -> Iterator[None]:
 def size_memory_pool(share: float) -> None:
     """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, which must come before JAX starts.
 
-    By default JAX takes 75 %. ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the option says what the engine, the dry
-    run and the planner reckon with. Where JAX runs already the pool stays as it is, and the cache gets what that leaves.
+    ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the engine, the dry run and the planner reckon with the option. Where JAX
+    runs already the pool stays as it is.
     """
     if backend_is_running():
         return
@@ -137,10 +133,6 @@ _STATUS = re.compile(
     "(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS): "
 )
 """How the text of an error of XLA's begins; wrong arguments are not among them."""
-
-
-XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""The types that JAX gives an error of XLA's."""
 
 
 class OutOfDeviceMemoryError(UserError):
@@ -158,37 +150,29 @@ def explained_out_of_memory(doing: str, advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except XLA_ERRORS as error:
-        explain(error, doing, advice)
-        raise
-
-
-def explain(error: Exception, doing: str, advice: str) -> None:
-    """Raise what `explained_out_of_memory` does in place of one of `XLA_ERRORS`; nothing where there is nothing to explain."""
-    is_status = type(error) is ValueError and _STATUS.match(str(error))
-    if is_status and "RESOURCE_EXHAUSTED" not in str(error):
-        raise jax.errors.JaxRuntimeError(str(error)) from error
-    if "RESOURCE_EXHAUSTED" not in str(error) or (isinstance(error, ValueError) and not is_status):
-        return
-    wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", str(error))
-    stats = jax.local_devices()[0].memory_stats() or {}
-    state = (
-        f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
-        if {"bytes_limit", "bytes_in_use"} <= stats.keys()
-        else ""
-    )
-    size = f" for {wanted.group(1)}" if wanted else ""
-    raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        text = str(error)
+        is_status = type(error) is ValueError and _STATUS.match(text)
+        if is_status and "RESOURCE_EXHAUSTED" not in text:
+            raise jax.errors.JaxRuntimeError(text) from error
+        if "RESOURCE_EXHAUSTED" not in text or (isinstance(error, ValueError) and not is_status):
+            raise
+        wanted = re.search(r"allocate (?:size )?([\d,.]+ ?[KMGT]?i?B|\d+ bytes|\d+)", text)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        state = (
+            f"; of {stats['bytes_limit'] / 1e9:,.1f} GB of the pool {stats['bytes_in_use'] / 1e9:,.1f} GB were in use"
+            if {"bytes_limit", "bytes_in_use"} <= stats.keys()
+            else ""
+        )
+        size = f" for {wanted.group(1)}" if wanted else ""
+        raise OutOfDeviceMemoryError(f"a device has no memory left{size} while {doing}{state}; {advice}") from error
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in the process instead of returning it to the kernel after each program.
+    """Keep freed memory in the process instead of returning it to the kernel after each program; whether it can (glibc on Linux).
 
-    Gives whether that took effect: it is glibc's to do, on Linux; elsewhere nothing happens.
-
-    By default glibc maps each allocation of more than 128 KiB anew and unmaps it when freed. XLA's CPU backend allocates
-    its temporaries for every execution, so each step would fault in every page again: half of the time of a large product
-    on the machine where this was measured (docs/measurements).
+    By default glibc unmaps each freed allocation of more than 128 KiB. XLA's CPU backend allocates its temporaries for every execution,
+    so each step would fault in every page again: half of the time of a large product (docs/measurements).
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -201,10 +185,9 @@ def keep_freed_memory() -> bool:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less.
+    """Bytes that this process can still take: what the machine has left, or its container's limit where that is less; None off Linux.
 
-    Linux only; None elsewhere. What a container uses is not taken off its limit: most of that may be files' pages, which go
-    when room is needed.
+    What a container uses is not taken off its limit: most of that may be files' pages, which go when room is needed.
     """
     bounds: list[int] = []
     try:

@@ -1,7 +1,6 @@
 """The programs of an engine: the step in every shape of its buckets, and the small ones beside it.
 
-Each is traced from descriptions. Parameters and state may be arrays or ``jax.ShapeDtypeStruct`` with shardings: what is traced does not
-differ. A program that changes the state takes it donated, and gives it back.
+Each is traced from descriptions of parameters and state. A program that changes the state takes it donated, and gives it back.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array
@@ -44,22 +43,19 @@ _SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
 class Programs:
     """Traces and compiles each program once, when it is first asked for or by ``warm_up``.
 
-    The methods that give a program say what it takes and gives. ``lower_step`` and ``lower_drafts`` trace without compiling, for who
-    compiles for devices that are not here.
+    ``get`` gives a program; the ``lower_…`` methods trace without compiling, also for devices that are not here.
 
     Args:
         experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
-        meet: waits for the other processes that have a part of the mesh; after a compilation at first use, which takes each as long as
-            it takes, they must not wait for each other in a collective: that has a time limit.
-        library: where programs that were compiled before, for other devices in the same layout, are found, and these are kept.
+        meet: waits for the other processes of the mesh after a compilation at first use: in a collective that has a time limit.
+        library: where programs of earlier meshes in the same layout are found, and these are kept.
         experts: the backend that computes the routed experts, if they have devices of their own.
 
     Attributes:
         store: the programs that are compiled.
         rows, everywhere: shardings of what the host sends: one entry for each DP rank; whole on every device.
         put_rows: sends an array to the devices of each DP rank.
-        shared: whether other processes have a part of the mesh: then the outcome of a step is whole on every device, and what else is
-            to be read must be gathered.
+        shared: whether other processes have a part of the mesh: all but the outcome of a step must be gathered to be read then.
     """
 
     def __init__(
@@ -89,26 +85,8 @@ class Programs:
             parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
             shelf = library.shelf(self._layout(), step.mesh, parts)
         self.store = CompiledPrograms(self._lower, self.meet, shelf, self._compiler_options)
-        self._constants: dict[Hashable, Array] = {}
+        self._no_masks: dict[int, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
-        self._makers: dict[Hashable, Callable[..., Lowered]] = {
-            "allocate": self._lower_allocate,
-            "admit": self._lower_admit,
-            "step": self.lower_step,
-            "drafting step": self._lower_drafting_step,
-            "drafts": self.lower_drafts,
-            "biases": self._lower_biases,
-            "draw": self._lower_draw,
-            "score": self._lower_score,
-            "every token": self._lower_every_token,
-            "copy": self._lower_copy,
-            "clear": self._lower_clear,
-            "take pages": self._lower_take_pages,
-            "put pages": self._lower_put_pages,
-            "stage experts": self._lower_stage,
-            "place experts": self._lower_place,
-            "read loads": self._lower_read_loads,
-        }
 
     def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
         # The sums of layers and head are the kernels' where a step is exact, and log-probabilities have an order of their own
@@ -120,7 +98,7 @@ class Programs:
         """Compile the same programs for the same model and state with another backend of the routed experts."""
         programs = Programs(step, self._params, self._state, self._limits, self._exchanged, self.meet, experts=experts)
         there = dict(self.store.compiled)  # another thread may have one more compiled
-        labels = {key: str(key[0]) for key in there if key[0] in self._makers}
+        labels = {key: str(key[0]) for key in there if key[0] != "gather"}
         # What gathers results knows nothing of experts.
         programs.store.compiled |= {key: program for key, program in there.items() if key not in labels}
         programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
@@ -139,10 +117,15 @@ class Programs:
 
     def allocate(self) -> DeviceState:
         """The state at the start: everything zero, experts placed as the step says."""
-        state = jax.block_until_ready(self._get("allocate")())
+        state = jax.block_until_ready(self.get("allocate")())
         if self._state.copies is not None:
             state.copies = put(self._step.placement.tables, self.everywhere)
         return state
+
+    def get(self, kind: str, *arguments: Hashable) -> Compiled:
+        """The program of a kind, compiled where it is not yet: ``lower_…`` of that name says what it takes and gives."""
+        key = kind, *arguments
+        return self.store.compiled.get(key) or self.store.get(key, lambda: self._lower(key))
 
     def shape(self, decode: Rectangle | None, prefill: Rectangle | None) -> LaunchShape:
         """The shape of a launch."""
@@ -157,10 +140,6 @@ class Programs:
             self._shapes[decode, prefill] = LaunchShape(*groups, self._limits.page_size, room)
         return self._shapes[decode, prefill]
 
-    def admit(self) -> Compiled:
-        """``(state, packed) -> state``: slots given, page tables changed; see ``slots.admit``."""
-        return self._get("admit")
-
     def step(self, shape: LaunchShape, scored: bool = False) -> Compiled:
         """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
@@ -170,55 +149,10 @@ class Programs:
         as of ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
         row are scored.
         """
-        return self._get("step", shape, scored)
-
-    def drafting_step(self, shape: LaunchShape, count: int) -> Compiled:
-        """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
-
-        For decode rows whose tokens are the most probable ones: nothing stands between the two then, and a launch is saved.
-        """
-        return self._get("drafting step", shape, count)
-
-    def biases(self, positions: int) -> Compiled:
-        """``(state, positions, logits, biases) -> logits``; reads the state alone. ``positions``: their number in ``LaunchShape``."""
-        return self._get("biases", positions)
-
-    def draw(self, positions: int) -> Compiled:
-        """``(state, positions, raw logits, biased logits, masks, Wanted) -> (state, outcome)``."""
-        return self._get("draw", positions)
-
-    def score(self, positions: int) -> Compiled:
-        """``(logits, outcome) -> Scores`` of the outcome's tokens, where this process can read them."""
-        return self._get("score", positions)
-
-    def drafts(self, shape: LaunchShape, count: int) -> Compiled:
-        """``(params, state, packed, positions, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
-
-        packed: the input of ``step``; all others are its results.
-        """
-        return self._get("drafts", shape, count)
-
-    def every_token(self) -> Compiled:
-        """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
-        Of a stage before the last, hidden states take the logits' place.
-
-        packed: the row as of ``RowGroup.pack``; it brings its own page table.
-        """
-        return self._get("every token")
-
-    def copy(self) -> Compiled:
-        """``(state, pairs [B, COPIES, 2]) -> state`` with pages copied."""
-        return self._get("copy")
-
-    def clear(self) -> Compiled:
-        """``(state, marked pages) -> state`` with those pages zeroed."""
-        return self._get("clear")
+        return self.get("step", shape, scored)
 
     def gather(self, tree: Any) -> Any:
-        """What a program gave, where this process can read it.
-
-        On a mesh of one process that is the tree itself. Else a program brings it to all devices, which all processes must run.
-        """
+        """What a program gave, where this process can read it: where ``shared``, all processes run a program that brings it there."""
         if not self.shared:
             return tree
         key, described = _gathering(tree)
@@ -226,28 +160,26 @@ class Programs:
 
     def take_pages(self) -> Compiled:
         """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
-        return self._get("take pages")
+        return self.get("take pages")
 
     def put_pages(self) -> Compiled:
         """``(state, copies, pages) -> state`` with the copies in these pages."""
-        return self._get("put pages")
+        return self.get("put pages")
 
     def stage_experts(self, layers: ExpertLayers) -> Compiled:
         """The program that ``expert_programs.lower_stage`` describes."""
-        return self._get("stage experts", layers.stack)
+        return self.get("stage experts", layers.stack)
 
     def place_experts(self, layers: ExpertLayers) -> Compiled:
         """The program that ``expert_programs.lower_place`` describes."""
-        return self._get("place experts", layers.stack)
-
-    def read_loads(self) -> Compiled:
-        """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
-        return self._get("read loads")
+        return self.get("place experts", layers.stack)
 
     def no_masks(self, positions: int) -> Array:
         """Masks that allow everything, on the devices."""
-        shape = (self._limits.num_ranks, positions, mask_words(self._limits.vocab_size))
-        return self._constant(("masks", positions), lambda: put(np.full(shape, -1, np.int32), self.rows))
+        if positions not in self._no_masks:
+            shape = (self._limits.num_ranks, positions, mask_words(self._limits.vocab_size))
+            self._no_masks[positions] = put(np.full(shape, -1, np.int32), self.rows)
+        return self._no_masks[positions]
 
     def described_moved(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Descriptions of what ``take_pages`` gives."""
@@ -256,10 +188,9 @@ class Programs:
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
 
-        ``progress`` is called before each trace and after each compilation. What it raises ends the warm-up: nothing more is
-        traced, what waits is not compiled, and what is being compiled is waited for.
+        What ``progress`` raises ends the warm-up: what waits is not compiled, and what is being compiled is waited for.
         """
-        labels = self._labels(buckets)
+        labels = self.labels(buckets)
         report = progress or (lambda done, total, label: None)
         report(0, len(labels), next(iter(labels.values())))
         for kind, *arguments in labels:
@@ -270,18 +201,14 @@ class Programs:
     def compile_ahead(self, buckets: Buckets, go_on: Callable[[int, str], bool]) -> bool:
         """Compile what ``warm_up`` would, one after the other in this thread, for the library alone; whether all of it is there.
 
-        go_on: asked before each program, with how many are there and the next one's name, and at the end; False ends it.
+        go_on: asked before each program and at the end, with how many are there and the next one's name; False ends it.
         """
-        return self.store.compile_ahead(self._labels(buckets), go_on, self._compile_gathers)
-
-    def count(self, buckets: Buckets) -> int:
-        """Programs that ``compile_ahead`` makes; those that gather come with what they gather."""
-        return len(self._labels(buckets))
+        return self.store.compile_ahead(self.labels(buckets), go_on, self._compile_gathers)
 
     def drop(self) -> None:
         """Drop all programs."""
         self.store.compiled.clear()
-        self._constants.clear()
+        self._no_masks.clear()
 
     def _compile_gathers(self, producer: ProgramKey) -> None:
         """Compile what brings to all devices that which is wanted seldom of a program's results: reports, prompts' scores, drafts."""
@@ -298,8 +225,8 @@ class Programs:
                 key, described = _gathering(tree)
                 self.store.compile(key, lambda described=described: self._lower_gather(described))
 
-    def _labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
-        """Keys and names of all programs that ``buckets`` can ask for, but for those that gather."""
+    def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
+        """Keys and names of all programs that ``buckets`` can ask for; those that gather come with what they gather."""
         labels: dict[ProgramKey, str] = {}
         launches = [(*shapes, False) for shapes in buckets.shapes()]
         for decode, prefill, proposes, scored in [*launches, (None, buckets.scored, buckets.proposals, True)]:
@@ -325,17 +252,9 @@ class Programs:
                 labels["place experts", layers.stack] = f"placing experts, {layers.stack}"
         return labels
 
-    def _get(self, *key: Hashable) -> Compiled:
-        return self.store.compiled.get(key) or self.store.get(key, lambda: self._lower(key))
-
     def _lower(self, key: ProgramKey) -> Lowered:
         kind, *arguments = key
-        return self._makers[kind](*arguments)
-
-    def _constant(self, key: Hashable, make: Callable[[], Array]) -> Array:
-        if key not in self._constants:
-            self._constants[key] = make()
-        return self._constants[key]
+        return getattr(self, "lower_" + kind.replace(" ", "_"))(*arguments)
 
     # How each program is traced.
 
@@ -351,7 +270,12 @@ class Programs:
 
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
-    def _lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
+    def lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
+        """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
+
+        For decode rows whose tokens are the most probable ones: nothing stands between the two then, and a launch is saved.
+        """
+
         def run(params, state, packed, *arrived):
             state, rows, _, outcome, _, hidden, reports = step_programs.compute(
                 self._step, params, state, packed, shape, False, *arrived
@@ -365,7 +289,10 @@ class Programs:
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
-        """The program of ``drafts``, traced but not compiled."""
+        """``(params, state, packed, positions, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
+
+        packed: the input of ``step``; all others are its results.
+        """
 
         def run(params, state, packed, at, outcome, hidden):
             rows = StepRows.of(packed, Positions.unpack(at), shape)
@@ -384,11 +311,13 @@ class Programs:
             return lower_cut(run, *arguments, donate_argnum=1, worker=self.experts)
         return jax.jit(run, donate_argnums=1).lower(*arguments)
 
-    def _lower_allocate(self) -> Lowered:
+    def lower_allocate(self) -> Lowered:
+        """``() -> state``, everything zero."""
         make = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), self._state)  # noqa: E731
         return jax.jit(make, out_shardings=jax.tree.map(lambda array: array.sharding, self._state)).lower()
 
-    def _lower_admit(self) -> Lowered:
+    def lower_admit(self) -> Lowered:
+        """``(state, packed) -> state``: slots given, page tables changed; see ``slots.admit``."""
         return self._lower_small(slots.admit, self._described((ADMIT_WIDTH,), np.int32))
 
     def _lower_small(self, function: Callable, *arguments: Any) -> Lowered:
@@ -396,27 +325,33 @@ class Programs:
         run = lambda state, *arguments: self._pin(function(self._step, state, *arguments), self._state)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state, *arguments)
 
-    def _lower_stage(self, stack: str) -> Lowered:
+    def lower_stage_experts(self, stack: str) -> Lowered:
+        """The program of ``expert_programs.lower_stage``."""
         return expert_programs.lower_stage(self._step, self._params, self._experts_of(stack), self._exchanged)
 
-    def _lower_place(self, stack: str) -> Lowered:
+    def lower_place_experts(self, stack: str) -> Lowered:
+        """The program of ``expert_programs.lower_place``."""
         copies, loads = self._state.copies, self._state.loads
         return expert_programs.lower_place(self._step, self._params, self._experts_of(stack), copies, loads)
 
     def _experts_of(self, stack: str) -> ExpertLayers:
         return next(layers for layers in expert_programs.expert_layers(self._step) if layers.stack == stack)
 
-    def _lower_copy(self) -> Lowered:
+    def lower_copy(self) -> Lowered:
+        """``(state, pairs [B, COPIES, 2]) -> state`` with pages copied."""
         return self._lower_small(device_state.copy_pages, self._described((COPIES, 2), np.int32))
 
-    def _lower_clear(self) -> Lowered:
+    def lower_clear(self) -> Lowered:
+        """``(state, marked pages) -> state`` with those pages zeroed."""
         return self._lower_small(device_state.clear_pages, self._described((self._limits.pages_per_rank,), bool))
 
-    def _lower_read_loads(self) -> Lowered:
+    def lower_read_loads(self) -> Lowered:
+        """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
         run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
-    def _lower_take_pages(self) -> Lowered:
+    def lower_take_pages(self) -> Lowered:
+        """The program of ``take_pages``."""
         pages = self._described((device_state.MOVED_PAGES,), np.int32)
 
         def run(state, pages):
@@ -424,11 +359,13 @@ class Programs:
 
         return jax.jit(run).lower(self._state, pages)
 
-    def _lower_put_pages(self) -> Lowered:
+    def lower_put_pages(self) -> Lowered:
+        """The program of ``put_pages``."""
         pages = self._described((device_state.MOVED_PAGES,), np.int32)
         return self._lower_small(device_state.put_pages, self.described_moved(), pages)
 
-    def _lower_biases(self, positions: int) -> Lowered:
+    def lower_biases(self, positions: int) -> Lowered:
+        """``(state, positions, logits, biases) -> logits``; reads the state alone. ``positions``: their number in ``LaunchShape``."""
         at, _, logits = self._of_positions(positions)
         biases = self._described((bias_width(positions), 4), np.int32)
 
@@ -439,7 +376,8 @@ class Programs:
 
         return jax.jit(run).lower(self._state, at, logits, biases)
 
-    def _lower_draw(self, positions: int) -> Lowered:
+    def lower_draw(self, positions: int) -> Lowered:
+        """``(state, positions, raw logits, biased logits, masks, Wanted) -> (state, outcome)``."""
         at, _, logits = self._of_positions(positions)
         masks = self._described((positions, mask_words(self._limits.vocab_size)), np.int32)
         wanted = Wanted(*[jax.ShapeDtypeStruct((), bool, sharding=self.everywhere)] * len(Wanted._fields))
@@ -451,7 +389,8 @@ class Programs:
 
         return jax.jit(run, donate_argnums=0).lower(self._state, at, logits, logits, masks, wanted)
 
-    def _lower_score(self, positions: int) -> Lowered:
+    def lower_score(self, positions: int) -> Lowered:
+        """``(logits, outcome) -> Scores`` of the outcome's tokens, where this process can read them."""
         _, outcome, logits = self._of_positions(positions)
 
         def run(logits, outcome):
@@ -460,7 +399,12 @@ class Programs:
 
         return jax.jit(run).lower(logits, outcome)
 
-    def _lower_every_token(self) -> Lowered:
+    def lower_every_token(self) -> Lowered:
+        """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
+        Of a stage before the last, hidden states take the logits' place.
+
+        packed: the row as of ``RowGroup.pack``; it brings its own page table.
+        """
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
         def run(params, state, packed, *arrived):
@@ -523,15 +467,9 @@ def _label(decode: Rectangle | None, prefill: Rectangle | None) -> str:
 
 def _gathering(tree: Any) -> tuple[ProgramKey, Any]:
     """The key of the program that gathers such a tree, and descriptions of the tree's arrays."""
-    described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    described = device_state.description(tree)
     leaves, structure = jax.tree.flatten(described)
     # Without the devices, which are others when the mesh is made anew.
-    return (
-        "gather",
-        structure,
-        *((leaf.shape, str(leaf.dtype), _without_devices(leaf.sharding)) for leaf in leaves),
-    ), described
-
-
-def _without_devices(sharding: Sharding) -> Hashable:
-    return sharding.spec if isinstance(sharding, NamedSharding) else str(sharding)
+    layouts = (one.sharding.spec if isinstance(one.sharding, NamedSharding) else str(one.sharding) for one in leaves)
+    arrays = ((one.shape, str(one.dtype), layout) for one, layout in zip(leaves, layouts, strict=True))
+    return ("gather", structure, *arrays), described

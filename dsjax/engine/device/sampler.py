@@ -105,10 +105,7 @@ def sample(
 
 
 def score(logits: Float[Array, "*b V"], tokens: Int[Array, "*b"]) -> Scores:
-    """Log-probability and place of each token, and the 20 most probable tokens with theirs, all from one array.
-
-    So the most probable token's is the greatest one to the bit, and its place is 1.
-    """
+    """``Scores`` of each token, all from one array, so that the most probable token's is the greatest to the bit, and its place is 1."""
     logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=-1)
     top, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))

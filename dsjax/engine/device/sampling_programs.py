@@ -85,11 +85,6 @@ def score_tokens(step: ModelStep, logits: Float[Array, "B J V"], tokens: Int[Arr
     return run(logits, tokens)
 
 
-def score_prompt(step: ModelStep, rows: StepRows, tokens: Int[Array, "B 1 T"], logits: Float[Array, "B T V"]) -> Scores:
-    """Scores of the token behind each position of the only prefill row of a rank, whose ``tokens`` are given."""
-    return score_tokens(step, logits, jnp.maximum(tokens_behind(rows, tokens, rows.next_token)[:, 0], 0))
-
-
 def tokens_behind(
     rows: StepRows, tokens: Int[Array, "B R2 C2"], following: Int[Array, "B R2"]
 ) -> Int[Array, "B R2 C2"]:

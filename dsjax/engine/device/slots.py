@@ -1,6 +1,6 @@
 """Slots on the device: how requests get them, how the rows of a launch read them, and what a step writes back.
 
-Each function is traced as a part of a program. Slots are a DP rank's own, so they are read and written rank by rank, in ``shard_map``.
+All of it is traced. Slots are a DP rank's own, so they are read and written rank by rank, in ``shard_map``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepRows:
 class Positions:
     """The positions of a launch that make tokens, as its programs hand them on: C of each decode row, one of each prefill row, padding.
 
-    What takes them knows nothing of rows, so that launches with as many positions share their sampling programs.
+    Launches with as many positions share their sampling programs, which know nothing of rows.
 
     slot: −1 for padding. position: the token made stands one behind it. token: of decode rows the one there, the last token or a draft.
     number: place in the row, 0 of its first position. active: 1 where the row computes it. following: the token behind it, −1 where
@@ -108,9 +108,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Static shape of a launch: its row groups, and which of them are there. Everything about a packed input follows from it.
-
-    What follows is derived once: a launch asks for it again and again.
+    """Static shape of a launch: its row groups (None: left out), from which everything about its packed input follows.
 
     room: positions that its sampling programs have room for, if more than it has.
     """
@@ -193,10 +191,7 @@ def _on_each_rank(step: ModelStep, function: Callable, *arguments):
 def _change_slots(
     step: ModelStep, function: Callable, state: DeviceState, names: Sequence[str], *arguments
 ) -> tuple[DeviceState, Any]:
-    """The state with those of its fields changed that have these names, and more.
-
-    ``function(fields, *arguments) -> (fields, more)`` changes them on each rank. It gives those that it changed.
-    """
+    """The state with what ``function(fields, *arguments) -> (changed fields, more)`` makes of these fields on each rank, and more."""
     changed, more = _on_each_rank(step, function, {name: getattr(state, name) for name in names}, *arguments)
     return dataclasses.replace(state, **changed), more
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ def compute(
     if scored:
         every = step.logits(params, hidden)
         logits = jnp.take_along_axis(every, _sampled(rows, shape)[..., None], axis=1)
-        scores = (sampling_programs.score_prompt(step, rows, groups[-1].tokens, every),)
+        behind = sampling_programs.tokens_behind(rows, groups[-1].tokens, rows.next_token)[:, 0]
+        scores = (sampling_programs.score_tokens(step, every, jnp.maximum(behind, 0)),)
     else:
         logits = step.logits(params, jnp.take_along_axis(hidden, _sampled(rows, shape)[..., None], axis=1))
     at, tokens = Positions.of(rows, shape), greedy(logits)
@@ -95,9 +96,8 @@ def propose(
         follows.append(behind.reshape(behind.shape[0], -1))
     next_tokens = jnp.maximum(jnp.concatenate(follows, axis=1), 0)
     lengths = jnp.concatenate([made, rows.prefill_length], axis=1)
-    firsts = np.concatenate(
-        [np.arange(group.shape.rows) * group.shape.chunk + offset for group, offset in _offsets(groups)]
-    )
+    chunks = np.repeat([group.shape.chunk for group in groups], [group.shape.rows for group in groups])
+    firsts = np.cumsum(chunks) - chunks
     last = firsts + jnp.maximum(lengths - 1, 0)
     with jax.named_scope("draft_1"):
         hidden, cache, filled, reports = mtp.further(
@@ -151,10 +151,3 @@ def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:
         return decoded
     prefilled = R * C + jnp.arange(R2) * C2 + jnp.maximum(rows.prefill_length - 1, 0)
     return jnp.concatenate([decoded, prefilled], axis=1) if R else prefilled
-
-
-def _offsets(groups: list[RowGroup]) -> Iterator[tuple[RowGroup, int]]:
-    start = 0
-    for group in groups:
-        yield group, start
-        start += group.shape.tokens

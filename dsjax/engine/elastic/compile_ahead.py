@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -43,10 +43,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeshCandidate:
-    """A mesh that may come. device_ids: by process and id; any others would do. reason: for people."""
+    """A mesh that may come. devices: by process and id; any others would do. reason: for people."""
 
     spec: MeshSpec
-    device_ids: tuple[int, ...]
+    devices: list[jax.Device]
     reason: str
 
 
@@ -55,7 +55,6 @@ class CompileAhead:
 
     Attributes:
         done, total: programs that are there, and that are wanted, of the meshes that may come next.
-        label: what is being compiled; None while nothing is.
     """
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
@@ -65,7 +64,6 @@ class CompileAhead:
         self._going: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
-        self.label: str | None = None
         atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
 
     def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
@@ -86,7 +84,6 @@ class CompileAhead:
         """Compile nothing more; the program that is being compiled is not waited for."""
         if self._going is not None:
             self._going.clear()
-        self.label = None
 
     def close(self) -> None:
         """Stop, and wait for the program that is being compiled."""
@@ -119,26 +116,21 @@ class CompileAhead:
             self._library.keep_in(enable_compile_cache())
             wanted = find()
             described = [described_programs(self._args, self._checkpoint, each, self._library) for each in wanted]
-            done, total = 0, sum(programs.count(buckets) for programs, buckets in described)
+            done, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
             for each, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
-                if not programs.compile_ahead(buckets, self._pace(each, done, total, going, rests)):
+                if not programs.compile_ahead(buckets, self._pace(done, total, going, rests)):
                     return
-                done += programs.count(buckets)
+                done += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
                 _log.info("The programs of %s are there, after %.1f s, for when %s.", each.spec, seconds, each.reason)
         except Exception as error:
             note_failure(_WORK, error, "Programs that a change of the mesh needs are compiled when it comes.")
-        finally:
-            if going.is_set():
-                self.label = None
 
-    def _pace(
-        self, wanted: MeshCandidate, before: int, total: int, going: threading.Event, rests: bool
-    ) -> Callable[[int, str], bool]:
+    def _pace(self, before: int, total: int, going: threading.Event, rests: bool) -> Callable[[int, str], bool]:
         last = time.monotonic()
 
-        def go_on(done: int, label: str) -> bool:
+        def go_on(done: int, _: str) -> bool:
             nonlocal last
             if rests and going.is_set():
                 time.sleep(_REST_SHARE * (time.monotonic() - last))
@@ -146,7 +138,6 @@ class CompileAhead:
             if not going.is_set():
                 return False
             self.done, self.total = before + done, total
-            self.label = f"{wanted.spec}, {label}"
             return True
 
         return go_on
@@ -158,8 +149,7 @@ class CompileAhead:
 
 def _over_all(spec: MeshSpec, reason: str) -> MeshCandidate:
     """Give a mesh over the first of all devices."""
-    devices = sorted(jax.devices(), key=device_order)[: spec.num_devices]
-    return MeshCandidate(spec, tuple(device.id for device in devices), reason)
+    return MeshCandidate(spec, sorted(jax.devices(), key=device_order)[: spec.num_devices], reason)
 
 
 def candidates(
@@ -184,10 +174,10 @@ def candidates(
                 spec = largest_mesh(args, config, weights, wanted, left)
             except NoMeshError:
                 continue
-            if any(device.process_index == this_process for device in left[: spec.num_devices]):
+            chosen = left[: spec.num_devices]
+            if any(device.process_index == this_process for device in chosen):
                 reason = "a process is gone" if count == 1 else f"{count} processes are gone"
-                ids = tuple(device.id for device in left[: spec.num_devices])
-                meshes.setdefault(spec, MeshCandidate(spec, ids, reason))
+                meshes.setdefault(spec, MeshCandidate(spec, chosen, reason))
     return list(meshes.values())
 
 
@@ -196,14 +186,12 @@ def described_programs(
 ) -> tuple[Programs, Buckets]:
     """Describe the programs that an executor on this mesh would have, and its shapes; nothing is allocated."""
     changed_args = replace(args, **changed_options(args, checkpoint.config, wanted.spec), record_steps=None)
-    devices: Mapping[int, jax.Device] = {device.id: device for device in jax.devices()}
-    mesh = wanted.spec.arrange([devices[i] for i in wanted.device_ids])
+    mesh = wanted.spec.arrange(wanted.devices)
     layout = EngineLayout.of(changed_args, checkpoint, mesh)
     params = layout.step.abstract_parameters()
     limits = layout.limits(changed_args, library, params, weight_bytes(layout.step))
     if mesh.devices.flat[0].platform != "cpu":
         limits = replace(limits, pages_per_rank=int(limits.pages_per_rank * (1 - _POOL_RESERVE)))
         library.pages.setdefault(str(wanted.spec), limits.pages_per_rank)
-    counts_loads = layout.per_exchange > 0
-    state = device_state.describe(layout.step, limits, layout.num_drafts, counts_loads=counts_loads)
+    state = device_state.describe(layout.step, limits, layout.num_drafts, counts_loads=layout.per_exchange > 0)
     return Programs(layout.step, params, state, limits, layout.per_exchange, library=library), layout.buckets

@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dsjax.background import start_thread
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.stream.leader import (
-    LaunchMessage,
-    Message,
-    ReadRecord,
-    Record,
-    WarmUp,
-    decode,
-    is_collected,
-)
+from dsjax.engine.stream.leader import LaunchMessage, Message, ReadRecord, Record, WarmUp, decode, is_collected
 from dsjax.hosts.group import GroupError, Heard, HostGroup
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import PeerLostError, RefusedError
@@ -50,7 +42,6 @@ class Follower:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
         executor: of the generation of now; None between two, and without a part in the mesh. ahead: compiles for meshes that may come.
         has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
-        commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
     """
 
     def __init__(self, group: HostGroup):
@@ -58,7 +49,6 @@ class Follower:
         self.phase = "loading"
         self.executor: Executor | None = None
         self.has_served = self.left = False
-        self.commands = self.steps = 0
         self.reason: str | None = None
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
@@ -83,7 +73,7 @@ class Follower:
             return  # the group knows, and ends the process
 
     def handle_signals(self) -> None:
-        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one. Only Python's main thread can have that.
+        """Leave the group in order at SIGTERM or SIGINT, and end at once at a second one; in Python's main thread alone.
 
         With stages no process can leave: it goes on until process 0, which finishes its requests, ends or is lost.
         """
@@ -153,12 +143,7 @@ class Follower:
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
-        self.run(
-            load,
-            lambda executor: release(executor, held),
-            drop=lambda: drop(held),
-            regroups=not has_stages,
-        )
+        self.run(load, lambda executor: release(executor, held), drop=lambda: drop(held), regroups=not has_stages)
 
     def run(
         self,
@@ -170,10 +155,9 @@ class Follower:
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
-        load: gives the executor of a generation; None: of the first one, as the process was started. release: gives back what an executor
-        holds, though its last step may have failed. seconds: as of `_REGROUP_SECONDS`, for tests.
-        drop: called when a new mesh has none of this process's devices: frees the weights that are held.
-        regroups: whether another generation may come after a failure.
+        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds. seconds: to wait
+        for the next generation after a failure. drop: frees the weights that are held when a new mesh has none of this process's
+        devices. regroups: whether another generation may come after a failure.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
@@ -211,8 +195,7 @@ class Follower:
                 self.phase = "regrouping"
             if failure is not None:
                 _log.warning("Process 0 is waited for, as this generation has failed here: %s", failure)
-            if failure is not None and seconds is None:
-                seconds = 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
+                seconds = seconds or 2 * self.group.options.heartbeat_timeout + _REGROUP_SECONDS
             following = self.group.next_announcement(None if failure is None else seconds)
             if self.ahead is not None:
                 self.ahead.stop()
@@ -307,7 +290,6 @@ class _Work:
             follower.phase, follower.has_served = "ready", True
             self._collect_until(message.collected)
             pending = executor.launch(message.command)
-            follower.commands += 1
             if is_collected(message.command):
                 self._under_way.append(pending)
                 if executor.max_in_flight == 1:
@@ -318,7 +300,6 @@ class _Work:
         while self._collected < collected:
             self._executor.collect(self._under_way.popleft())
             self._collected += 1
-            self._follower.steps += 1
 
     def _warm_up(self) -> None:
         group = self._follower.group

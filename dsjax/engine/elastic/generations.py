@@ -1,7 +1,7 @@
 """``Generations``: the executors of one engine, one after the other, as its mesh changes while requests go on. docs/many-hosts.md.
 
-A generation is everything above the processes and below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream.
-Process 0 has a ``Generations``; the others make theirs with ``load_generation`` from what it announces.
+A generation is everything below the scheduler: mesh, parameters, programs, ``DeviceState``, executor, stream. The processes beside
+process 0 make theirs with ``load_generation`` from what it announces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
+from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.commands import ConnectExperts
@@ -44,9 +44,6 @@ from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.hosts.wire import Announcement, JoinRequest
 from sharding import MeshError, MeshSpec
 from sharding.mesh import device_order
-
-WEIGHT_SOURCES = ("kept", "moved", "read")
-"""Where the bytes of a new generation's weights come from; see ``WeightBytes``."""
 
 _TELL_SECONDS = 1.0
 """How long after a collective failed a death is waited for before links are looked at: the connection that ends tells of it at once."""
@@ -77,22 +74,16 @@ class ChangeCounts:
     """What metrics show.
 
     Attributes:
-        changes: that were made, by reason: ``scale`` (asked for), ``loss`` (of a process), ``failure`` (of a collective, though all
-            processes live), ``leave`` (of a process that was told to end), ``return`` (of a process).
-        seconds: in them, in which no step computed. last_parts: of the last one, in what.
-        weight_bytes: of all processes in all changes, by where they have come from, one of ``WEIGHT_SOURCES``.
+        changes: by reason: ``scale`` (asked for), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a collective,
+            though all processes live).
+        seconds: in them, in which no step computed.
+        weight_bytes: of all processes in all changes, by where they have come from: kept, moved or read; see ``WeightBytes``.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     last_seconds: float = 0.0
-    last_parts: dict[str, float] = field(default_factory=dict)
     weight_bytes: Counter[str] = field(default_factory=Counter)
-
-    def add_weights(self, sources: WeightBytes) -> None:
-        """Count where the weights of a generation have come from."""
-        for source in WEIGHT_SOURCES:
-            self.weight_bytes[source] += getattr(sources, source)
 
 
 class Generations:
@@ -102,8 +93,8 @@ class Generations:
         loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
 
     Attributes:
-        number: of the generation of now; facts: what it is. wanted: the mesh that was asked for last: the one of now is smaller while
-            processes are missing.
+        args: the options of now, but for the mesh, which is ``spec``. number: of the generation of now; facts: what it is.
+        wanted: the mesh that was asked for last: the one of now is smaller while processes are missing.
         warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
         patience: seconds that a request waits for a larger mesh where the one of now cannot hold it (``--wait-for-mesh-seconds``).
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
@@ -113,7 +104,7 @@ class Generations:
     def __init__(self, args: EngineArgs, group: HostGroup | None, loaded: LoadedEngine, library: ProgramLibrary):
         self._library = library
         self.ahead = None if group is None else CompileAhead(args, library)
-        self._args, self._group, self._config = args, group, loaded.config
+        self.args, self._group, self._config = args, group, loaded.config
         self._weights = loaded.facts.weights
         self._executor: Executor | None = loaded.executor
         self._recording = False
@@ -165,7 +156,7 @@ class Generations:
             return True
 
     def take_change(self) -> bool:
-        """Whether a process has gone or come back since this was asked, or has asked to leave and was not decided on: `due` may be so."""
+        """Whether `due` may have become true since this was asked."""
         changed, self._has_changed = self._has_changed, False
         return changed or (self._group is not None and self._group.leavers)
 
@@ -184,21 +175,12 @@ class Generations:
             self.ahead.begin(self.spec, self.wanted, self._group.live_ids, self._weights)
 
     @property
-    def args(self) -> EngineArgs:
-        """The options of now, but for the mesh, which is ``spec``."""
-        return self._args
-
-    @property
     def executor(self) -> Executor | None:
         """What computes on the devices of now, without what leads others or records around it."""
         return next((layer for layer in _layers(self._executor) if not isinstance(layer, ExecutorWrapper)), None)
 
     def _reserve(self) -> None:
-        """Refuse other changes until this one ends.
-
-        Raises:
-            ChangeUnderWayError: another change is under way.
-        """
+        """Refuse other changes until this one ends, with a ``ChangeUnderWayError``, and this one while another is under way."""
         with self._lock:
             if self.busy:
                 raise ChangeUnderWayError(
@@ -207,25 +189,24 @@ class Generations:
             self._asked, self.failure = True, None
 
     def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change. Until ``forget`` is called, no other change can be requested.
+        """Check a requested change, as of ``MeshChanger.ask``.
 
         text: the mesh. expert_mesh, afd_address: the experts' devices and processes. None: that part stays as it is.
 
         Raises:
             ChangeUnderWayError: another change is under way.
-            UserError, MeshError: the mesh is malformed, does not fit the model or wants more devices than exist; an expert process does
-                not answer; or the engine has no experts in other processes.
+            UserError, MeshError: the mesh cannot be had, an expert process does not answer, or there are none.
         """
         self._reserve()
         try:
-            remote = self._args.afd_role == "attention"
+            remote = self.args.afd_role == "attention"
             if text is not None and (afd_address is not None or (remote and expert_mesh is not None)):
                 raise UserError(
                     "found mesh and the experts' processes, one for each side; change one side and then the other"
                 )
             if afd_address is not None or (remote and expert_mesh is not None):
                 return self._ask_experts(expert_mesh, afd_address)
-            args = self._args if expert_mesh is None else with_experts_on(self._args, expert_mesh)
+            args = self.args if expert_mesh is None else with_experts_on(self.args, expert_mesh)
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
             executor = self._executor  # the engine's thread may replace it after a loss
@@ -245,7 +226,7 @@ class Generations:
 
     def _ask_experts(self, expert_mesh: str | None, afd_address: str | None) -> Wanted:
         """Check other expert processes. Steps wait while the engine connects, so each must answer already."""
-        args = with_experts_at(self._args, expert_mesh, afd_address)
+        args = with_experts_at(self.args, expert_mesh, afd_address)
         executor = self.executor
         if executor is None:
             raise ChangeUnderWayError("the mesh is being changed after a loss; ask again when that is done")
@@ -259,14 +240,14 @@ class Generations:
         return Wanted(self.wanted, args, connects=True)
 
     def to(self, wanted: Wanted) -> Generation | None:
-        """Change to a requested mesh. None: the executor stays, and now sends its tokens to the requested expert processes.
+        """Change to a requested mesh; None where the executor stays, and sends its tokens to other expert processes.
 
-        If the change fails, ``failure`` says why, and the engine continues on the mesh, or with the expert processes, that it had.
+        If the change fails, ``failure`` says why, and the engine continues as it was.
         """
         if wanted.connects:
             return self._connect(wanted.args)
-        before, args = self.wanted, self._args
-        self.wanted, self._args, self.failure = wanted.spec, wanted.args, None
+        before, args = self.wanted, self.args
+        self.wanted, self.args, self.failure = wanted.spec, wanted.args, None
         try:
             return self._make("scale", f"{wanted} was asked for")
         except GroupError:
@@ -277,7 +258,7 @@ class Generations:
                     raise
                 error = UserError(f"it could not be loaded ({type(error).__name__}: {error})")
             _log.error("The mesh %s cannot be had: %s. Going back to %s.", wanted, error, before)
-            self.wanted, self._args, self.failure = before, args, error
+            self.wanted, self.args, self.failure = before, args, error
             return self._make("scale", f"{wanted} could not be had")
 
     def _connect(self, args: EngineArgs) -> Generation | None:
@@ -292,23 +273,18 @@ class Generations:
         if refused is not None:
             self.failure = UserError(refused)
             return None
-        step, self._args = self.executor.model, args
+        step, self.args = self.executor.model, args
         self.facts = replace(
             self.facts,
             expert_mesh=f"ep={step.expert_ranks}",
             physical_experts_per_device=step.placement.n_physical // step.expert_ranks,
             expert_weight_bytes=step.apart.bytes_of_device,
         )
-        self.counts.last_parts = self._parts
         self.counts.last_seconds = sum(self._parts.values())
         return None
 
     def after(self, error: Exception) -> Generation:
-        """Go on after a step failed.
-
-        Raises:
-            the error itself, where no process is gone, and it was no collective that had worked before.
-        """
+        """Go on after a step failed; raise its error where no process is gone, and it was no collective that had worked before."""
         if self._asked:  # the steps under way were waited for
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
         worked = isinstance(error, RuntimeError) and self._has_worked
@@ -364,10 +340,11 @@ class Generations:
         if self._recording:
             loaded.executor.set_recording(True)
         seconds = time.monotonic() - began
-        self.counts.add_weights(loaded.sources)
+        sources = loaded.sources
+        self.counts.weight_bytes.update(kept=sources.kept, moved=sources.moved, read=sources.read)
         self.counts.changes[kind] += 1
         self.counts.seconds += seconds
-        self.counts.last_seconds, self.counts.last_parts = seconds, self._parts
+        self.counts.last_seconds = seconds
         if self.warm:
             self.has_warmed_up()
         parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
@@ -377,9 +354,9 @@ class Generations:
             self.spec,
             seconds,
             parts,
-            loaded.sources,
+            sources,
         )
-        config = self._args.scheduler_config(loaded.executor.limits)
+        config = self.args.scheduler_config(loaded.executor.limits)
         return Generation(loaded.executor, config, self.spec != self.wanted)
 
     def _cut(self) -> None:
@@ -397,7 +374,7 @@ class Generations:
     def _load(self, reason: str, broken: bool) -> LoadedEngine:
         self.phase = "loading"
         self.spec = self._fit()
-        options = changed_options(self._args, self._config, self.spec)
+        options = changed_options(self.args, self._config, self.spec)
         chosen = self._devices()[: self.spec.num_devices]
         order = [device.id for device in chosen]
         if self._group is not None:
@@ -412,7 +389,7 @@ class Generations:
         )
         if self._group is not None:
             self._group.announce(announcement)
-        loaded = load_generation(self._args, announcement, self._group, self._library, self._held)
+        loaded = load_generation(self.args, announcement, self._group, self._library, self._held)
         if self.warm:
             self.phase = "compiling"
             try:
@@ -433,7 +410,7 @@ class Generations:
         devices = self._devices()
         while True:
             try:
-                spec = largest_mesh(self._args, self._config, self._weights, self.wanted, devices)
+                spec = largest_mesh(self.args, self._config, self._weights, self.wanted, devices)
             except NoMeshError as error:
                 raise UserError(f"{error}; start all processes again") from error
             chosen = devices[: spec.num_devices]
@@ -464,7 +441,7 @@ class Generations:
             elif member in group.present:
                 staying = [device for device in self._devices() if device.process_index != member.process_id]
                 try:
-                    largest_mesh(self._args, self._config, self._weights, self.wanted, staying)
+                    largest_mesh(self.args, self._config, self._weights, self.wanted, staying)
                 except NoMeshError as error:
                     reason = f"without it {error}"
             if reason is None:
@@ -496,9 +473,9 @@ class Generations:
 def load_generation(
     args: EngineArgs, announcement: Announcement, group: HostGroup | None, library: ProgramLibrary, held: HeldWeights
 ) -> LoadedEngine:
-    """Load this process's part of a generation that was announced. Its steps are not recorded: a recording is of one mesh.
+    """Load this process's part of an announced generation. Its steps are not recorded: a recording is of one mesh.
 
-    args: with which the process was started. held: weights of the generation before it, on this process's devices.
+    args: as the process was started. held: weights of the generation before it, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
     mesh = mesh_of(announcement) if MeshSpec.parse(options.mesh).pp_size == 1 else None
@@ -518,10 +495,7 @@ def mesh_of(announcement: Announcement) -> Mesh:
 
 
 def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
-    """Give back what an executor holds on the devices, though its last step may have failed; it is of no use any more.
-
-    held: takes its weights over.
-    """
+    """Give back what an executor holds on the devices, though its last step may have failed. held: takes its weights over."""
     for layer in _layers(executor):
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")

@@ -75,20 +75,16 @@ def _alike(args: EngineArgs, devices: int, options: HostOptions) -> dict[str, An
         raise UserError(
             f"--mesh {args.mesh} has {devices} devices, fewer than the {options.num_processes} processes; start {devices}"
         )
-    alike = versions() | {"the version of dsjax's commands": VERSION}
-    options_by_flag = {
-        f"--{name.replace('_', '-')}": value for name, value in args.executor_options.items() if name not in _OWN
+    values = {name: value for name, value in args.executor_options.items() if name not in _OWN}
+    values["heartbeat_timeout"] = options.heartbeat_timeout
+    for name in ("encrypt_bulk", "afd_address", "disaggregation_mode", "disaggregation_transfer_backend"):
+        values[name] = getattr(args, name)
+    return {
+        **versions(),
+        "the version of dsjax's commands": VERSION,
+        **{f"--{name.replace('_', '-')}": value for name, value in values.items()},
+        "the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision)),
     }
-    options_by_flag["--heartbeat-timeout"] = options.heartbeat_timeout
-    options_by_flag["--encrypt-bulk"] = args.encrypt_bulk
-    options_by_flag["--afd-address"] = args.afd_address
-    options_by_flag["--disaggregation-mode"] = args.disaggregation_mode
-    options_by_flag["--disaggregation-transfer-backend"] = args.disaggregation_transfer_backend
-    return (
-        alike
-        | options_by_flag
-        | {"the checkpoint fingerprint": fingerprint(resolve(args.model, revision=args.revision))}
-    )
 
 
 def versions() -> dict[str, str]:

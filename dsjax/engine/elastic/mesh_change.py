@@ -26,10 +26,7 @@ class NoMeshError(UserError):
 
 
 def redundant_experts(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> int:
-    """Copies of experts on this mesh, or on `--expert-mesh` where they have devices of their own.
-
-    It is the least number, from what was asked for at the start on, with which experts divide evenly.
-    """
+    """The fewest copies, at least those asked for at the start, with which experts divide evenly on this mesh, or `--expert-mesh`."""
     if not config.n_routed_experts:
         return 0
     asked, holders = args.num_redundant, expert_spec(args) or spec
@@ -73,14 +70,9 @@ def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
         raise UserError(
             f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its mesh; give mesh alone"
         )
-    options: dict[str, Any] = {"expert_mesh": expert_mesh}
-    location = args.init_expert_location
-    if location is not None and expert_mesh != args.expert_mesh and ExpertLocation.read(location).logical_load is None:
-        _log.warning(
-            "--init-expert-location has places for %s alone; on %s experts are in order.", args.expert_mesh, expert_mesh
-        )
-        options["init_expert_location"] = None
-    return dataclasses.replace(args, **options)
+    return dataclasses.replace(
+        args, expert_mesh=expert_mesh, init_expert_location=_location(args, args.expert_mesh, expert_mesh)
+    )
 
 
 def check_mesh(
@@ -91,12 +83,9 @@ def check_mesh(
     devices: Sequence[Any],
     several_processes: bool = False,
 ) -> None:
-    """Refuse a mesh that a running engine cannot change to.
+    """Refuse a mesh that a running engine cannot change to, with a `UserError` or a `MeshError`.
 
-    devices: that there are. several_processes: whether the engine has some, though none may be left now.
-
-    Raises:
-        UserError, MeshError: saying what was found, and what would do.
+    devices: that there are. several_processes: whether the engine was started with some.
     """
     if spec.pp_size > 1:
         if several_processes:
@@ -122,9 +111,7 @@ def check_mesh(
 def largest_mesh(
     args: EngineArgs, config: ModelConfig, weights: Weights, wanted: MeshSpec, devices: Sequence[Any]
 ) -> MeshSpec:
-    """Find the wanted mesh, or with fewer DP ranks what these devices have room for: `tp` stays, `ep` where it divides.
-
-    Stages stay as they are wanted.
+    """Find the wanted mesh, or the largest with fewer DP ranks: `tp` and stages stay, `ep` where it divides.
 
     Raises:
         NoMeshError: the devices are too few for one DP rank.
@@ -162,16 +149,18 @@ def changed_options(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> di
     else:
         given = dataclasses.asdict(args.eplb) | {"num_redundant_experts": redundant}
         options |= {"eplb_config": given, "redundant_experts": 0}
-    location = args.init_expert_location
-    if (
-        location is not None
-        and experts is None
-        and str(spec) != args.mesh
-        and ExpertLocation.read(location).logical_load is None
-    ):
-        _log.warning("--init-expert-location has places for %s alone; on %s experts are in order.", args.mesh, spec)
-        options["init_expert_location"] = None
+    if args.init_expert_location is not None and experts is None:
+        options["init_expert_location"] = _location(args, args.mesh, str(spec))
     return options
+
+
+def _location(args: EngineArgs, before: str, after: str) -> str | None:
+    """`--init-expert-location`, unless it has places for the experts' mesh before this one, and no loads."""
+    location = args.init_expert_location
+    if location is not None and before != after and ExpertLocation.read(location).logical_load is None:
+        _log.warning("--init-expert-location has places for %s alone; on %s experts are in order.", before, after)
+        return None
+    return location
 
 
 def _partition(args: EngineArgs, spec: MeshSpec) -> str | None:

@@ -27,8 +27,8 @@ _STAGE = "addresses of chunks"
 class FollowerTransfers:
     """The part in transfers that a process other than the first of a side has, from generation to generation.
 
-    On the prefill side it keeps the chunks of its ranks, and others pull them from it. On the decode side it pulls, straight from the
-    processes that keep them, the chunks of the ranks that it has devices of, and tells process 0 what came of each.
+    On the prefill side it keeps the chunks of its ranks for others to pull. On the decode side it pulls the chunks of the ranks that it
+    has devices of, straight from the processes that keep them, and tells process 0 what came of each.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):

@@ -78,10 +78,8 @@ class BalanceStats:
         windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
             over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
         rank_tokens: that each rank of an EP group computed in the last window, over all layers.
-        rebalances: that were carried out to their end; failures: that were given up.
-        layers_changed, experts_moved, bytes_moved: bytes of experts that reached another slot, on all devices of an EP group.
-        exchanges: commands that moved something; exchange_seconds: in them. rebalance_seconds: from decisions to ends of those carried
-            out; steps go on.
+        rebalances: carried out; failures: given up. bytes_moved: of experts that reached another slot, on all devices of an EP group.
+        exchanges: commands that moved something. rebalance_seconds: from decision to end of those carried out; steps go on.
         layers_left: of the rebalance under way.
     """
 

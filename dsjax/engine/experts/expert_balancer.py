@@ -141,10 +141,7 @@ class ExpertBalancer(Attachment):
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with an executor. What was counted goes on; windows begin anew, for experts lie elsewhere.
-
-        A mesh may be too small for moving experts, and the next one may not: then nothing is done meanwhile.
-        """
+        """Begin with an executor. Windows begin anew; nothing is done while a mesh is too small to move experts."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
@@ -169,13 +166,12 @@ class ExpertBalancer(Attachment):
         return bool(self._waiting) or any(not isinstance(one.command, ReadLoads) for one in self._launched)
 
     @property
-    def stats(self) -> BalanceStats:
-        """What came of it so far."""
-        return replace(self._stats, layers_left=sum(isinstance(command, PlaceExperts) for command in self._waiting))
+    def _layers_left(self) -> int:
+        return sum(isinstance(command, PlaceExperts) for command in self._waiting)
 
     def statistics(self) -> BalanceStats:
         """What came of it so far."""
-        return self.stats
+        return replace(self._stats, layers_left=self._layers_left)
 
     def before_launch(self, num_under_way: int) -> None:
         """Launch what is due before the next step."""
@@ -210,8 +206,9 @@ class ExpertBalancer(Attachment):
             self._enter(self._launched.popleft())
 
     def rebalance_now(self) -> dict[str, Any] | None:
-        """Decide now, for the last window and what came since, and begin: every layer that gains anything is changed between the next
-        steps. None where the mesh of now is too small to move experts.
+        """Decide now, for the last window and what came since: every layer that gains anything is changed between the next steps.
+
+        None where the mesh of now is too small to move experts.
 
         Raises:
             RebalanceUnderWayError: another one is not done.
@@ -219,12 +216,9 @@ class ExpertBalancer(Attachment):
         if self._mover is None:
             return None
         if self.busy or self._deciding is not None:
-            left = self.stats.layers_left
-            raise RebalanceUnderWayError(
-                f"a rebalance is under way, with {left} layers left; ask again when it is done"
-                if left
-                else "a rebalance is being decided; ask again when it is done"
-            )
+            left = self._layers_left
+            state = f"under way, with {left} layers left" if left else "being decided"
+            raise RebalanceUnderWayError(f"a rebalance is {state}; ask again when it is done")
         while self._launched:
             self._enter(self._launched.popleft(), decide=False)
         since = self._executor.collect(self._executor.launch(ReadLoads()))
@@ -255,45 +249,36 @@ class ExpertBalancer(Attachment):
             self._enter_window(result, decide)
             return
         self._count(exchanges=1, exchange_seconds=result.seconds)
-        if result.error is None:
-            self._seconds[type(one.command)].append(result.seconds)
         if result.error is not None:
             _log.error(
                 "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
                 "to be changed.",
                 one.command.layer,
                 result.error,
-                sum(isinstance(command, PlaceExperts) for command in self._waiting),
+                self._layers_left,
             )
             self._waiting.clear()
             self._count(failures=1)
             self._began, self._sizes = None, {}
-        elif isinstance(one.command, PlaceExperts):
+            return
+        self._seconds[type(one.command)].append(result.seconds)
+        if isinstance(one.command, PlaceExperts):
             experts = self._sizes.pop(one.command.layer, 0)
             self._count(layers_changed=1, experts_moved=experts, bytes_moved=experts * self._mover.slots.expert_bytes)
             if not self._sizes and self._began is not None:
-                self._count(rebalances=1)
-                self._end()
+                seconds, self._began = self._clock() - self._began, None
+                self._count(rebalances=1, rebalance_seconds=seconds)
+                _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
 
     def _count(self, **more: float) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + value for name, value in more.items()})
-
-    def _end(self) -> None:
-        seconds = self._clock() - self._began
-        self._began = None
-        self._count(rebalance_seconds=seconds)
-        _log.info("Rebalancing experts took %.3f s, in which steps went on.", seconds)
 
     def _enter_window(self, window: LoadWindow, decide: bool) -> None:
         self._windows.append(window)
         of_sums, of_layers, _ = balancedness_of_ranks(window.by_rank)
         self._count(windows=1)
-        self._stats = replace(
-            self._stats,
-            balancedness=of_sums,
-            layer_balancedness=of_layers,
-            rank_tokens=tuple(window.by_rank.sum(axis=0).tolist()),
-        )
+        tokens = tuple(window.by_rank.sum(axis=0).tolist())
+        self._stats = replace(self._stats, balancedness=of_sums, layer_balancedness=of_layers, rank_tokens=tokens)
         if self._config.log_balancedness:
             _log.info(
                 "Experts' balancedness over %d steps: %.3f as ratio of sums over layers, %.3f as mean of the layers' ratios; the "
@@ -335,7 +320,6 @@ class ExpertBalancer(Attachment):
         return replace(slots, seconds=(staged, placed))
 
     def _begin(self, decision: Decision) -> None:
-        expert_bytes = self._mover.slots.expert_bytes
         left = "" if not decision.left else (
             f" {len(decision.left)} layers are left: they would gain {sum(one.gain for one in decision.left):.3g} s and cost "
             f"{sum(one.cost for one in decision.left):.3g} s."
@@ -343,8 +327,7 @@ class ExpertBalancer(Attachment):
         if not decision.changes:
             _log.info("Experts stay where they are, at a balancedness of %.3f.%s", decision.balancedness[0], left)
             return
-        summary = decision.summary(expert_bytes)
-        commands = [command for change in decision.changes for command in change.commands()]
+        summary = decision.summary(self._mover.slots.expert_bytes)
         _log.info(
             "Rebalancing experts: %d layers, %d experts, %d bytes in %d exchanges, from a balancedness of %.3f to %.3f; predicted to gain "
             "%.3g s in %d steps and to cost %.3g s.%s",
@@ -360,4 +343,4 @@ class ExpertBalancer(Attachment):
         )
         self._began = self._clock()
         self._sizes = {change.layer: change.experts for change in decision.changes}
-        self._waiting.extend(commands)
+        self._waiting.extend(command for change in decision.changes for command in change.commands())

@@ -30,11 +30,10 @@ class ExpertExchange(ExpertPart):
     """Moves experts of one executor, whose parameters and state it changes.
 
     Args:
-        experts: that a rank sends and receives in one ``StageExperts``, at most.
-        reload: for a failure that took the experts' arrays with it; None: such a failure is not survived.
+        experts: that a rank sends and receives in one ``StageExperts``, at most. reload: after a failure that took experts with it.
     """
 
-    def __init__(self, device: DeviceAccess, experts: int, reload: Reload | None = None):
+    def __init__(self, device: DeviceAccess, experts: int, reload: Reload):
         super().__init__(device, experts)
         self._step, self._reload = device.model, reload
         self._layers, self._ranks = expert_layers(self._step), self._step.expert_ranks
@@ -114,8 +113,6 @@ class ExpertExchange(ExpertPart):
             "they are read again from the checkpoint." if lost else "they are as they were.",
         )
         if lost:
-            if self._reload is None:
-                raise
             device.params |= self._reload(lost, self._device.placements)
         state = device.state
         if any(array.is_deleted() for array in (*state.copies, state.loads)):

@@ -1,7 +1,6 @@
 """``ExpertMoves``: the executor's part that reads experts' loads, and has experts moved where these have devices of their own.
 
-Loads are counted where tokens are routed, on the attention side. Experts move on the other side alone; of a change the attention side gets
-nothing but the tables that say where experts are now.
+Loads are counted on the attention side, where tokens are routed; of a move it gets nothing but the tables that say where experts are.
 """
 
 from __future__ import annotations

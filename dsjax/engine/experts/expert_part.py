@@ -74,10 +74,7 @@ class ExpertPart(DevicePart, ABC):
         )
 
     def rehearse(self, run: Callable[[Command], Any]) -> None:
-        """Have nothing moved, twice, and keep how long the second time took.
-
-        The first may copy: arrays that were made from the host's memory are not XLA's own, and cannot be changed where they are.
-        """
+        """Have nothing moved, twice, and keep how long the second time took: the first copies arrays made from the host's memory."""
         for row in self.rehearsed:
             placement = self._device.placements.physical_to_logical[row].astype("<i4").tobytes()
             for _ in range(2):
@@ -104,7 +101,7 @@ class ExpertPart(DevicePart, ABC):
     def _read(self, pending: Pending, _: ReadLoads) -> Running:
         """Take the loads off the devices, without waiting for them."""
         device = self._device
-        counts, loads = device.programs.read_loads()(device.state.loads)
+        counts, loads = device.programs.get("read loads")(device.state.loads)
         device.state = dataclasses.replace(device.state, loads=loads)
         placements, retired, self._retired = device.placements, self._retired, []
         yield counts

@@ -188,7 +188,7 @@ class PipelineExecutor:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every program of every stage."""
-        counts = [stage.programs.count(stage.buckets) for stage in self.stages]
+        counts = [len(stage.programs.labels(stage.buckets)) for stage in self.stages]
         for number, stage in enumerate(self.stages):
             before = sum(counts[:number])
             report = progress and (lambda done, _, label, before=before: progress(before + done, sum(counts), label))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.stages import Compiled, Lowered
@@ -21,17 +19,13 @@ _OF_THE_END = ("draw", "biases", "score", "drafts", "drafting step")
 class StagePrograms(Programs):
     """Those of ``Programs``; of a stage before the last a step's program hands on hidden states, and ``enter`` takes what came of it."""
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self._makers["enter"] = self._lower_enter
-
     def enter(self, shape: LaunchShape, drafts: int) -> Compiled:
         """``(state, positions, outcome) -> state``, with ``drafts`` above 0 ``(state, positions, outcome, drafts) -> state``.
 
         Enters what the last stage made of a launch's rows: the tokens, and so many drafts behind them. positions, outcome, drafts: as
-        ``Programs.step`` and ``Programs.drafts`` give them.
+        the ``step`` and ``drafts`` of ``Programs`` give them.
         """
-        return self._get(*_entering(shape, drafts))
+        return self.get(*_entering(shape, drafts))
 
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
         """Trace the program of ``step``.
@@ -51,7 +45,8 @@ class StagePrograms(Programs):
 
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
 
-    def _lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
+    def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
+        """The program of ``enter``."""
         outcome = self._described((positions,), np.int32)
         proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
 
@@ -69,8 +64,9 @@ class StagePrograms(Programs):
         """A description of a launch's packed positions."""
         return self._of_positions(positions)[0]
 
-    def _labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
-        labels = super()._labels(buckets)
+    def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
+        """Those of ``Programs`` that this stage has, and ``enter``."""
+        labels = super().labels(buckets)
         if not self._step.ends:
             entered = {_entering(key[1], key[2]) for key in labels if key[0] == "drafts"}
             entered |= {_entering(key[1], 0) for key in labels if key[0] == "step"}

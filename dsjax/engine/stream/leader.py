@@ -45,11 +45,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """Read a message of the stream.
-
-    Raises:
-        msgspec.ValidationError: these bytes are none.
-    """
+    """Read a message of the stream; a `msgspec.ValidationError` where these bytes are none."""
     return _decoder.decode(data)
 
 
@@ -93,10 +89,9 @@ class Landings:
 
 
 class LeaderExecutor(ExecutorWrapper):
-    """An executor that writes down each command for the other processes of a generation, and then carries it out itself.
+    """An executor that tells the other processes of a generation each command, and then carries it out itself.
 
-    What fails because a process is known to have gone away is a `GroupError` that names it. Nothing more is to be launched then: who
-    survives goes on in another generation, with another executor.
+    A `GroupError` names the process that has gone away. Nothing more is to be launched then.
 
     Attributes:
         collected: how many results have been collected, or have been given up for one behind them.
@@ -152,25 +147,12 @@ class LeaderExecutor(ExecutorWrapper):
         return self._inner(self.inner.expert_counts)
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Give what the inner executor offers. Chunks are pulled by all processes, so what is reported of them is put together."""
+        """Give what the inner executor offers; what all processes report of the chunks that they pull is put together."""
         port = self.inner.extension(kind)
-        return _LeaderPort(port, self) if kind is ChunkPort and port is not None else port
-
-    def listen(self, landings: Landings) -> None:
-        """Hear what other processes have pulled, in the messaging thread."""
-
-        def hear(request: Request) -> None:
-            if request.body.generation == self._generation:
-                landings.enter(request.body.chunk)
-
-        self.group.endpoint.serve(PULLED, hear, roles=("member",), kind=Pulled)
+        return _LeaderPort(port, self.group) if kind is ChunkPort and port is not None else port
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Have all processes compile every program, each its own; wait until all have.
-
-        Raises:
-            GroupError: another process could not. What `progress` raises ends this warm-up, and the others' when the group ends.
-        """
+        """Have all processes compile every program; a `GroupError` where another process could not."""
         self._put(WarmUp())
         self.inner.warm_up(progress)
         self.group.agreement.ask("warm-up")
@@ -189,7 +171,7 @@ class LeaderExecutor(ExecutorWrapper):
             return method(*arguments)
         except (
             RuntimeError
-        ) as error:  # a collective that lost its other side, as may be known soon (`Generations.after`)
+        ) as error:  # a collective has lost its other side, as may be known soon (`Generations.after`)
             self.group.check(error)
             raise
 
@@ -197,8 +179,8 @@ class LeaderExecutor(ExecutorWrapper):
 class _LeaderPort:
     """The way to other engines of an executor that leads other processes. What it does not do otherwise, the inner port does."""
 
-    def __init__(self, port: ChunkPort, leader: LeaderExecutor):
-        self._port, self._leader = port, leader
+    def __init__(self, port: ChunkPort, group: HostGroup):
+        self._port, self._group, self._generation = port, group, group.generation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)
@@ -206,5 +188,10 @@ class _LeaderPort:
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Report a chunk when every process with devices of its rank has said what came of it there."""
         landings = Landings(self._port.processes_of_ranks, report)
+
+        def hear(request: Request) -> None:  # in the messaging thread
+            if request.body.generation == self._generation:
+                landings.enter(request.body.chunk)
+
         self._port.pull_chunks(pull, landings.enter)
-        self._leader.listen(landings)
+        self._group.endpoint.serve(PULLED, hear, roles=("member",), kind=Pulled)

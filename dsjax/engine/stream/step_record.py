@@ -21,13 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from dsjax.engine.contract.commands import VERSION, Command, Flush, Score, Step
-from dsjax.engine.contract.executor import (
-    Executor,
-    ExecutorLimits,
-    ExecutorWrapper,
-    RankResults,
-    RowResult,
-)
+from dsjax.engine.contract.executor import Executor, ExecutorLimits, ExecutorWrapper, RankResults, RowResult
 from dsjax.errors import UserError
 from dsjax.versions import installed_version
 
@@ -95,13 +89,11 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """What came of command `number`.
+    """What came of command `number`, which was done so many seconds from the recording's begin.
 
     Attributes:
-        done: when the engine saw that it was done, in seconds from the recording's begin.
         ranks: of a `Step`.
-        greedy: of a `Score`, the most probable token behind each position; its logits are not kept.
-        finite: of a `Score`, whether all logits were.
+        greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
     """
 
     number: int
@@ -133,11 +125,7 @@ def describe_recording(
 
 
 def check_writable(path: str | Path) -> None:
-    """Refuse a file that could not be recorded to, before anything expensive is done.
-
-    Raises:
-        RecordError: it exists, or its folder cannot be written.
-    """
+    """Raise a `RecordError` where a file exists or its folder cannot be written, before anything expensive is done."""
     path = Path(path)
     if path.exists():
         raise RecordError(f"--record-steps: {path} exists; give another name, or remove it if it is not needed")
@@ -214,10 +202,7 @@ class StepFile:
 
 
 class RecordingExecutor(ExecutorWrapper):
-    """An executor that writes down what it is told, and what came of it.
-
-    It must be made before an engine uses `inner`: the recording begins with a `Flush`, so that it holds everything that the cache holds.
-    """
+    """An executor that writes down what it is told, and what came of it. The recording begins with a `Flush` of the cache."""
 
     def __init__(self, inner: Executor, file: StepFile):
         super().__init__(inner)
@@ -258,14 +243,14 @@ class RecordingExecutor(ExecutorWrapper):
         return time.monotonic() - self._began
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Numbered:
     """A launched command with its number in the stream."""
 
-    __slots__ = ("command", "done", "inner", "number")
-
-    def __init__(self, number: int, command: Command, inner: Any):
-        self.number, self.command, self.inner = number, command, inner
-        self.done: float | None = None
+    number: int
+    command: Command
+    inner: Any
+    done: float | None = None
 
 
 def collected(number: int, done: float, command: Command, results: Any) -> Collected:

@@ -137,7 +137,7 @@ def test_tokens_and_log_probabilities_are_those_of_one_device_alone(checkpoint, 
     finally:
         llm.shutdown()
     assert engine.error is None
-    assert engine.core.part(ExpertBalancer).stats.rebalances > 0
+    assert engine.core.part(ExpertBalancer).statistics().rebalances > 0
     assert engine.num_jobs == engine.buffers.num_kept == 0
     assert all(rank.pool.num_used == 0 for side in (core, engine.core) for rank in side.scheduler.ranks)
     assert not [thread for thread in threading.enumerate() if thread.name == "dsjax-prefill"]

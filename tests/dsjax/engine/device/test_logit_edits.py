@@ -13,9 +13,10 @@ from dsjax.engine.device.logit_edits import (
     BIASES_PER_POSITION,
     add_biases,
     allowed,
-    bias_pieces,
+    bias_width,
     counts_along_drafts,
     mask_words,
+    padded_pieces,
     penalise,
 )
 from dsjax.engine.text.logit_rules import LogitRules
@@ -68,7 +69,7 @@ def changed(logits, rows):
             biases.append(np.insert(one.rules.biases(), 0, row, axis=1))
             presence[row], frequency[row] = one.params.presence_penalty, one.params.frequency_penalty
             repetition[row] = one.params.repetition_penalty
-    for (piece,) in bias_pieces([np.concatenate(biases)], count):
+    for (piece,) in padded_pieces([np.concatenate(biases)], bias_width(count), -1):
         logits = add(logits, place, piece)
     logits = penalised(logits, counts, presence, frequency, repetition)
     return np.asarray(np.where(allowed(mask, V), logits, -np.inf))
@@ -123,7 +124,7 @@ def test_more_biases_than_one_run_has_room_for_are_applied_in_several_and_on_the
     biases = {token: float(token % 7) for token in range(vocab - 3)}
     rules = LogitRules(SamplingParams(logit_bias=biases), vocab)
     entries = np.insert(rules.biases(), 0, 0, axis=1)
-    runs = list(bias_pieces([entries, entries[:0]], 1))
+    runs = list(padded_pieces([entries, entries[:0]], bias_width(1), -1))
     assert len(runs) == 5
     found, zero = logits.copy(), np.zeros(1, np.int32)
     for piece in runs:

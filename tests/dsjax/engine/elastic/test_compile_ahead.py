@@ -28,7 +28,6 @@ def test_an_engine_whose_programs_were_compiled_ahead_compiles_none(tmp_path, mo
     ahead = CompileAhead(args, library)
     ahead.prepare(MeshSpec.parse("dp=2"), "this test is run")
     assert ahead.done == ahead.total > 10
-    assert ahead.label is None
     compiled = []
     monkeypatch.setattr(Shelf, "compile", lambda self, key, lowered: compiled.append(key))
     executor = load_model(args, library=library).executor
@@ -68,4 +67,4 @@ CONFIG = ModelConfig.from_dict(TINY)
 def test_each_mesh_that_losses_may_lead_to_is_a_candidate_once(own, losses, wanted, found):
     devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]
     given = candidates(EngineArgs(mesh="dp=8"), CONFIG, "f32", MeshSpec.parse(wanted), devices, own, losses)
-    assert {str(each.spec): each.device_ids for each in given} == found
+    assert {str(each.spec): tuple(device.id for device in each.devices) for each in given} == found

@@ -62,7 +62,7 @@ class AfterALoss(generations.Generations):
 
     def __init__(self):
         self._asked, self.failure, self._executor = False, None, None
-        self.wanted = self._args = self._phase = None
+        self.wanted = self.args = self._phase = None
         self._lock = threading.Lock()
 
     def _lost_by(self, error, seconds=None):

@@ -71,7 +71,7 @@ def expected(one):
 
 
 def stats(llm):
-    return llm.engine.core.part(ExpertBalancer).stats
+    return llm.engine.core.part(ExpertBalancer).statistics()
 
 
 def test_tokens_are_the_same_while_experts_move_beneath_them(llm, expected):

@@ -82,7 +82,7 @@ def test_a_rebalance_makes_the_predicted_loads_true(llm, one_mesh):
     balancer._windows.clear()
     loads_of(llm)
     generate(llm)
-    before, done = balancer.rebalance_now()["balancedness"], balancer.stats.rebalances
+    before, done = balancer.rebalance_now()["balancedness"], balancer.statistics().rebalances
     assert before["after"] > before["before"]
     assert generate(llm) == one_mesh[0]
     assert not balancer.busy
@@ -92,7 +92,7 @@ def test_a_rebalance_makes_the_predicted_loads_true(llm, one_mesh):
     found = window.by_rank.mean(axis=1).sum() / window.by_rank.max(axis=1).sum()
     assert found > before["before"]
     assert found == pytest.approx(before["after"], abs=0.03)  # copies take turns, and have no equal loads
-    assert balancer.stats.rebalances == done + 1
+    assert balancer.statistics().rebalances == done + 1
 
 
 def test_experts_move_between_processes_and_one_that_comes_back_has_them_where_they_are_now(checkpoint, one_mesh):

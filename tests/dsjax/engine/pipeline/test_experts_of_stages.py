@@ -46,10 +46,10 @@ def llm(checkpoint):
 def test_experts_that_move_at_every_stage_change_no_bit_of_what_one_device_gives(checkpoint, llm, kernels):
     expected = answer(checkpoint, "dp=1", "auto", "CC", "CC", new_tokens=12, every_token=False)
     balancer, preempted = llm.engine.core.part(ExpertBalancer), preemptions(llm)
-    rebalances = balancer.stats.rebalances
+    rebalances = balancer.statistics().rebalances
     llm.engine.flush_prefix_cache()
     assert_same_answer(generate(llm), expected)
-    assert balancer.stats.rebalances >= rebalances + 2
+    assert balancer.statistics().rebalances >= rebalances + 2
     assert preemptions(llm) > preempted
     assert balancer.load()[-1].any(), "the MTP module's experts have loads too"
 
@@ -118,15 +118,15 @@ def test_an_idle_engine_carries_a_rebalance_through_all_stages(llm):
             busiest_first = np.argsort(-load)
             assert not any(move(llm, layer, np.concatenate([busiest_first, busiest_first[24:]])))
     balancer._windows.append(window)
-    before, done = slots_of(llm).physical_to_logical, balancer.stats
+    before, done = slots_of(llm).physical_to_logical, balancer.statistics()
     asked = balancer.rebalance_now()
     while llm.engine.has_unfinished():
         llm.engine.step()
     changed = (slots_of(llm).physical_to_logical != before).any(axis=1)
     assert changed.all()
-    assert balancer.stats.layers_changed - done.layers_changed == asked["layers"] == LAYERS
-    assert balancer.stats.rebalances == done.rebalances + 1
-    assert balancer.stats.failures == done.failures
+    assert balancer.statistics().layers_changed - done.layers_changed == asked["layers"] == LAYERS
+    assert balancer.statistics().rebalances == done.rebalances + 1
+    assert balancer.statistics().failures == done.failures
 
 
 def test_warm_up_compiles_all_that_requests_can_ask_for_and_times_an_exchange_at_the_slowest_stage(llm):
