@@ -9,24 +9,16 @@ from dsjax.engine.contract.commands import Flush, Step
 from dsjax.engine.contract.executor import Executor, RankResults
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
-from dsjax.engine.schedule.page_source import PageSource, SourceChain
+from dsjax.engine.schedule.page_source import SourceChain
 from dsjax.engine.schedule.parked import ParkedRequest, ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import FinishReason, RankPlan, Request, Status, StepPlan
+from dsjax.engine.schedule.request import FinishReason, Request, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update, refuse
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.stats import DraftCounts, StepStats
 
 Part = TypeVar("Part", bound=Attachment)
-
-
-class _Totals(NamedTuple):
-    """What the scheduler has counted since its start."""
-
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
 
 
 class _UnderWay(NamedTuple):
@@ -69,10 +61,11 @@ class EngineCore:
         self.attachments = list(attachments)
         for part in self.attachments:
             part.start(executor, scheduler_config)
+        sources = [part.source for part in self.attachments if part.source is not None]
         self.scheduler = Scheduler(
             scheduler_config,
             limits.num_ranks,
-            source=_source_of(self.attachments),
+            source=SourceChain(sources) if sources else None,
             page_events=any(part.wants_page_events for part in self.attachments),
         )
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
@@ -84,7 +77,7 @@ class EngineCore:
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
-        self._reported = _Totals(0, 0, 0)
+        self._reported = (0, 0, 0)  # what `_totals` gave at the stats before
         for part in self.attachments:
             part.scheduled(self.scheduler)
 
@@ -216,8 +209,8 @@ class EngineCore:
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
         self._clear_dirty()
-        before, now = self._reported, self._totals()
-        self._reported = now
+        before, self._reported = self._reported, self._totals()
+        preemptions, queries, hits = (now - then for now, then in zip(self._reported, before, strict=True))
         counts, entered = self.executor.counts(), time.monotonic()
         seconds = entered - max(began, self._entered)
         for part in self.attachments:
@@ -235,9 +228,9 @@ class EngineCore:
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
             num_prompt_tokens=plan.num_prompt_tokens,
             num_padding_tokens=counts.num_padding_tokens,
-            num_preemptions=now.preemptions - before.preemptions,
-            prefix_queries=now.prefix_queries - before.prefix_queries,
-            prefix_hits=now.prefix_hits - before.prefix_hits,
+            num_preemptions=preemptions,
+            prefix_queries=queries,
+            prefix_hits=hits,
             num_non_finite=sum(update.result is not None and not update.result.finite for update in updates),
             compilations_after_warm_up=counts.compilations_after_warm_up,
             ranks=self.loads(),
@@ -282,7 +275,7 @@ class EngineCore:
         self._most_under_way = self._most_of(new.config)
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
-        self._reported = _Totals(0, 0, 0)
+        self._reported = (0, 0, 0)
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.parked.larger_is_wanted = new.larger_is_wanted
@@ -374,30 +367,21 @@ class EngineCore:
         if dirty is not None:
             self.executor.launch(clear_command(dirty))
 
-    def _totals(self) -> _Totals:
-        ranks = self.scheduler.ranks
-        return _Totals(
-            sum(rank.num_preemptions for rank in ranks),
-            sum(rank.prefix_queries for rank in ranks),
-            sum(rank.prefix_hits for rank in ranks),
-        )
-
-
-def _source_of(attachments: Sequence[Attachment]) -> PageSource | None:
-    """The page sources of the attachments as one; None where none has any."""
-    sources = [part.source for part in attachments if part.source is not None]
-    return SourceChain(sources) if sources else None
+    def _totals(self) -> tuple[int, ...]:
+        """Preemptions, and tokens that the prefix cache was asked for and had, since the scheduler's start."""
+        names = ("num_preemptions", "prefix_queries", "prefix_hits")
+        return tuple(sum(getattr(rank, name) for rank in self.scheduler.ranks) for name in names)
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:
     """Let the rules of guided rows follow the tokens that were made; where a grammar cannot go on, the result says so."""
-    for rank_plan, rank_command, rank_results in zip(plan.ranks, command.ranks, results, strict=True):
-        if rank_command.guides:
-            _follow_rank(rank_plan, rank_results)
-
-
-def _follow_rank(plan: RankPlan, results: RankResults) -> None:
-    for rows, row_results in ((plan.decodes, results.decodes), (plan.prefills, results.prefills)):
+    guided = [
+        rows
+        for rank, told, made in zip(plan.ranks, command.ranks, results, strict=True)
+        if told.guides
+        for rows in ((rank.decodes, made.decodes), (rank.prefills, made.prefills))
+    ]
+    for rows, row_results in guided:
         for index, (row, result) in enumerate(zip(rows, row_results, strict=True)):
             request = row.request
             if request.rules is None or not row.sampled or request.status is not Status.RUNNING or not result.finite:

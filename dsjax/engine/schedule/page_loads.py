@@ -8,11 +8,10 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
 from dsjax.engine.schedule.landing_area import LandingArea
-from dsjax.engine.schedule.page_events import PageEvents, RankEvents
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import PagePool
 from dsjax.engine.schedule.request import Request
@@ -239,22 +238,14 @@ class PageLoads:
 
 
 class SourcedPages:
-    """The loads of all ranks from one source, and the commands that the executor is given before a step.
+    """The loads of all ranks from one source, and the commands that the executor is given before a step."""
 
-    Args:
-        events: as of `RankPages`, for all ranks.
-    """
-
-    def __init__(self, source: PageSource, pools: Sequence[PagePool], events: PageEvents | None = None):
+    def __init__(self, source: PageSource, pools: Sequence[PagePool]):
         self.source = source
         self.ranks = [PageLoads(pool, source, rank) for rank, pool in enumerate(pools)]
         self._num_staged = 0  # `FetchPages` so far
-        told = [None if events is None else RankEvents(events, rank) for rank in range(len(pools))]
         source.bind(
-            [
-                RankPages(pool, loads.landing, rank_events)
-                for pool, loads, rank_events in zip(pools, self.ranks, told, strict=True)
-            ]
+            [RankPages(pool, loads.landing, pool.events) for pool, loads in zip(pools, self.ranks, strict=True)]
         )
         for loads in self.ranks:
             loads.landing.first_number = source.slots
@@ -270,22 +261,12 @@ class SourcedPages:
             self._num_staged += 1
             commands.append((CommandTurn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
         if any(requests or drops for requests, drops in landings):
-            commands.append(
-                (
-                    CommandTurn.REQUEST,
-                    ReadPages(
-                        [int32s(number for number, _ in requests) for requests, _ in landings],
-                        [b"".join(name for _, name in requests) for requests, _ in landings],
-                        [int32s(drops) for _, drops in landings],
-                    ),
-                )
-            )
+            numbers = [int32s(number for number, _ in requests) for requests, _ in landings]
+            names = [b"".join(name for _, name in requests) for requests, _ in landings]
+            read = ReadPages(numbers, names, [int32s(drops) for _, drops in landings])
+            commands.append((CommandTurn.REQUEST, read))
         commands += self.source.commands()
         return [command for _, command in sorted(commands, key=lambda one: one[0])]
-
-    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """A page that was to land on a rank has come, or could not."""
-        self.ranks[rank].landed(number, ok, now)
 
     def take_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is given once."""
@@ -293,7 +274,3 @@ class SourcedPages:
         for loads in self.ranks:
             loads.waits = []
         return waits + self.source.take_waits()
-
-    def counts(self, rank: int) -> Mapping[str, Any]:
-        """What the source holds of one rank, and has done for it, by tier."""
-        return self.source.counts(rank)

@@ -5,15 +5,12 @@ computes.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dsjax.addresses import split_address
 from dsjax.engine.contract.commands import Command
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
-    import numpy as np
 
 
 class Status(enum.Enum):
@@ -76,30 +73,6 @@ class RequestOptions:
 DEFAULT_OPTIONS = RequestOptions()
 
 
-class RequestRules(Protocol):
-    """What changes a request's logits before a token is taken; `LogitRules` implements it.
-
-    Attributes:
-        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
-        allowed: the only tokens that may be made, as bits; None: any.
-    """
-
-    needs_tokens: bool
-    allowed: "np.ndarray | None"
-
-    def counts(self, prompt: Sequence[int], output: Sequence[int]) -> "np.ndarray":
-        """Count the tokens that penalties begin with."""
-
-    def biases(self) -> "np.ndarray":
-        """Give the biases and bans that need no token."""
-
-    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> "np.ndarray":
-        """Give the tokens that may come next, and after each of the drafts."""
-
-    def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Follow the tokens that were made; give how many of them count, and why no more can."""
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One completion. `SamplingParams.n` > 1 makes as many requests of it.
@@ -114,10 +87,10 @@ class Request:
         max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
         seed: uint32, resolved.
         stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
-            `ignore_eos`. RequestRules hold them back before `params.min_tokens`.
+            `ignore_eos`. `rules` hold them back before `params.min_tokens`.
         arrival_time: seconds on the engine's clock.
         options: what the caller said of it beside that.
-        rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
+        rules: the `LogitRules` that change its logits before a token is taken; None: nothing does.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
@@ -153,7 +126,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
     options: RequestOptions = DEFAULT_OPTIONS
-    rules: RequestRules | None = None
+    rules: Any = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING
@@ -273,11 +246,6 @@ class RankPlan(NamedTuple):
     decodes: list[ScheduledRow]
     prefills: list[ScheduledRow]
     copies: list[tuple[int, int]]
-
-    @property
-    def num_tokens(self) -> int:
-        """Most tokens computed, padding not counted."""
-        return sum(row.length for rows in (self.decodes, self.prefills) for row in rows)
 
 
 class StepPlan(NamedTuple):

@@ -53,17 +53,12 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        num_ranks: int,
-        *,
-        source: PageSource | None = None,
-        page_events: bool = False,
+        self, config: SchedulerConfig, num_ranks: int, *, source: PageSource | None = None, page_events: bool = False
     ):
         self.config, self._is_sourced, self.source = config, source is not None, source or PageSource()
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         pools = [self._pool(rank) for rank in range(num_ranks)]
-        self.pages = SourcedPages(self.source, pools, self.events)
+        self.pages = SourcedPages(self.source, pools)
         self.ranks = [Rank(pool, config, loads) for pool, loads in zip(pools, self.pages.ranks, strict=True)]
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
@@ -95,9 +90,7 @@ class Scheduler:
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
-        if self.events is None:
-            return []
-        return self.events.take()
+        return [] if self.events is None else self.events.take()
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
@@ -172,12 +165,8 @@ class Scheduler:
         Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
-        new = Scheduler(
-            config,
-            num_ranks,
-            source=self.source if self._is_sourced else None,
-            page_events=self.events is not None,
-        )
+        source = self.source if self._is_sourced else None
+        new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)
         new._arrivals = self._arrivals
         refused: list[tuple[Request, AdmissionError]] = []
         for request in sorted([*self._requests.values(), *parked], key=lambda request: request.order):
