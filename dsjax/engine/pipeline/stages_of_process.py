@@ -10,10 +10,9 @@ import numpy as np
 
 from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts
-from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor, counts_of_all
 from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
-from dsjax.engine.pipeline.stage_executor import StageExecutor
+from dsjax.engine.pipeline.stage_executor import PendingStages, StageExecutor
 from sharding.arrays import put
 
 

@@ -19,7 +19,7 @@ from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
+from dsjax.engine.setup.batch_invariance import OPEN_SUMS, check_batch_invariant
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
@@ -228,7 +228,7 @@ def _kernels(
     )
     if args.batch_invariant and kernels.pallas is not None:
         kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
-        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, open_sums(kernels)))))
+        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, OPEN_SUMS))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
@@ -366,22 +366,11 @@ def placement_from_file(
     if location.physical_to_logical is not None and _fits(location.physical_to_logical, layers, slots):
         given = location.physical_to_logical[: len(rows)]
     elif location.logical_load is not None and _fits(location.logical_load, layers, experts):
-        policy = args.eplb.policy if args.eplb else "auto"
-        given = rebalance(
-            location.logical_load[: len(rows)],
-            n_physical=slots,
-            ranks=spec.ep_size,
-            groups=config.n_group,
-            policy=policy,
-        )
+        load, policy = location.logical_load[: len(rows)], args.eplb.policy if args.eplb else "auto"
+        given = rebalance(load, n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy)
     else:
-        shapes = {
-            name: None if table is None else list(table.shape)
-            for name, table in (
-                ("physical_to_logical", location.physical_to_logical),
-                ("logical_load", location.logical_load),
-            )
-        }
+        tables = {name: getattr(location, name) for name in ("physical_to_logical", "logical_load")}
+        shapes = {name: None if table is None else list(table.shape) for name, table in tables.items()}
         raise UserError(
             f"--init-expert-location: {args.init_expert_location} has tables of shapes {shapes}; expected physical_to_logical "
             f"[{layers}, {slots}] or logical_load [{layers}, {experts}] for this model on this mesh, or one more row for an MTP module"

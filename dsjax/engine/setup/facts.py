@@ -66,7 +66,7 @@ class EngineFacts:
             use another method (docs/dispatch.md).
         mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
-        activation_scheme: what `--activation-scheme` came to: `dynamic` where activations are quantised for FP8 products, else `none`.
+        activation_scheme: what `--activation-scheme` came to.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.

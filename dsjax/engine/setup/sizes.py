@@ -55,13 +55,7 @@ class EngineLayout:
     per_exchange: int
 
     @classmethod
-    def of(
-        cls,
-        args: EngineArgs,
-        checkpoint: Checkpoint,
-        mesh: Mesh,
-        stage: Stage | None = None,
-    ) -> EngineLayout:
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
         """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
 
         stage: the part of the model that is on ``mesh``, where ``args.mesh`` has several.
@@ -71,15 +65,7 @@ class EngineLayout:
         """
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
-        step = make_step(
-            args,
-            config,
-            spec,
-            mesh,
-            bf16_experts=checkpoint.bf16_experts,
-            mtp=mtp,
-            stage=stage,
-        )
+        step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, stage=stage)
         per_exchange = experts_per_exchange(args, step)
         sizes = _sizes(args, step)
         mixed = mesh.devices.flat[0].platform != "cpu"
@@ -116,9 +102,8 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
     It is the most that are there at once: of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those
     that have come and what is staged.
     """
-    landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
-    pages = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": landing}[args.disaggregation_mode]
-    return pages * device_cache.bytes_per_page(step)
+    sides = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": MOST_LANDED + MOST_LOADED}
+    return sides[args.disaggregation_mode] * device_cache.bytes_per_page(step)
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
@@ -160,35 +145,20 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
-    tiers = _tiers(args, step)
-    moves = sizes.transfers or args.page_source is not None or any(tiers.values())
-    return replace(sizes, pages_per_rank=pages, moves_pages=moves, **tiers)
-
-
-def _tiers(args: EngineArgs, step: ModelStep) -> dict[str, int]:
-    """Choose the fields of ``ExecutorLimits`` that say what lies below the devices.
-
-    Raises:
-        UserError: a tier has no room for a page.
-    """
-    disk_pages = _disk_pages(args, step)
-    return {
-        "host_pages_per_rank": _host_pages(args, step),
-        "disk_pages": disk_pages,
-        "disk_page_bytes": bytes_on_disk(page_bytes(args, step)) if disk_pages else 0,
-    }
-
-
-def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
-    """Count the pages for which ``--disk-cache-bytes`` has room."""
-    if args.disk_cache is None:
-        return 0
-    each = bytes_on_disk(page_bytes(args, step))
-    if args.disk_cache_bytes < each:
+    on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
+    if on_disk and args.disk_cache_bytes < on_disk:
         raise UserError(
-            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {each:,}"
+            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {on_disk:,}"
         )
-    return args.disk_cache_bytes // each
+    host_pages = _host_pages(args, step)
+    return replace(
+        sizes,
+        pages_per_rank=pages,
+        moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
+        host_pages_per_rank=host_pages,
+        disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
+        disk_page_bytes=on_disk,
+    )
 
 
 def _host_pages(args: EngineArgs, step: ModelStep) -> int:
