@@ -33,8 +33,7 @@ class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
     Attributes:
-        request: who waits for them; None where it has ended and given them back.
-        first: which of the request's pages the first one is.
+        request: who waits for them; None where it has ended and given them back. first: which of its pages the first one is.
         names: of the pages; empty where nobody is to find them when they have come.
         tiers: the tier that each comes from. since: when they were sent for.
     """
@@ -97,12 +96,8 @@ class PageLoads:
         if rest and any(rest[0] in load.names for load in self.under_way):
             return Admittance.PASSED  # somebody else has it loaded; the next plan finds it
         missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
-        if (
-            rest
-            and self.has(rest[0])
-            and self._pool.can_hold(cached, missing)
-            and self._load(request, rest, cached, now)
-        ):
+        had = bool(rest) and self.has(rest[0])
+        if had and self._pool.can_hold(cached, missing) and self._load(request, rest, cached, now):
             return Admittance.PASSED
         if rest and self._can_load(rest[0]):
             return Admittance.START  # there was no room for it

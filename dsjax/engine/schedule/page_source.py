@@ -42,12 +42,7 @@ class Lookup(enum.Enum):
 
 
 class RankPages(NamedTuple):
-    """The pages of one DP rank, as a source is given them.
-
-    Attributes:
-        landing: where pages lie that have been brought to the device's side and are not in the cache yet.
-        events: is told of pages that can be found in a tier, and of those that cannot any more; None where nobody wants to know.
-    """
+    """The pages of one DP rank, as a source is given them. events: is told what a tier has; None where nobody wants to know."""
 
     pool: PagePool
     landing: LandingArea
@@ -59,9 +54,7 @@ class PageSource:
 
     A page has a name (`extend_hashes`): equal names mean equal values. A source may keep pages that are evicted (`evict`), bring pages
     that a request lacks (`lookup`), or take pages as soon as they are computed (`sealed`). What it wants to be done on the devices it
-    writes down as commands, which go before the next step (`commands`).
-
-    Every method has a default that does nothing, so a source defines only what it is about.
+    writes down as commands, which go before the next step (`commands`). A method that it does not define does nothing.
 
     Attributes:
         slots: places of the source, of each rank, from which `FetchPages` sends pages by their numbers; 0: its pages land first.

@@ -72,8 +72,7 @@ class Rank:
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
         self.pool, self.config, self.loads = pool, config, loads
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting, self.running = list[Request](), list[Request]()
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -181,9 +180,7 @@ class Rank:
         """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to
         its end. Each oldest first.
         """
-        decodes: list[ScheduledRow] = []
-        prompts: list[Request] = []
-        computing: list[Request] = []
+        decodes, prompts, computing = list[ScheduledRow](), list[Request](), list[Request]()
         page_size = self.pool.page_size
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
         new_row = partial(tuple.__new__, ScheduledRow)

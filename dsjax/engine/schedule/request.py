@@ -81,15 +81,12 @@ class Request:
 
     Attributes:
         request_id: unique among unfinished requests.
-        token_ids: the prompt, then the output, in one list that only grows at its end.
-        num_prompt_tokens: how many of them are the prompt.
-        params: how to continue.
+        token_ids: the prompt (`num_prompt_tokens`), then the output, in one list that only grows at its end.
         max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
         seed: uint32, resolved.
         stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
             `ignore_eos`. `rules` hold them back before `params.min_tokens`.
         arrival_time: seconds on the engine's clock.
-        options: what the caller said of it beside that.
         rules: the `LogitRules` that change its logits before a token is taken; None: nothing does.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
@@ -157,7 +154,7 @@ class Request:
     finish_time: float | None = None
 
     def __post_init__(self):
-        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+        self.set_max_tokens(self.max_tokens)
 
     def set_max_tokens(self, max_tokens: int) -> None:
         """Change how many tokens it makes at most."""

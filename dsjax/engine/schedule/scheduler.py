@@ -27,11 +27,7 @@ MOST_SESSIONS = 65_536
 
 
 class Update(NamedTuple):
-    """What a step did to one request.
-
-    Attributes:
-        result: None for a request that was aborted. Its tokens end where the request ended.
-    """
+    """What a step did to one request. result: None where it was aborted. Its tokens end where the request ended."""
 
     request: Request
     result: RowResult | None
@@ -44,12 +40,7 @@ class Scheduler:
     The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
-    Args:
-        source: where pages are beside the devices; None: nowhere. page_events: whether events of pages are collected, for
-            `take_page_events`.
-
-    Attributes:
-        pages: the loads of all ranks from the source.
+    source: where pages are beside the devices; None: nowhere. page_events: whether they are collected, for `take_page_events`.
     """
 
     def __init__(

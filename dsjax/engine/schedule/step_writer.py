@@ -33,11 +33,8 @@ class StepWriter:
 
     def write(self, plan: StepPlan) -> Step:
         """The step's command."""
-        return Step(
-            [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)],
-            plan.num_drafts,
-            plan.proposes,
-        )
+        ranks = [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)]
+        return Step(ranks, plan.num_drafts, plan.proposes)
 
     def copies(self, plan: StepPlan) -> Copy | None:
         """The pages to be copied before the step; None where there are none."""
@@ -52,10 +49,7 @@ class StepWriter:
             told[:] = [0] * len(told)
 
     def _write_rank(self, index: int, rank: RankPlan, num_drafts: int) -> RankStep:
-        admissions: list[Admission] = []
-        changes: list[PageChange] = []
-        guides: list[Guide] = []
-        decodes: list[int] = []
+        admissions, changes, guides, decodes = list[Admission](), list[PageChange](), list[Guide](), list[int]()
         page_size = self._page_size
         for request, start, _, _ in rank.decodes:
             self._tell(index, request, start, admissions, changes)
@@ -101,24 +95,12 @@ class StepWriter:
             params.repetition_penalty,
             -1 if params.logprobs is None else params.logprobs,
         )
-        token = request.token_ids[start]
-        if rules is None:
-            admissions.append(Admission(slot, start, token, sampling))
-            return
-        prompt, output = request.prompt_token_ids, request.output_token_ids
-        allowed = rules.allowed
-        admissions.append(
-            Admission(
-                slot,
-                start,
-                token,
-                sampling,
-                rules.counts(prompt, output).astype("<i4").tobytes(),
-                rules.biases().astype("<i4").tobytes(),
-                b"" if allowed is None else allowed.astype("<i4").tobytes(),
-                rules.needs_tokens,
-            )
-        )
+        known = ()
+        if rules is not None:
+            counts = rules.counts(request.prompt_token_ids, request.output_token_ids)
+            arrays = (counts, rules.biases(), rules.allowed)
+            known = (*(b"" if one is None else one.astype("<i4").tobytes() for one in arrays), rules.needs_tokens)
+        admissions.append(Admission(slot, start, request.token_ids[start], sampling, *known))
 
     def _prefill(self, row: ScheduledRow) -> PrefillRow:
         request, start, length, sampled = row

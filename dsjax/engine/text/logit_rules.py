@@ -25,7 +25,7 @@ class LogitRules:
     Tokens are kept when a request is preempted, and so is all that is here.
 
     Attributes:
-        allowed: ``[⌈V / 32⌉]`` int32, the packed mask of tokens that may be made at all; None where all may.
+        allowed: as ``packed``, the tokens that may be made at all; None where all may.
         needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
     """
 

@@ -140,7 +140,8 @@ class GrammarCompiler:
     def _compile_in_deep_stack(self, grammar: str) -> LLMatcher:
         with self._lock:  # the size is the process's: it holds for the threads that start until it is set back
             if self._tokens is None:
-                self._tokens = self._make_tokens()
+                table = _TokenTable(self._tokenizer, self._vocab_size, self._eos)
+                self._tokens = LLTokenizer(TokenizerWrapper(table), eos_token=self._eos)
             before = threading.stack_size(COMPILE_STACK)
             try:
                 thread = ThreadPoolExecutor(1, "dsjax-grammar")
@@ -161,11 +162,6 @@ class GrammarCompiler:
             reason = _first_line(trial.get_error())
             raise ValueError("no text has this form" if reason.startswith("NoExtension") else reason)
         return matcher
-
-    def _make_tokens(self) -> LLTokenizer:
-        return LLTokenizer(
-            TokenizerWrapper(_TokenTable(self._tokenizer, self._vocab_size, self._eos)), eos_token=self._eos
-        )
 
 
 class _TokenTable:
