@@ -41,10 +41,7 @@ class PipelineExecutor:
     """
 
     def __init__(
-        self,
-        stages: Sequence[StageExecutor],
-        experts: ExpertsOfStages | None = None,
-        joined: Sequence[Offering] = (),
+        self, stages: Sequence[StageExecutor], experts: ExpertsOfStages | None = None, joined: Sequence[Offering] = ()
     ):
         self.stages, self._experts = list(stages), experts
         self._joined = [*joined] if experts is None else [experts, *joined]
@@ -113,7 +110,7 @@ class PipelineExecutor:
             else:
                 pending.results = last.collect(part)
         if isinstance(pending.command, Step):
-            self._tell(self.stages[:-1], pending, pending.results, last.made(part))
+            self._tell(len(self.stages) - 1, pending, pending.results, last.made(part))
         return pending.results
 
     def _advance(self) -> None:
@@ -153,16 +150,10 @@ class PipelineExecutor:
             if number + 1 < len(self.stages):
                 stage.leaving.clear()
 
-    def _tell(
-        self,
-        stages: Sequence[StageExecutor],
-        pending: PendingStages,
-        results: Sequence[RankResults],
-        made: Sequence[Made],
-    ) -> None:
-        """Have stages enter what came of a step, each once."""
-        while pending.told < len(stages):
-            stages[pending.told].enter(pending.parts[pending.told], results, made)
+    def _tell(self, number: int, pending: PendingStages, results: Sequence[RankResults], made: Sequence[Made]) -> None:
+        """Have the first stages, so many, enter what came of a step, each once."""
+        while pending.told < number:
+            self.stages[pending.told].enter(pending.parts[pending.told], results, made)
             pending.told += 1
 
     @contextlib.contextmanager

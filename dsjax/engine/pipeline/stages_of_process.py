@@ -11,7 +11,7 @@ import numpy as np
 from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor, counts_of_all
-from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
+from dsjax.engine.pipeline.process_links import ProcessLinks, parts_of, plain
 from dsjax.engine.pipeline.stage_executor import PendingStages, StageExecutor
 from sharding.arrays import put
 
@@ -67,7 +67,7 @@ class StagesOfProcess(PipelineExecutor):
         if not isinstance(pending.command, Step):
             return pending.results
         results, made = pending.results
-        self._tell(self.stages, pending, results, made)
+        self._tell(len(self.stages), pending, results, made)
         return results
 
     def _hear(self, pending: PendingStages) -> None:
@@ -96,12 +96,8 @@ class StagesOfProcess(PipelineExecutor):
             own = read()
             self._links.tell(lambda: plain(own))
             return own
-        heard = list[list[Found]]()
         # At once: the others tell it, whatever interrupts this process.
-        self._links.expect(lambda: plain(read()), heard.append)
-        while not heard:
-            self._links.hear_found()
-        self._loads = counts_of_all(parts_of(ExpertCounts, heard[0]))
+        self._loads = counts_of_all(parts_of(ExpertCounts, self._links.gather(lambda: plain(read()))))
         return self._loads
 
     def shutdown(self) -> None:
