@@ -31,7 +31,7 @@ class _UnderWay(NamedTuple):
 
 
 class EngineCore:
-    """Scheduler and executor together. Everything here happens in one thread; text is made elsewhere.
+    """Scheduler and executor together, in one thread; text is made elsewhere.
 
     While the device computes a step, the next one is planned, written down and launched: the executor holds it back until the
     device is free, or lets both be in flight. Results are entered while that next step computes.
@@ -70,7 +70,6 @@ class EngineCore:
         )
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._is_async = async_scheduling
-        self._most_under_way = self._most_of(scheduler_config)
         self._under_way: deque[_UnderWay] = deque()
         self.parked = ParkedRequests()
         self.step_started: float | None = None
@@ -92,15 +91,14 @@ class EngineCore:
         return any(part.busy for part in self.attachments)
 
     @property
-    def look_seconds(self) -> float | None:
-        """How often an attachment wants `look` while nothing is to be computed; None: never."""
-        wanted = [part.look_seconds for part in self.attachments if part.look_seconds is not None]
-        return min(wanted, default=None)
+    def looks(self) -> bool:
+        """Whether an attachment wants `look` now and then while nothing is to be computed."""
+        return any(part.look_seconds is not None for part in self.attachments)
 
     @property
     def rest_seconds(self) -> float | None:
         """How soon `look` is wanted while nothing is to be computed, also for requests that are parked; None: never."""
-        wanted = (self.look_seconds, self.parked.look_seconds(time.monotonic()))
+        wanted = [part.look_seconds for part in self.attachments] + [self.parked.look_seconds(time.monotonic())]
         return min((seconds for seconds in wanted if seconds is not None), default=None)
 
     def part(self, kind: type[Part]) -> Part | None:
@@ -173,7 +171,7 @@ class EngineCore:
         self._stats = None
         if self.parked:
             self._owed += self._refuse(self.parked.expire(time.monotonic()))
-        most = self._most_under_way if ahead else 1
+        most = max(2, self.scheduler.config.num_batches) if ahead and self._is_async else 1
         while len(self._under_way) < most and self._launch():
             pass
         if not self._under_way:
@@ -188,12 +186,9 @@ class EngineCore:
 
     def finish(self) -> list[Update]:
         """Wait for the steps under way, and enter them; nothing further is launched."""
-        self._enter_all()
-        return self._take_owed()
-
-    def _enter_all(self) -> None:
         while self._under_way:
             self._enter_oldest()
+        return self._take_owed()
 
     def _take_owed(self) -> list[Update]:
         owed, self._owed = self._owed, []
@@ -246,17 +241,15 @@ class EngineCore:
         make: replaces the executor; None: it has changed in place, and its caches and requests stay.
         """
         try:
-            self._enter_all()
+            while self._under_way:
+                self._enter_oldest()
         except Exception as error:
             return self._survive(error)
         return self._renew(make)
 
     def _survive(self, error: Exception) -> list[Update]:
-        """Go on after a step failed, where that is because of a process that is gone; give what was entered before, and what became of
+        """Go on after a step failed because a process is gone, or raise the error; give what was entered before, and what became of
         requests. The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
-
-        Raises:
-            the error itself, where nothing goes on.
         """
         if self.generations is None:
             raise error
@@ -272,7 +265,6 @@ class EngineCore:
         for part in self.attachments:
             part.start(new.executor, new.config)
         limits = new.executor.limits
-        self._most_under_way = self._most_of(new.config)
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
         self._reported = (0, 0, 0)
@@ -281,10 +273,6 @@ class EngineCore:
         self.parked.larger_is_wanted = new.larger_is_wanted
         self.parked.resume_but(request for request, _ in refused)
         return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
-
-    def _most_of(self, config: SchedulerConfig) -> int:
-        """Say how many steps may be under way together."""
-        return max(2, config.num_batches) if self._is_async else 1
 
     def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
         """End requests that the mesh of now cannot hold, and that wait no longer."""

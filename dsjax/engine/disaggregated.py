@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import jax
-from jax.sharding import Mesh
 
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
@@ -52,16 +51,23 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
     """
     decode, prefill = MeshSpec.parse(args.decode_mesh), MeshSpec.parse(args.prefill_mesh)
-    devices = _devices(args)
+    devices = sorted(jax.devices(), key=device_order)
+    if len(devices) < args.num_devices:
+        raise UserError(
+            f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
+            f"found {len(devices)} of platform {devices[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
+            "a fresh process"
+        )
     meshes = [
         decode.arrange(devices[: decode.num_devices]),
         prefill.arrange(devices[decode.num_devices : args.num_devices]),
     ]
-    _check_prefill(args, meshes[1])
+    prefill_options = prefill_args(args)
+    with naming_prefill(args):  # before the decode side's weights are read
+        EngineLayout.of(prefill_options, open_checkpoint(resolve(args.model, revision=args.revision)), meshes[1])
     with ExitStack() as opened:
         loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
-        prefill_options = prefill_args(args)
         with naming_prefill(args):
             model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
@@ -77,13 +83,6 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
     return Separated(replace(loaded, facts=facts), LocalLink(engine, move_chunk))
-
-
-def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
-    """Whether the model and the options go together with the prefill side's mesh, before the decode side's weights are read."""
-    options = prefill_args(args)
-    with naming_prefill(args):
-        EngineLayout.of(options, open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
 
 
 def load_prefill(
@@ -138,15 +137,3 @@ def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None
         links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded), owns_endpoint=owns_endpoint)
         opened.pop_all()
     return links
-
-
-def _devices(args: EngineArgs) -> list[jax.Device]:
-    """Enough of them, by process and id."""
-    devices = sorted(jax.devices(), key=device_order)
-    if len(devices) < args.num_devices:
-        raise UserError(
-            f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
-            f"found {len(devices)} of platform {devices[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
-            "a fresh process"
-        )
-    return devices

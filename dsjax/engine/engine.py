@@ -37,14 +37,14 @@ class EngineParts:
     `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
 
     Args:
-        args: the engine's options; None: their defaults.
+        args: None: the options' defaults.
         eos_token_ids: tokens that end a completion unless it ignores them.
         prefills: the links to engines that compute prompts for this one; None: there are none.
         event_sink: receives the events of pages too, in the engine's thread.
         generations: as of `EngineCore`.
 
     Attributes:
-        core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
+        inputs, outputs: they may belong to another thread than the core.
         prefills: links to the engines of this process that compute prompts for this one.
     """
 
@@ -62,9 +62,7 @@ class EngineParts:
     ):
         args = args or EngineArgs()
         self.tokenizer = tokenizer
-        with (
-            contextlib.ExitStack() as opened
-        ):  # where something fails, nobody has the publisher's thread and sockets closed
+        with contextlib.ExitStack() as opened:  # where something fails, the publisher's thread and sockets end
             publisher, events = event_sink, args.kv_events
             if events is not None and events.publishes:
                 publisher = EventPublisher(events, executor.limits.num_ranks)
@@ -115,16 +113,7 @@ class EngineParts:
 
 
 class LLMEngine(Listener):
-    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
-
-    ::
-
-        engine = LLMEngine(EngineParts(executor, tokenizer, config))
-        engine.add_request("a", "def main(", SamplingParams(temperature=0))
-        while engine.has_unfinished():
-            for output in engine.step():
-                ...
-    """
+    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it."""
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
@@ -227,10 +216,7 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 def attachments_of(
     config: SchedulerConfig, args: EngineArgs | None = None, sink: EventSink | None = None
 ) -> list[Attachment]:
-    """The parts of a core that its sizes and the engine's options ask for.
-
-    args: None: the options' defaults. sink: is told of pages; None: nobody wants to know.
-    """
+    """The parts of a core that its sizes and the engine's options ask for. sink: is told of pages; None: nobody wants to know."""
     args = args or EngineArgs()
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:

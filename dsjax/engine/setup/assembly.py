@@ -99,7 +99,7 @@ def make_step(
         )
     placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
-        placement = placement_from_file(args, config, expert_side or spec, placement)
+        placement = _placement_from_file(args, config, expert_side or spec, placement)
     if args.enable_eplb and not config.is_moe:
         raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
     fusion = args.enable_shared_experts_fusion
@@ -347,16 +347,13 @@ def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp
     return LayerPlacements.alike(placement, (config.num_moe_layers + mtp) if config.is_moe else 0)
 
 
-def placement_from_file(
+def _placement_from_file(
     args: EngineArgs, config: ModelConfig, spec: MeshSpec, default: LayerPlacements
 ) -> LayerPlacements:
     """Place experts as ``--init-expert-location`` says: at its places where they fit, else at places made for its loads.
 
     A file of a server without the MTP module leaves the module's layer as it is in ``default``; the module's row is not read where
     there is no module.
-
-    Raises:
-        UserError: neither fits the model and the mesh.
     """
     if not config.is_moe:
         raise UserError("--init-expert-location is given, but this model has no experts; leave it out")

@@ -134,9 +134,6 @@ class _Loader:
     """Loads one model for `load_model`, whose arguments these are.
 
     Each stage of this process has a layout, parameters and an executor; without stages there is one of each.
-
-    Raises:
-        UserError, MeshError: options, model and devices that do not go together.
     """
 
     def __init__(
@@ -470,19 +467,14 @@ def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Execu
 
 
 def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids of the tokens that end a completion, ascending.
-
-    They are the tokenizer's own, and those of `generation_config.json`, or of `config.json` where that has none.
+    """Ids of the tokens that end a completion: the tokenizer's, and those of `generation_config.json`, or where it has none `config.json`.
 
     Raises:
         TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
     """
     token_ids: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        ids = _eos_field(Path(directory) / name)
-        if ids:
-            token_ids |= ids
-            break
+    paths = (Path(directory) / name for name in ("generation_config.json", "config.json"))
+    token_ids |= next((ids for path in paths if (ids := _eos_field(path))), set())
     return tuple(sorted(token_ids))
 
 

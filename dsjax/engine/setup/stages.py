@@ -108,11 +108,7 @@ class OwnStages:
 
 
 def owner_of(stage: Stage, mesh: Mesh) -> int:
-    """The process that has a stage's devices.
-
-    Raises:
-        MeshError: there are several.
-    """
+    """The process that has a stage's devices; refuse several."""
     owners = sorted({device.process_index for device in mesh.devices.flat})
     if len(owners) > 1:
         raise MeshError(
@@ -123,11 +119,7 @@ def owner_of(stage: Stage, mesh: Mesh) -> int:
 
 
 def check_owners(spec: MeshSpec, order: Sequence[int], group: HostGroup) -> None:
-    """Refuse stages that leave a process of the group without any: it would have nothing to follow with.
-
-    Raises:
-        UserError: one has none.
-    """
+    """Refuse stages that leave a process of the group without any: it would have nothing to follow with."""
     idle = [member for member in group.members if member.process_id not in order]
     if idle:
         raise UserError(

@@ -8,10 +8,7 @@ from dsjax.engine.schedule.request import FinishReason
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability under the raw logits.
-
-    `rank` is its place among all tokens, 1 for the most probable; None where it is not among those asked for.
-    """
+    """One token's log-probability under the raw logits. rank: its place among all tokens, 1 for the most probable; None: not asked for."""
 
     logprob: float
     rank: int | None = None
