@@ -68,7 +68,7 @@ class EngineCore:
             source=SourceChain(sources) if sources else None,
             page_events=any(part.wants_page_events for part in self.attachments),
         )
-        self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
+        self._writer = StepWriter(limits.num_ranks, limits.page_size)
         self._is_async = async_scheduling
         self._under_way: deque[_UnderWay] = deque()
         self.parked = ParkedRequests()
@@ -110,10 +110,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def park(self, request: Request, error: AdmissionError) -> list[Update]:
-        """Have a request wait for a larger mesh, which it was accepted for, and give what became of it where it does not wait.
-
-        error: with which `add` has refused it.
-        """
+        """Have a request that `add` refuses with `error` wait for a larger mesh; give what became of it where it does not wait."""
         return self._refuse(self.parked.park([(request, error)], time.monotonic()))
 
     def abort(self, request_id: str) -> Update | None:
@@ -146,16 +143,13 @@ class EngineCore:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
         Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages. Where a step
-        fails because a process is gone, the core goes on without that process.
+        fails because a process is gone, the core goes on without that process, or raises what the step raised.
 
         Args:
             meanwhile: called once while the device computes. It may `add` and `abort`.
             ahead: launch the next step before the results of this one are collected. Without that, what comes while this one computes has
                 a place in the next.
             before_change: called when a step has failed, before anything else.
-
-        Raises:
-            what the step raised, where nothing goes on.
         """
         self.step_started = time.monotonic()
         try:
@@ -266,7 +260,7 @@ class EngineCore:
             part.start(new.executor, new.config)
         limits = new.executor.limits
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
-        self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
+        self._writer = StepWriter(limits.num_ranks, limits.page_size)
         self._reported = (0, 0, 0)
         for part in self.attachments:
             part.scheduled(self.scheduler)
@@ -280,10 +274,7 @@ class EngineCore:
         return [refuse(each.request, each.error, now, limit if now >= each.since + limit else 0) for each in ended]
 
     def stats(self) -> StepStats | None:
-        """What the step did that the last call of `step` entered; None where it entered none.
-
-        Preemptions and the prefix cache's counts are those since the stats before: the next step is planned by then.
-        """
+        """What the step did that the last call of `step` entered; None where it entered none. Counts are those since the stats before."""
         return self._stats
 
     def loads(self) -> list[RankLoad]:
@@ -296,10 +287,7 @@ class EngineCore:
         return {name: counts for name, counts in named.items() if counts is not None}
 
     def flush_prefix_cache(self) -> None:
-        """Forget every page that is cached. Running requests keep what they read.
-
-        Where nothing is under way, the cache's memory is zeroed too.
-        """
+        """Forget every page that is cached, but for what running requests read; without any, zero the cache's memory too."""
         self.scheduler.flush_prefix_cache()
         for part in self.attachments:
             part.flush()
@@ -343,10 +331,7 @@ class EngineCore:
         self.executor.shutdown()
 
     def abandon(self) -> None:
-        """End the attachments after an error.
-
-        What the executor holds is left until the process ends, because giving it back would wait for a device that has failed.
-        """
+        """End the attachments after an error. The executor keeps what it holds: giving it back would wait for a failed device."""
         for part in self.attachments:
             part.close(failed=True)
 

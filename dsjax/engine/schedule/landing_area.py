@@ -60,8 +60,7 @@ class LandingPage:
 class LandingArea:
     """Names and numbers of the pages that land. From here a page goes to the cache like one in a slot, under its number.
 
-    What has landed and is not loaded goes when others need its room, and so does all that lies in one buffer with it. Numbers begin behind
-    the slots of the rank's sources.
+    What has landed and is not loaded goes when others need its room, with all in its buffer. Numbers begin behind the slots of sources.
 
     Attributes:
         requests: (number, name) of pages that are to be brought by `ReadPages` before the next step.

@@ -47,9 +47,7 @@ class LoadUnderWay(NamedTuple):
 
 
 class PageLoads:
-    """What one plan stages from a source, the next one places.
-
-    What a source has to bring first takes as long as it takes: the request waits meanwhile, and others go on.
+    """What one plan stages from a source, the next one places. What a source has to bring first holds up its request, and no other.
 
     Attributes:
         under_way: what the last plan has staged. landing: pages that a source has brought, or is bringing.

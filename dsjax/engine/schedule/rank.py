@@ -21,11 +21,9 @@ class RankLoad(NamedTuple):
     """What one DP rank has to do, and has room for.
 
     Attributes:
-        running, waiting: requests.
         waiting_tokens: known tokens of the waiting requests.
-        used_pages: pages that requests hold.
-        cached_pages: pages that nobody holds but the prefix cache keeps; they count as free.
-        usable_pages: pages that can be held at all.
+        used_pages: that requests hold. cached_pages: that nobody holds but the prefix cache keeps; they count as free.
+        usable_pages: that can be held at all.
         cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
             be computed (docs/scheduler.md).
         hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them: `device`, and the
@@ -59,7 +57,6 @@ class Rank:
     written cannot reach a page's next owner.
 
     Attributes:
-        loads: pages that waiting requests have on their way from a page source.
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load: known tokens of all requests.
         waiting_tokens: known tokens of the waiting ones.
@@ -122,10 +119,7 @@ class Rank:
             self._take_back(request)
 
     def invalidate_request(self, request: Request) -> None:
-        """Let nobody find any page of a request any more, since its values are not finite.
-
-        What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
-        """
+        """Let nobody find any page of a request whose values are not finite: one that it read of others must not fail the next one."""
         request.num_clean_pages = request.num_sealed_pages
         self.loads.forget(self.pool.names_of(request.pages))
         self.pool.forget(request.pages)
@@ -159,10 +153,7 @@ class Rank:
             self._clear_backlog(request)
 
     def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
-        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts.
-
-        num_drafts: drafts that a decode verifies at most.
-        """
+        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts."""
         preemptions = self.num_preemptions
         self.loads.begin(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
@@ -318,10 +309,7 @@ class Rank:
         self.loads.sealed(request)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Get a decode pages for so many tokens, preempting newer requests for them.
-
-        False when it had to give way itself, or when pages will come from a request that is to leave.
-        """
+        """Get a decode pages for so many tokens, preempting newer requests; False where it gives way itself, or has to wait for one."""
         self._seal(request)
         count = self.pool.pages_for(num_tokens) - len(request.pages)
         while not self.pool.can_allocate(count):

@@ -249,14 +249,12 @@ class StepPlan(NamedTuple):
     """One step's work: one `RankPlan` for every DP rank, idle ones included.
 
     Attributes:
-        num_drafts: drafts that a decode row verifies at most.
-        proposes: drafts to be made for the next step.
+        num_drafts: drafts that a decode row verifies at most, and that are to be made for the next step.
         page_commands: what goes before all else, for pages that come from a source or go there.
     """
 
     ranks: list[RankPlan]
     num_drafts: int = 0
-    proposes: int = 0
     page_commands: Sequence[Command] = ()
 
     @property

@@ -115,8 +115,7 @@ class Scheduler:
         """Queue a request on the rank that its `Router` chooses, or on its session's.
 
         Raises:
-            AdmissionError: it could never finish.
-            ValueError: its id is taken by an unfinished request.
+            AdmissionError: it could never finish. ValueError: its id is taken by an unfinished request.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -149,9 +148,8 @@ class Scheduler:
     def successor(
         self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
-        """A scheduler for an executor made anew, with this one's requests and those that were parked.
-
-        Give those too that it cannot hold, each with the reason; the page source has forgotten them.
+        """A scheduler for an executor made anew, with this one's requests and those that were parked; and those that it cannot hold, each
+        with the reason, which the page source has forgotten.
 
         Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
@@ -185,7 +183,7 @@ class Scheduler:
         num_drafts = self._num_drafts()
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
-        return StepPlan(ranks, num_drafts, num_drafts, self.pages.commands() if self._is_sourced else ())
+        return StepPlan(ranks, num_drafts, self.pages.commands() if self._is_sourced else ())
 
     def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
         """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
