@@ -167,10 +167,7 @@ class ThreadedEngine:
 
 
 class AsyncEngine(RequestStreams, ThreadedEngine):
-    """Runs an engine's core in a dedicated thread; makes text in the event loop, while the devices compute.
-
-    When the thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
-    """
+    """A `ThreadedEngine` that makes text in the event loop, while the devices compute. When it fails, every stream gets the error."""
 
     def __init__(self, parts: EngineParts):
         RequestStreams.__init__(self, parts.inputs, parts.outputs)

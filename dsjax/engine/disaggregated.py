@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.elastic.generations import Generations
-from dsjax.engine.elastic.transfer_processes import (
-    endpoint_of,
-    keepers_of,
-    remote_chunks,
-    space_of,
-    transport_of,
-)
+from dsjax.engine.elastic.transfer_processes import endpoint_of, keepers_of, remote_chunks, space_of, transport_of
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.program_cache.library import ProgramLibrary
@@ -71,18 +66,17 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         with naming_prefill(args):
             model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
-        config = prefill_options.scheduler_config(model.executor.limits)
-        engine = PrefillEngine(
-            model.executor,
-            config,
-            timeout=args.transfer_timeout,
-            async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, prefill_options),
-        )
+        engine = _engine_of(prefill_options, model)
         opened.pop_all()
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
     return Separated(replace(loaded, facts=facts), LocalLink(engine, move_chunk))
+
+
+def _engine_of(args: EngineArgs, model: LoadedEngine, sink: EventSink | None = None, **options: Any) -> PrefillEngine:
+    config = args.scheduler_config(model.executor.limits)
+    options |= {"timeout": args.transfer_timeout, "async_scheduling": args.async_scheduling}
+    return PrefillEngine(model.executor, config, attachments=attachments_of(config, args, sink), **options)
 
 
 def load_prefill(
@@ -109,16 +103,9 @@ def load_prefill(
             opened.callback(endpoint.close)
         model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
-        config = args.scheduler_config(model.executor.limits)
-        engine = PrefillEngine(
-            model.executor,
-            config,
-            timeout=args.transfer_timeout,
-            async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, args, event_sink),
-            keepers=keepers_of(endpoint.address, group),
-            generations=None if group is None else Generations(args, group, model, library),
-        )
+        keepers = keepers_of(endpoint.address, group)
+        generations = None if group is None else Generations(args, group, model, library)
+        engine = _engine_of(args, model, event_sink, keepers=keepers, generations=generations)
         transport = transport_of(args, endpoint.host)
         chunks = ChunkServer(endpoint, engine.buffers.open, transport, args.transfer_timeout)
         server = PrefillServer(engine, chunks, space_of(args, model), endpoint, owns_endpoint=owns_endpoint)

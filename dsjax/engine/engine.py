@@ -199,11 +199,7 @@ class LLMEngine(Listener):
 
 
 def mesh_changer_of(core: EngineCore) -> MeshChanger:
-    """Give what changes the mesh of a core.
-
-    Raises:
-        UserError: nothing can change it.
-    """
+    """Give what changes the mesh of a core, or raise a `UserError` that says why nothing can."""
     if core.generations is not None:
         return core.generations
     if core.part(PrefillLinks) is not None:

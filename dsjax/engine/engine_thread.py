@@ -107,11 +107,7 @@ class EngineThread:
         self._commands.put(lambda: self._between_steps.append(function))
 
     def change(self, make: Callable[[], Generation | None]) -> None:
-        """Change the mesh or the expert processes, as `EngineCore.change` says. Call this between steps.
-
-        Raises:
-            what `make` raises; the thread then ends.
-        """
+        """Change the mesh or the expert processes, as `EngineCore.change` says, between steps. The thread ends by what `make` raises."""
         try:
             updates = self.core.change(make)
             self._listener.on_change()

@@ -47,8 +47,7 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
-    ``event_sink`` is told which pages can be found from now on, and which no more. ``group`` is what `join_group` has given for the same
-    options, where a caller has joined the processes itself.
+    ``event_sink`` is told which pages can be found. ``group`` is what `join_group` gave for the same options, if the caller called it.
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and

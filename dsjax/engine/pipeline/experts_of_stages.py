@@ -25,8 +25,7 @@ class ExpertsOfStages:
     The balancer's placement has the layers with experts of all stages, one behind the other. A layer's experts move between the devices
     of its stage, by the `ExpertExchange` of that stage's executor: between two steps there, as on a mesh without stages.
 
-    Args:
-        stages: all of them. config: of the whole model.
+    config: of the whole model.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], config: ModelConfig):

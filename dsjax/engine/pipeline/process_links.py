@@ -84,10 +84,7 @@ class _Arriving:
 
 
 class ProcessLinks:
-    """The connections of one process.
-
-    Args:
-        order: ids of the processes in the order of their stages.
+    """The connections of one process. order: ids of the processes in the order of their stages.
 
     Attributes:
         leads: whether this is process 0. ends: whether it has the last stage.
@@ -275,7 +272,7 @@ def _is_encrypted(name: str) -> bool:
 
 
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
-    """Send values that MessagePack knows, and arrays. The header says what the buffers are, of which the values are the first."""
+    """Send values and arrays. The header says what the buffers are, of which the values are the first."""
     buffers = [np.frombuffer(msgspec.msgpack.encode(values), np.uint8)]
     buffers += [None if array is None else np.asarray(array) for array in arrays]
     header = msgspec.msgpack.encode([None if one is None else (one.shape, str(one.dtype)) for one in buffers])

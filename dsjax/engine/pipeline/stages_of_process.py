@@ -22,9 +22,6 @@ class StagesOfProcess(PipelineExecutor):
     All processes carry out the same commands in the same order, and enter what came of a step when process 0 has collected it
     (`LaunchMessage.collected`), which is before each next step of the same requests. A process starts a command when it is launched: the
     stages of other processes compute meanwhile.
-
-    Args:
-        links: to the other processes.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):

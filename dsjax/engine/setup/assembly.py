@@ -196,13 +196,9 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
 def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
     if not args.enable_dbo:
         return None
+    thresholds = args.dbo_decode_token_threshold, args.dbo_prefill_token_threshold
     drafts = args.speculation.num_speculative_tokens if args.speculation else 0
-    return TwoBatchOverlap(
-        args.dbo_decode_token_threshold,
-        args.dbo_prefill_token_threshold,
-        decode_chunk=1 + drafts,
-        stages=args.num_afd_stages,
-    )
+    return TwoBatchOverlap(*thresholds, decode_chunk=1 + drafts, stages=args.num_afd_stages)
 
 
 def _kernels(
@@ -258,10 +254,8 @@ def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, sche
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
-    """Choose what activations are computed in.
-
-    ``auto`` is the checkpoint's dtype, except on CPU: XLA computes bf16 there by converting to float32 and back around
-    each operation, which is slower and less exact than float32 itself.
+    """Choose what activations are computed in. ``auto``: the checkpoint's dtype, but float32 on CPU, where XLA computes bf16 by
+    converting to float32 and back around each operation, which is slower and less exact.
     """
     if args.dtype != "auto":
         return jnp.dtype(args.dtype)
@@ -336,10 +330,7 @@ def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
 
 
 def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
-    """Choose which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
-
-    The layer of the MTP module, with ``mtp``, is the last.
-    """
+    """Choose which expert each slot of each MoE layer holds, the MTP module's last: in order, or with redundant copies spread evenly."""
     experts = config.n_routed_experts
     placement = Placement.identity(experts)
     if redundant:
@@ -405,9 +396,7 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
 
 
 def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> str:
-    """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
-
-    halved: it is computed in two halves, of which each is sent by itself.
+    """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts, or with ``halved`` each of its two halves.
 
     ``local`` where one device holds all experts, ``memory`` where emulated devices' experts read tokens where they
     lie, ``apart`` where experts have devices of their own, ``none`` for a model without any.

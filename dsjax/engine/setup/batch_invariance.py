@@ -20,11 +20,7 @@ OPEN_SUMS = (
 
 
 def check_batch_invariant(step: ModelStep, platform: str, weights: Weights) -> None:
-    """Refuse what would let a token's bits depend on the batch that it is computed in.
-
-    Raises:
-        UserError: two MLA forms; products, attention or experts that are left to the compiler; a model that has further sums.
-    """
+    """Refuse what would let a token's bits depend on the batch that it is computed in: two MLA forms, or sums left to the compiler."""
     if {step.prefill_form, step.decode_form} not in ({"A_CC"}, {"A_CC_ME"}, {"AM_CC_ME"}, {"CC"}, {"CD"}):
         raise UserError(
             f"--batch-invariant computes prompts and decodes in one MLA form, and --mla-prefill is {step.prefill_form}, --mla-decode "

@@ -59,7 +59,6 @@ class EngineFacts:
         dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
             `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
             use another method (docs/dispatch.md).
-        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
         activation_scheme: what `--activation-scheme` came to.
         weight_bytes: by component.

@@ -295,8 +295,37 @@ class _Loader:
             return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
     def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
-        """What reads parameters of a step, without what else this object holds."""
-        return partial(_read, self.args, self.config, self.weights, self.experts, step)
+        """What reads parameters of a step, all or those of the paths `only`; it holds nothing else of this object.
+
+        placement: of the step's experts.
+        """
+        config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
+
+        def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
+            if step.stage is not None:
+                options = {"only": step.table.infos, "window": step.stage.window(config)} | options
+            if step.apart is not None:
+                options["only"] = step.table.infos
+            if not step.config.is_moe:
+                placement = None
+            elif step.stage is not None:
+                placement = placement_of_all(config, step, placement)
+            options |= {"placement": placement, "weights": weights, "mtp": mtp}
+            if isinstance(experts, ExpertSide):
+                experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
+            return load(config, source, step.mesh, step.rules, **options)
+
+        return read
+
+    def _mover(self, step: ModelStep, per_exchange: int) -> PartMaker:
+        """Make the part that moves experts that have devices of their own."""
+        side, writer = self.experts, None
+        if isinstance(side, ExpertSide):
+            platform = side.mesh.devices.flat[0].platform
+            reader = ExpertReader(self.config, self.checkpoint, self.weights, platform, mtp=step.has_module)
+            writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+            writer.rehearse()
+        return lambda device, _: ExpertMoves(device, per_exchange, writer)
 
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
         """Limits with as many pages as fit the devices with the least room."""
@@ -327,7 +356,7 @@ class _Loader:
         if apart:
             parts.append(_side_part(args, directory, group, step.mesh))
             if args.eplb:
-                parts.append(_mover(step, self.experts, self.checkpoint, self.weights, per_exchange))
+                parts.append(self._mover(step, per_exchange))
         elif per_exchange:
 
             def reload(paths: Sequence[str], placements: LayerPlacements) -> dict[str, Array]:
@@ -349,31 +378,6 @@ class _Loader:
         )
         opened.callback(executor.shutdown)
         return executor
-
-
-def _read(
-    args: EngineArgs,
-    config: ModelConfig,
-    weights: str,
-    experts: Side | None,
-    step: ModelStep,
-    source: Checkpoint | Path,
-    placement: LayerPlacements,
-    **options: Any,
-) -> dict[str, Array]:
-    """Read parameters of a step, all or those of the paths `only`. config: of the whole model. placement: of the step's experts."""
-    if step.stage is not None:
-        options = {"only": step.table.infos, "window": step.stage.window(config)} | options
-    if step.apart is not None:
-        options["only"] = step.table.infos
-    if not step.config.is_moe:
-        placement = None
-    elif step.stage is not None:
-        placement = placement_of_all(config, step, placement)
-    options |= {"placement": placement, "weights": weights, "mtp": args.speculation is not None}
-    if isinstance(experts, ExpertSide):
-        experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
-    return load(config, source, step.mesh, step.rules, **options)
 
 
 def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
@@ -398,17 +402,6 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
         return part
 
     return make
-
-
-def _mover(step: ModelStep, side: Side, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
-    """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
-    writer = None
-    if isinstance(side, ExpertSide):
-        platform = side.mesh.devices.flat[0].platform
-        reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)
-        writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
-        writer.rehearse()
-    return lambda device, _: ExpertMoves(device, per_exchange, writer)
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:

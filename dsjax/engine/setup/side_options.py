@@ -121,11 +121,7 @@ def decode_args(args: Args) -> Args:
 
 
 def prefill_args(args: Args) -> Args:
-    """Give the options of the engine that computes prompts, with sizes of its own where they are given.
-
-    Raises:
-        UserError, MeshError: they do not go together.
-    """
+    """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
     changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | args.prefill.given
     with naming_prefill(args):
         changed |= _experts(args, args.prefill_mesh, changed)
@@ -178,11 +174,7 @@ def check_sizes(args: Args) -> None:
 
 
 def check_sides(args: Args) -> None:
-    """Check the mesh, or those of two sides, the options of the prefill side, and that there is what moves pages to another process.
-
-    Raises:
-        UserError: they cannot be so. MeshError: a mesh cannot be.
-    """
+    """Check the meshes, the options of the prefill side, and that there is what moves pages to another process."""
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
     MeshSpec.parse(args.mesh)

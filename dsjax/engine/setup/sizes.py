@@ -56,9 +56,7 @@ class EngineLayout:
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
-        """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
-
-        stage: the part of the model that is on ``mesh``, where ``args.mesh`` has several.
+        """Lay out the model that ``args`` describe, or a stage of it, on a mesh that ``args.mesh`` is the shape of.
 
         Raises:
             UserError, MeshError: options, model and mesh that do not go together.
@@ -209,11 +207,7 @@ def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> Non
 
 
 def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) -> None:
-    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
-
-    Raises:
-        UserError: with what the weights take, and what would fit.
-    """
+    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything."""
     needed, on = weight_bytes(step), str(step.spec)
     if args.expert_mesh is not None and args.afd_role == "both" and step.apart.bytes_of_device > needed:
         needed, on = step.apart.bytes_of_device, f"ep={step.apart.spec.ep_size} of experts"

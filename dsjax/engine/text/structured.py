@@ -44,15 +44,10 @@ def parser_limits() -> LLParserLimits:
 
 
 class Constraint:
-    """One completion's place in its grammar.
-
-    Attributes:
-        active: whether the grammar rules the next token; not while tokens before ``structured_after`` are free.
-    """
+    """One completion's place in its grammar. active: it rules the next token; tokens up to ``structured_after`` are free."""
 
     def __init__(self, matcher: LLMatcher, after: int | None):
-        self._matcher = matcher
-        self._after = after
+        self._matcher, self._after = matcher, after
         self.active = after is None
 
     @property
@@ -103,9 +98,8 @@ class Constraint:
     def _error(self) -> str | None:
         if not self._matcher.is_error():
             return None
-        return (
-            f"structured output cannot go on ({self._matcher.stop_reason()}): {_first_line(self._matcher.get_error())}"
-        )
+        reason = _first_line(self._matcher.get_error())
+        return f"structured output cannot go on ({self._matcher.stop_reason()}): {reason}"
 
 
 class GrammarCompiler:

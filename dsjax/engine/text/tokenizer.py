@@ -59,7 +59,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, `tokenizer_config.json` (may be absent) and `chat_template.jinja` (may be absent).
+        """Read `tokenizer.json`, and where they are there `tokenizer_config.json` and `chat_template.jinja`.
 
         Raises:
             TokenizerError: a file is missing or unreadable.
@@ -209,8 +209,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        self.source = source
-        self._special_tokens = dict(special_tokens or {})
+        self.source, self._special_tokens = source, dict(special_tokens or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
