@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,16 +31,10 @@ from sharding import MeshSpec
 from sharding.mesh import device_order
 
 
-@dataclass(frozen=True)
-class Separated:
-    """The decode engine's model, with facts of both engines, and the link to the prefill engine, whose thread has started."""
-
-    decode: LoadedEngine
-    link: LocalLink
-
-
-def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separated:
+def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[LoadedEngine, LocalLink]:
     """Load the model for the decode engine and the prefill engine, on disjoint devices of this process.
+
+    Gives the decode engine's model, with facts of both, and the link to the prefill engine, whose thread has started.
 
     Raises:
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
@@ -70,7 +64,7 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separate
         opened.pop_all()
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
-    return Separated(replace(loaded, facts=facts), LocalLink(engine, move_chunk))
+    return replace(loaded, facts=facts), LocalLink(engine, move_chunk)
 
 
 def _engine_of(args: EngineArgs, model: LoadedEngine, sink: EventSink | None = None, **options: Any) -> PrefillEngine:

@@ -95,10 +95,7 @@ class EngineParts:
         return [link.engine for link in self.prefills]
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first request.
-
-        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
-        """
+        """Compile every shape. With an engine for prompts, a label begins with the engine's name, up to `ENGINE_END`."""
 
         def of(kind: str) -> Progress | None:
             if progress is None or not self.prefills:
@@ -131,8 +128,7 @@ class LLMEngine(Listener):
         """Queue a request.
 
         Raises:
-            UserError: something in the request cannot be; nothing of it stays behind.
-            ValueError: the id is taken by an unfinished request.
+            UserError: something in it cannot be; nothing of it stays behind. ValueError: an unfinished request has its id.
         """
         params = params or SamplingParams()
         prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
@@ -173,11 +169,7 @@ class LLMEngine(Listener):
         return self.core.has_unfinished or bool(self._ready)
 
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
-        """Continue on another mesh, or with other expert processes; see ``LLM.scale``.
-
-        Raises:
-            UserError, MeshError: the change is not possible; nothing has changed.
-        """
+        """Continue on another mesh, or with other expert processes; see ``LLM.scale``, which raises the same."""
         generations = mesh_changer_of(self.core)
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:

@@ -114,9 +114,9 @@ class LLM:
         if self.args.separated:
             from dsjax.engine.disaggregated import load_separated
 
-            separated = load_separated(self.args, show_progress=show_progress)
-            loaded, links = separated.decode, [separated.link]
-            opened.callback(separated.link.close)
+            loaded, link = load_separated(self.args, show_progress=show_progress)
+            links = [link]
+            opened.callback(link.close)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
@@ -282,11 +282,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Keep the engine to this thread; calls of others wait.
-
-        Raises:
-            UserError: the engine was shut down.
-        """
+        """Keep the engine to this thread; calls of others wait. Raises a `UserError` once it was shut down."""
         with self._lock:
             if self._is_shut_down:
                 raise UserError("this LLM was shut down; make another one")

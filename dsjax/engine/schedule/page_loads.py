@@ -32,10 +32,8 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    Attributes:
-        request: who waits for them; None where it has ended and given them back. first: which of its pages the first one is.
-        names: of the pages; empty where nobody is to find them when they have come.
-        tiers: the tier that each comes from. since: when they were sent for.
+    request: who waits for them; None where it has ended and given them back. first: which of its pages the first one is.
+    names: of the pages; empty where nobody is to find them when they have come. tiers: the tier that each comes from.
     """
 
     request: Request | None
@@ -110,10 +108,7 @@ class PageLoads:
         return self._loaded.get(request, {})
 
     def hits(self, request: Request) -> dict[str, int]:
-        """The tokens that a request that starts found cached, by tier; `device` for those that were on the device.
-
-        Pages that were computed for it by another engine are no hits.
-        """
+        """The tokens that a request that starts found cached, by tier, also `device`; not those that another engine computed for it."""
         page_size = self._pool.page_size
         loaded, left = self.loaded(request), request.num_cached_tokens
         hits = {}
@@ -174,10 +169,7 @@ class PageLoads:
         self._source.preempted(request)
 
     def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
-        """Let go of the cached pages that are held for waiting requests; False where there are none.
-
-        Without it, requests that each hold some could wait for one another.
-        """
+        """Let go of cached pages held for waiting requests, lest they wait for one another; False where there are none."""
         holders = [request for request in waiting if request.held_pages and request is not but]
         for request in holders:
             self._pool.release(request.held_pages)

@@ -58,8 +58,7 @@ class Rank:
 
     Attributes:
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
-        load: known tokens of all requests.
-        waiting_tokens: known tokens of the waiting ones.
+        load, waiting_tokens: known tokens of all requests, and of the waiting ones.
         backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are
             neither cached nor promised, of prompts under way the rest.
         promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
@@ -168,9 +167,7 @@ class Rank:
         return plan
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
-        """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to
-        its end. Each oldest first.
-        """
+        """Rows that make one token; requests still in their prompt; and those whose prompt is under way to its end. Each oldest first."""
         decodes, prompts, computing = list[ScheduledRow](), list[Request](), list[Request]()
         page_size = self.pool.page_size
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.

@@ -35,9 +35,8 @@ class RequestOptions:
     """What a caller says of a request beside its prompt and its sampling parameters.
 
     Attributes:
-        priority: lower runs first under the `priority` policy.
+        priority: lower runs first under the `priority` policy. session: requests of one session go to one DP rank.
         cache_salt: pages are shared only with requests of the same salt.
-        session: requests of one session go to one DP rank.
         dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
         prefill: address and transfer where another process computes the prompt, as `PrefillServer.prefill` gives them. A transfer of None
             is a new one of the engine at that address.
@@ -75,9 +74,7 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. `SamplingParams.n` > 1 makes as many requests of it.
-
-    The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
+    """One completion. The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
 
     Attributes:
         request_id: unique among unfinished requests.

@@ -176,10 +176,7 @@ class Scheduler:
         return new, refused
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plan the next step, while up to one that was planned before computes.
-
-        It is empty when no request is unfinished, or all that are have to wait for the step under way.
-        """
+        """Plan the next step, while one planned before computes. It is empty where nothing can be computed before that one is entered."""
         num_drafts = self._num_drafts()
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
@@ -200,9 +197,8 @@ class Scheduler:
         return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.
-
-        Steps are entered in the order in which they were planned. Rows of requests that have ended meanwhile are dropped.
+        """Enter a step's results, in the order of plans; give an `Update` for each request that got a token or prompt log-probabilities,
+        or failed. Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.

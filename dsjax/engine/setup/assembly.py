@@ -58,9 +58,8 @@ def make_step(
 ) -> ModelStep:
     """Make the step that ``args`` describe, for this model on this mesh.
 
-    bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
-    configuration says. mtp: with the model's MTP module, and its layer in the cache.
-    stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
+    bf16_experts: ``Checkpoint.bf16_experts``; None: as the configuration says. mtp: with the model's MTP module, and its layer in the
+    cache. stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -270,7 +269,7 @@ def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
 def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
     """Choose how matrices are kept: quantised if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
 
-    bf16_experts: as for ``make_step``. FP8 values times their scales do not fit bf16, so they become float32 for float32.
+    FP8 values times their scales do not fit bf16, so they become float32 for float32.
     """
     if args.weights != "auto":
         return args.weights

@@ -65,8 +65,7 @@ class EngineFacts:
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
         max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
-        prefill_meshes: the mesh of the devices beside these that compute prompts for them; empty without them. prefill_sizes: of the
-            engine there; None without it.
+        prefill_meshes, prefill_sizes: of the engine beside this one that computes its prompts; empty and None without it.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         expert_mesh: the mesh of the devices beside these that have the routed experts, e.g. `ep=24`; None where these have them.

@@ -189,16 +189,16 @@ def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> Non
 
     steps: the model's one, or those of its stages. held: bytes of another mesh's weights, which these take the place of.
     """
-    available = available_bytes()
-    if available is not None:
-        available += held
+    if (available := available_bytes()) is None:
+        return
+    available += held
     devices = sum(len(step.mesh.local_devices) for step in steps)
     needed = sum(weight_bytes(step) * len(step.mesh.local_devices) for step in steps)
     if args.expert_mesh is not None and args.afd_role == "both":
         [step] = steps
         devices += step.apart.spec.num_devices
         needed += step.apart.bytes_of_device * step.apart.spec.num_devices
-    if available is not None and needed > available:
+    if needed > available:
         raise UserError(
             f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {devices} emulated devices, and this "
             f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "

@@ -32,9 +32,8 @@ from sharding.layer_placement import LayerPlacements
 class OwnStages:
     """The stages that are on this process's devices.
 
-    Attributes:
-        spec: the mesh of all stages. owners: the process that has each of them. balanced: whether experts follow the load.
-        stages, meshes: those of this process.
+    spec: the mesh of all stages. owners: the process that has each of them. balanced: whether experts follow the load.
+    stages, meshes: those of this process.
     """
 
     spec: MeshSpec

@@ -93,7 +93,12 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
-        max_tokens = self._max_tokens(len(token_ids), params)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            self.config.check_fits(len(token_ids), max(1, params.min_tokens), is_given=False)
+            max_tokens = self.config.max_request_len - len(token_ids)
+        else:
+            self.config.check_fits(len(token_ids), max_tokens)
         rules = self.rules.make(params, stop_ids)
         if params.seed is not None:  # 64 bits folded into 32; seeds below 2**32 stay as they are
             seed = (params.seed ^ ((params.seed % 2**64) >> 32)) & 0xFFFFFFFF
@@ -155,13 +160,6 @@ class InputProcessor:
             raise PromptError("the prompt is empty, expected at least one token")
         return text, token_ids
 
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        if params.max_tokens is not None:
-            self.config.check_fits(num_prompt_tokens, params.max_tokens)
-            return params.max_tokens
-        self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens), is_given=False)
-        return self.config.max_request_len - num_prompt_tokens
-
 
 class RuleMaker:
     """Makes of a request's parameters the rules for its logits.
@@ -179,10 +177,7 @@ class RuleMaker:
     def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
         """Rules for each of the `n` completions; None where nothing but seed, temperature and truncation matter.
 
-        stop_ids: what `min_tokens` holds back.
-
-        Raises:
-            SamplingError: a token id outside the vocabulary, or a grammar that cannot be.
+        stop_ids: what `min_tokens` holds back. Raises a `SamplingError` as `InputProcessor.prepare` does.
         """
         _check_token_ids(params, self._vocab_size)
         structured = params.structured_outputs

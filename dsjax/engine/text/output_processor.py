@@ -208,11 +208,7 @@ class OutputProcessor:
         self._by_completion: dict[str, tuple[_Group, Completion]] = {}
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Follow a request.
-
-        Raises:
-            ValueError: its id is taken by an unfinished request.
-        """
+        """Follow a request; raise a `ValueError` where an unfinished one has its id."""
         ids = [prepared.request_id, *(request.request_id for request in prepared.completions)]
         if prepared.request_id in self._groups or any(i in self._by_completion for i in ids):
             raise ValueError(f"request id {prepared.request_id!r} is in use")
@@ -244,7 +240,7 @@ class OutputProcessor:
     ) -> tuple[list[RequestOutput], list[str]]:
         """Give the outputs to pass on, and the core's ids of requests that a stop string has ended.
 
-        failed: gets the requests of which no text could be made, by their ids, and why; the caller ends them. None: the error is raised.
+        failed: gets why no text could be made of a request, by its id; the caller ends it. None: the error is raised.
         followed: gets the updates of completions that had not ended for their callers.
         """
         changed: dict[_Group, list[Completion]] = {}

@@ -103,10 +103,9 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Makes constraints for one model's tokens. Any thread may call it.
+    """Makes constraints for one model's tokens, in any thread.
 
-    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about half a second,
-    which servers without such requests need not spend.
+    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about half a second.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
