@@ -41,7 +41,7 @@ def measure_host(requests: int, ranks: int, prefix_caching: bool) -> dict[str, f
         max_model_len=PROMPT + PAGE + OUTPUT,
         prefix_caching=prefix_caching,
     )
-    scheduler, writer = Scheduler(config, ranks), StepWriter(ranks, rows, PAGE)
+    scheduler, writer = Scheduler(config, ranks), StepWriter(ranks, PAGE)
     params = SamplingParams(max_tokens=OUTPUT, temperature=0)
     for index in range(requests):
         prompt = [index] * (PROMPT + index % PAGE)

@@ -24,7 +24,6 @@ class ThreadedEngine:
     """An engine's core in a dedicated thread, seen from asyncio. What a step did, and the thread's death, are handed to who inherits.
 
     Attributes:
-        observers: told of every step. Add them before `start`.
         on_death: called when the engine has failed.
         on_change: called in the event loop's thread when the mesh has changed.
     """
@@ -61,12 +60,12 @@ class ThreadedEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
+        """As of `EngineThread`, as is `waiting_tokens`."""
         return self._thread.num_waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
+        """As of `EngineThread`."""
         return self._thread.waiting_tokens
 
     @property
@@ -158,8 +157,6 @@ class ThreadedEngine:
         if self.on_death is not None:
             self.on_death()
 
-    # In the event loop's thread.
-
     def _change_mesh(self) -> None:
         for call in self.on_change:
             call(self.core.generations)
@@ -170,10 +167,7 @@ class ThreadedEngine:
 
 
 class AsyncEngine(RequestStreams, ThreadedEngine):
-    """Runs an engine's core in a dedicated thread; makes text in the event loop, while the devices compute.
-
-    When the thread fails, every stream gets the error and `on_death` is called: nothing waits for ever.
-    """
+    """A `ThreadedEngine` that makes text in the event loop, while the devices compute. When it fails, every stream gets the error."""
 
     def __init__(self, parts: EngineParts):
         RequestStreams.__init__(self, parts.inputs, parts.outputs)

@@ -9,24 +9,16 @@ from dsjax.engine.contract.commands import Flush, Step
 from dsjax.engine.contract.executor import Executor, RankResults
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
-from dsjax.engine.schedule.page_source import PageSource, SourceChain
+from dsjax.engine.schedule.page_source import SourceChain
 from dsjax.engine.schedule.parked import ParkedRequest, ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import FinishReason, RankPlan, Request, Status, StepPlan
+from dsjax.engine.schedule.request import FinishReason, Request, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update, refuse
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.stats import DraftCounts, StepStats
 
 Part = TypeVar("Part", bound=Attachment)
-
-
-class _Totals(NamedTuple):
-    """What the scheduler has counted since its start."""
-
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
 
 
 class _UnderWay(NamedTuple):
@@ -39,7 +31,7 @@ class _UnderWay(NamedTuple):
 
 
 class EngineCore:
-    """Scheduler and executor together. Everything here happens in one thread; text is made elsewhere.
+    """Scheduler and executor together, in one thread; text is made elsewhere.
 
     While the device computes a step, the next one is planned, written down and launched: the executor holds it back until the
     device is free, or lets both be in flight. Results are entered while that next step computes.
@@ -69,22 +61,22 @@ class EngineCore:
         self.attachments = list(attachments)
         for part in self.attachments:
             part.start(executor, scheduler_config)
+        sources = [part.source for part in self.attachments if part.source is not None]
         self.scheduler = Scheduler(
             scheduler_config,
             limits.num_ranks,
-            source=_source_of(self.attachments),
+            source=SourceChain(sources) if sources else None,
             page_events=any(part.wants_page_events for part in self.attachments),
         )
-        self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
+        self._writer = StepWriter(limits.num_ranks, limits.page_size)
         self._is_async = async_scheduling
-        self._most_under_way = self._most_of(scheduler_config)
         self._under_way: deque[_UnderWay] = deque()
         self.parked = ParkedRequests()
         self.step_started: float | None = None
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
-        self._reported = _Totals(0, 0, 0)
+        self._reported = (0, 0, 0)  # what `_totals` gave at the stats before
         for part in self.attachments:
             part.scheduled(self.scheduler)
 
@@ -99,15 +91,14 @@ class EngineCore:
         return any(part.busy for part in self.attachments)
 
     @property
-    def look_seconds(self) -> float | None:
-        """How often an attachment wants `look` while nothing is to be computed; None: never."""
-        wanted = [part.look_seconds for part in self.attachments if part.look_seconds is not None]
-        return min(wanted, default=None)
+    def looks(self) -> bool:
+        """Whether an attachment wants `look` now and then while nothing is to be computed."""
+        return any(part.look_seconds is not None for part in self.attachments)
 
     @property
     def rest_seconds(self) -> float | None:
         """How soon `look` is wanted while nothing is to be computed, also for requests that are parked; None: never."""
-        wanted = (self.look_seconds, self.parked.look_seconds(time.monotonic()))
+        wanted = [part.look_seconds for part in self.attachments] + [self.parked.look_seconds(time.monotonic())]
         return min((seconds for seconds in wanted if seconds is not None), default=None)
 
     def part(self, kind: type[Part]) -> Part | None:
@@ -119,10 +110,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def park(self, request: Request, error: AdmissionError) -> list[Update]:
-        """Have a request wait for a larger mesh, which it was accepted for, and give what became of it where it does not wait.
-
-        error: with which `add` has refused it.
-        """
+        """Have a request that `add` refuses with `error` wait for a larger mesh; give what became of it where it does not wait."""
         return self._refuse(self.parked.park([(request, error)], time.monotonic()))
 
     def abort(self, request_id: str) -> Update | None:
@@ -155,16 +143,13 @@ class EngineCore:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
         Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages. Where a step
-        fails because a process is gone, the core goes on without that process.
+        fails because a process is gone, the core goes on without that process, or raises what the step raised.
 
         Args:
             meanwhile: called once while the device computes. It may `add` and `abort`.
             ahead: launch the next step before the results of this one are collected. Without that, what comes while this one computes has
                 a place in the next.
             before_change: called when a step has failed, before anything else.
-
-        Raises:
-            what the step raised, where nothing goes on.
         """
         self.step_started = time.monotonic()
         try:
@@ -180,7 +165,7 @@ class EngineCore:
         self._stats = None
         if self.parked:
             self._owed += self._refuse(self.parked.expire(time.monotonic()))
-        most = self._most_under_way if ahead else 1
+        most = max(2, self.scheduler.config.num_batches) if ahead and self._is_async else 1
         while len(self._under_way) < most and self._launch():
             pass
         if not self._under_way:
@@ -195,12 +180,9 @@ class EngineCore:
 
     def finish(self) -> list[Update]:
         """Wait for the steps under way, and enter them; nothing further is launched."""
-        self._enter_all()
-        return self._take_owed()
-
-    def _enter_all(self) -> None:
         while self._under_way:
             self._enter_oldest()
+        return self._take_owed()
 
     def _take_owed(self) -> list[Update]:
         owed, self._owed = self._owed, []
@@ -216,8 +198,8 @@ class EngineCore:
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
         self._clear_dirty()
-        before, now = self._reported, self._totals()
-        self._reported = now
+        before, self._reported = self._reported, self._totals()
+        preemptions, queries, hits = (now - then for now, then in zip(self._reported, before, strict=True))
         counts, entered = self.executor.counts(), time.monotonic()
         seconds = entered - max(began, self._entered)
         for part in self.attachments:
@@ -235,9 +217,9 @@ class EngineCore:
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
             num_prompt_tokens=plan.num_prompt_tokens,
             num_padding_tokens=counts.num_padding_tokens,
-            num_preemptions=now.preemptions - before.preemptions,
-            prefix_queries=now.prefix_queries - before.prefix_queries,
-            prefix_hits=now.prefix_hits - before.prefix_hits,
+            num_preemptions=preemptions,
+            prefix_queries=queries,
+            prefix_hits=hits,
             num_non_finite=sum(update.result is not None and not update.result.finite for update in updates),
             compilations_after_warm_up=counts.compilations_after_warm_up,
             ranks=self.loads(),
@@ -253,17 +235,15 @@ class EngineCore:
         make: replaces the executor; None: it has changed in place, and its caches and requests stay.
         """
         try:
-            self._enter_all()
+            while self._under_way:
+                self._enter_oldest()
         except Exception as error:
             return self._survive(error)
         return self._renew(make)
 
     def _survive(self, error: Exception) -> list[Update]:
-        """Go on after a step failed, where that is because of a process that is gone; give what was entered before, and what became of
+        """Go on after a step failed because a process is gone, or raise the error; give what was entered before, and what became of
         requests. The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
-
-        Raises:
-            the error itself, where nothing goes on.
         """
         if self.generations is None:
             raise error
@@ -279,19 +259,14 @@ class EngineCore:
         for part in self.attachments:
             part.start(new.executor, new.config)
         limits = new.executor.limits
-        self._most_under_way = self._most_of(new.config)
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
-        self._writer = StepWriter(limits.num_ranks, limits.max_rows_decode, limits.page_size)
-        self._reported = _Totals(0, 0, 0)
+        self._writer = StepWriter(limits.num_ranks, limits.page_size)
+        self._reported = (0, 0, 0)
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.parked.larger_is_wanted = new.larger_is_wanted
         self.parked.resume_but(request for request, _ in refused)
         return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
-
-    def _most_of(self, config: SchedulerConfig) -> int:
-        """Say how many steps may be under way together."""
-        return max(2, config.num_batches) if self._is_async else 1
 
     def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
         """End requests that the mesh of now cannot hold, and that wait no longer."""
@@ -299,10 +274,7 @@ class EngineCore:
         return [refuse(each.request, each.error, now, limit if now >= each.since + limit else 0) for each in ended]
 
     def stats(self) -> StepStats | None:
-        """What the step did that the last call of `step` entered; None where it entered none.
-
-        Preemptions and the prefix cache's counts are those since the stats before: the next step is planned by then.
-        """
+        """What the step did that the last call of `step` entered; None where it entered none. Counts are those since the stats before."""
         return self._stats
 
     def loads(self) -> list[RankLoad]:
@@ -315,10 +287,7 @@ class EngineCore:
         return {name: counts for name, counts in named.items() if counts is not None}
 
     def flush_prefix_cache(self) -> None:
-        """Forget every page that is cached. Running requests keep what they read.
-
-        Where nothing is under way, the cache's memory is zeroed too.
-        """
+        """Forget every page that is cached, but for what running requests read; without any, zero the cache's memory too."""
         self.scheduler.flush_prefix_cache()
         for part in self.attachments:
             part.flush()
@@ -362,10 +331,7 @@ class EngineCore:
         self.executor.shutdown()
 
     def abandon(self) -> None:
-        """End the attachments after an error.
-
-        What the executor holds is left until the process ends, because giving it back would wait for a device that has failed.
-        """
+        """End the attachments after an error. The executor keeps what it holds: giving it back would wait for a failed device."""
         for part in self.attachments:
             part.close(failed=True)
 
@@ -374,30 +340,21 @@ class EngineCore:
         if dirty is not None:
             self.executor.launch(clear_command(dirty))
 
-    def _totals(self) -> _Totals:
-        ranks = self.scheduler.ranks
-        return _Totals(
-            sum(rank.num_preemptions for rank in ranks),
-            sum(rank.prefix_queries for rank in ranks),
-            sum(rank.prefix_hits for rank in ranks),
-        )
-
-
-def _source_of(attachments: Sequence[Attachment]) -> PageSource | None:
-    """The page sources of the attachments as one; None where none has any."""
-    sources = [part.source for part in attachments if part.source is not None]
-    return SourceChain(sources) if sources else None
+    def _totals(self) -> tuple[int, ...]:
+        """Preemptions, and tokens that the prefix cache was asked for and had, since the scheduler's start."""
+        names = ("num_preemptions", "prefix_queries", "prefix_hits")
+        return tuple(sum(getattr(rank, name) for rank in self.scheduler.ranks) for name in names)
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:
     """Let the rules of guided rows follow the tokens that were made; where a grammar cannot go on, the result says so."""
-    for rank_plan, rank_command, rank_results in zip(plan.ranks, command.ranks, results, strict=True):
-        if rank_command.guides:
-            _follow_rank(rank_plan, rank_results)
-
-
-def _follow_rank(plan: RankPlan, results: RankResults) -> None:
-    for rows, row_results in ((plan.decodes, results.decodes), (plan.prefills, results.prefills)):
+    guided = [
+        rows
+        for rank, told, made in zip(plan.ranks, command.ranks, results, strict=True)
+        if told.guides
+        for rows in ((rank.decodes, made.decodes), (rank.prefills, made.prefills))
+    ]
+    for rows, row_results in guided:
         for index, (row, result) in enumerate(zip(rows, row_results, strict=True)):
             request = row.request
             if request.rules is None or not row.sampled or request.status is not Status.RUNNING or not result.finite:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.engine.elastic.generations import Generations
-from dsjax.engine.elastic.transfer_processes import (
-    endpoint_of,
-    keepers_of,
-    remote_chunks,
-    space_of,
-    transport_of,
-)
+from dsjax.engine.elastic.transfer_processes import endpoint_of, keepers_of, remote_chunks, space_of, transport_of
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.program_cache.library import ProgramLibrary
@@ -37,53 +31,46 @@ from sharding import MeshSpec
 from sharding.mesh import device_order
 
 
-@dataclass(frozen=True)
-class Separated:
-    """The decode engine's model, with facts of both engines, and the link to the prefill engine, whose thread has started."""
-
-    decode: LoadedEngine
-    link: LocalLink
-
-
-def load_separated(args: EngineArgs, *, show_progress: bool = False) -> Separated:
+def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[LoadedEngine, LocalLink]:
     """Load the model for the decode engine and the prefill engine, on disjoint devices of this process.
+
+    Gives the decode engine's model, with facts of both, and the link to the prefill engine, whose thread has started.
 
     Raises:
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
     """
     decode, prefill = MeshSpec.parse(args.decode_mesh), MeshSpec.parse(args.prefill_mesh)
-    devices = _devices(args)
+    devices = sorted(jax.devices(), key=device_order)
+    if len(devices) < args.num_devices:
+        raise UserError(
+            f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
+            f"found {len(devices)} of platform {devices[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
+            "a fresh process"
+        )
     meshes = [
         decode.arrange(devices[: decode.num_devices]),
         prefill.arrange(devices[decode.num_devices : args.num_devices]),
     ]
-    _check_prefill(args, meshes[1])
+    prefill_options = prefill_args(args)
+    with naming_prefill(args):  # before the decode side's weights are read
+        EngineLayout.of(prefill_options, open_checkpoint(resolve(args.model, revision=args.revision)), meshes[1])
     with ExitStack() as opened:
         loaded = load_model(decode_args(args), mesh=meshes[0], show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
-        prefill_options = prefill_args(args)
         with naming_prefill(args):
             model = load_model(prefill_options, mesh=meshes[1], is_later=True, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
-        config = prefill_options.scheduler_config(model.executor.limits)
-        engine = PrefillEngine(
-            model.executor,
-            config,
-            timeout=args.transfer_timeout,
-            async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, prefill_options),
-        )
+        engine = _engine_of(prefill_options, model)
         opened.pop_all()
     engine.start()
     facts = replace(loaded.facts, prefill_meshes=[str(prefill)], prefill_sizes=PrefillSizes.of(model.facts))
-    return Separated(replace(loaded, facts=facts), LocalLink(engine, move_chunk))
+    return replace(loaded, facts=facts), LocalLink(engine, move_chunk)
 
 
-def _check_prefill(args: EngineArgs, mesh: Mesh) -> None:
-    """Whether the model and the options go together with the prefill side's mesh, before the decode side's weights are read."""
-    options = prefill_args(args)
-    with naming_prefill(args):
-        EngineLayout.of(options, open_checkpoint(resolve(args.model, revision=args.revision)), mesh)
+def _engine_of(args: EngineArgs, model: LoadedEngine, sink: EventSink | None = None, **options: Any) -> PrefillEngine:
+    config = args.scheduler_config(model.executor.limits)
+    options |= {"timeout": args.transfer_timeout, "async_scheduling": args.async_scheduling}
+    return PrefillEngine(model.executor, config, attachments=attachments_of(config, args, sink), **options)
 
 
 def load_prefill(
@@ -110,16 +97,9 @@ def load_prefill(
             opened.callback(endpoint.close)
         model = load_model(args, group, library=library, show_progress=show_progress)
         opened.callback(model.executor.shutdown)
-        config = args.scheduler_config(model.executor.limits)
-        engine = PrefillEngine(
-            model.executor,
-            config,
-            timeout=args.transfer_timeout,
-            async_scheduling=args.async_scheduling,
-            attachments=attachments_of(config, args, event_sink),
-            keepers=keepers_of(endpoint.address, group),
-            generations=None if group is None else Generations(args, group, model, library),
-        )
+        keepers = keepers_of(endpoint.address, group)
+        generations = None if group is None else Generations(args, group, model, library)
+        engine = _engine_of(args, model, event_sink, keepers=keepers, generations=generations)
         transport = transport_of(args, endpoint.host)
         chunks = ChunkServer(endpoint, engine.buffers.open, transport, args.transfer_timeout)
         server = PrefillServer(engine, chunks, space_of(args, model), endpoint, owns_endpoint=owns_endpoint)
@@ -138,15 +118,3 @@ def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None
         links = RemoteLinks(remote_chunks(args, loaded, endpoint), space_of(args, loaded), owns_endpoint=owns_endpoint)
         opened.pop_all()
     return links
-
-
-def _devices(args: EngineArgs) -> list[jax.Device]:
-    """Enough of them, by process and id."""
-    devices = sorted(jax.devices(), key=device_order)
-    if len(devices) < args.num_devices:
-        raise UserError(
-            f"--decode-mesh {args.decode_mesh} and --prefill-mesh {args.prefill_mesh} want {args.num_devices} devices, "
-            f"found {len(devices)} of platform {devices[0].platform!r}; use smaller meshes, or set JAX_PLATFORMS=cpu to emulate them in "
-            "a fresh process"
-        )
-    return devices

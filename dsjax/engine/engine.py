@@ -37,14 +37,14 @@ class EngineParts:
     `LLMEngine` drives it in the caller's thread, `AsyncEngine` in a thread of its own.
 
     Args:
-        args: the engine's options; None: their defaults.
+        args: None: the options' defaults.
         eos_token_ids: tokens that end a completion unless it ignores them.
         prefills: the links to engines that compute prompts for this one; None: there are none.
         event_sink: receives the events of pages too, in the engine's thread.
         generations: as of `EngineCore`.
 
     Attributes:
-        core: scheduler and executor. inputs, outputs: they may belong to another thread than the core.
+        inputs, outputs: they may belong to another thread than the core.
         prefills: links to the engines of this process that compute prompts for this one.
     """
 
@@ -62,9 +62,7 @@ class EngineParts:
     ):
         args = args or EngineArgs()
         self.tokenizer = tokenizer
-        with (
-            contextlib.ExitStack() as opened
-        ):  # where something fails, nobody has the publisher's thread and sockets closed
+        with contextlib.ExitStack() as opened:  # where something fails, the publisher's thread and sockets end
             publisher, events = event_sink, args.kv_events
             if events is not None and events.publishes:
                 publisher = EventPublisher(events, executor.limits.num_ranks)
@@ -97,10 +95,7 @@ class EngineParts:
         return [link.engine for link in self.prefills]
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first request.
-
-        Where prompts have an engine of their own, a label begins with the engine's name, up to `ENGINE_END`.
-        """
+        """Compile every shape. With an engine for prompts, a label begins with the engine's name, up to `ENGINE_END`."""
 
         def of(kind: str) -> Progress | None:
             if progress is None or not self.prefills:
@@ -115,16 +110,7 @@ class EngineParts:
 
 
 class LLMEngine(Listener):
-    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it.
-
-    ::
-
-        engine = LLMEngine(EngineParts(executor, tokenizer, config))
-        engine.add_request("a", "def main(", SamplingParams(temperature=0))
-        while engine.has_unfinished():
-            for output in engine.step():
-                ...
-    """
+    """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it."""
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
@@ -142,8 +128,7 @@ class LLMEngine(Listener):
         """Queue a request.
 
         Raises:
-            UserError: something in the request cannot be; nothing of it stays behind.
-            ValueError: the id is taken by an unfinished request.
+            UserError: something in it cannot be; nothing of it stays behind. ValueError: an unfinished request has its id.
         """
         params = params or SamplingParams()
         prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
@@ -184,11 +169,7 @@ class LLMEngine(Listener):
         return self.core.has_unfinished or bool(self._ready)
 
     def scale(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> None:
-        """Continue on another mesh, or with other expert processes; see ``LLM.scale``.
-
-        Raises:
-            UserError, MeshError: the change is not possible; nothing has changed.
-        """
+        """Continue on another mesh, or with other expert processes; see ``LLM.scale``, which raises the same."""
         generations = mesh_changer_of(self.core)
         wanted = generations.ask(mesh, expert_mesh, afd_address)
         try:
@@ -210,11 +191,7 @@ class LLMEngine(Listener):
 
 
 def mesh_changer_of(core: EngineCore) -> MeshChanger:
-    """Give what changes the mesh of a core.
-
-    Raises:
-        UserError: nothing can change it.
-    """
+    """Give what changes the mesh of a core, or raise a `UserError` that says why nothing can."""
     if core.generations is not None:
         return core.generations
     if core.part(PrefillLinks) is not None:
@@ -227,10 +204,7 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 def attachments_of(
     config: SchedulerConfig, args: EngineArgs | None = None, sink: EventSink | None = None
 ) -> list[Attachment]:
-    """The parts of a core that its sizes and the engine's options ask for.
-
-    args: None: the options' defaults. sink: is told of pages; None: nobody wants to know.
-    """
+    """The parts of a core that its sizes and the engine's options ask for. sink: is told of pages; None: nobody wants to know."""
     args = args or EngineArgs()
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:

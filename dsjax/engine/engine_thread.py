@@ -46,7 +46,6 @@ class EngineThread:
     The thread takes commands (add, abort, end) from a queue, between steps and while the device computes one. It hands a step's
     updates over in one call, once the next step is launched: the listener's thread needs Python's lock too, and the device would
     wait for the text of every stream.
-
     """
 
     def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
@@ -108,11 +107,7 @@ class EngineThread:
         self._commands.put(lambda: self._between_steps.append(function))
 
     def change(self, make: Callable[[], Generation | None]) -> None:
-        """Change the mesh or the expert processes, as `EngineCore.change` says. Call this between steps.
-
-        Raises:
-            what `make` raises; the thread then ends.
-        """
+        """Change the mesh or the expert processes, as `EngineCore.change` says, between steps. The thread ends by what `make` raises."""
         try:
             updates = self.core.change(make)
             self._listener.on_change()
@@ -169,7 +164,7 @@ class EngineThread:
 
     @property
     def _is_stuck(self) -> bool:
-        return self._num_idle >= MOST_IDLE and self.core.look_seconds is not None and not self.core.is_busy
+        return self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
 
     def _run(self) -> None:
         try:

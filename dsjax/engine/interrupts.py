@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Keep an interrupt (Ctrl-C) until the function that this yields is called, or the block ends. A second one is raised at once.
 
-    An interrupt in the middle of a step would leave the scheduler behind the device. Python handles signals in its main thread, so
-    that in another one there is nothing to keep.
+    An interrupt in the middle of a step would leave the scheduler behind the device. Threads other than the main one get none.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

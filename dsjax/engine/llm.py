@@ -47,8 +47,7 @@ class LLM:
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
-    ``event_sink`` is told which pages can be found from now on, and which no more. ``group`` is what `join_group` has given for the same
-    options, where a caller has joined the processes itself.
+    ``event_sink`` is told which pages can be found. ``group`` is what `join_group` gave for the same options, if the caller called it.
 
     A mesh may belong to several processes: run the same script in each of them, with ``coordinator_address``, ``num_processes`` and
     ``process_id``, or under Slurm and the like without. In all but process 0 the constructor does not return: it follows process 0, and
@@ -98,11 +97,7 @@ class LLM:
         self._ids = itertools.count()
 
     def _load(
-        self,
-        group: HostGroup | None,
-        event_sink: EventSink | None,
-        show_progress: bool,
-        opened: contextlib.ExitStack,
+        self, group: HostGroup | None, event_sink: EventSink | None, show_progress: bool, opened: contextlib.ExitStack
     ) -> None:
         """Load the model, and make the engine. opened: what is closed where that fails."""
         from dsjax.engine.elastic.generations import Generations
@@ -119,9 +114,9 @@ class LLM:
         if self.args.separated:
             from dsjax.engine.disaggregated import load_separated
 
-            separated = load_separated(self.args, show_progress=show_progress)
-            loaded, links = separated.decode, [separated.link]
-            opened.callback(separated.link.close)
+            loaded, link = load_separated(self.args, show_progress=show_progress)
+            links = [link]
+            opened.callback(link.close)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
         opened.callback(loaded.executor.shutdown)
@@ -135,8 +130,7 @@ class LLM:
             prefills = PrefillLinks(
                 links, dialer, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
             )
-        kernels = loaded.facts.kernels
-        if loaded.facts.kernels_note and set(kernels.values()) == {"plain"}:
+        if loaded.facts.kernels_note and set(loaded.facts.kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
@@ -168,11 +162,7 @@ class LLM:
         return self._facts if self._generations is None else self._generations.facts
 
     def scale(
-        self,
-        mesh: str | MeshSpec | None = None,
-        *,
-        expert_mesh: str | None = None,
-        afd_address: str | None = None,
+        self, mesh: str | MeshSpec | None = None, *, expert_mesh: str | None = None, afd_address: str | None = None
     ) -> None:
         """Continue on another mesh, larger or smaller. Requests continue too. None: that part stays as it is.
 
@@ -262,9 +252,8 @@ class LLM:
         with self._turn(), deferred_interrupts() as raise_interrupt:
             if self.engine.has_unfinished():
                 raise UserError("logits() was called while requests are running; finish or abort them first")
-            sequences = [
-                self._checked(each) for each in _listed("token_ids", token_ids, "a list of lists of token ids")
-            ]
+            listed = _listed("token_ids", token_ids, "a list of lists of token ids")
+            sequences = [self._checked(each) for each in listed]
             pool = self.engine.core.scheduler.ranks[0].pool
             logits = []
             for sequence in sequences:
@@ -293,11 +282,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Keep the engine to this thread; calls of others wait.
-
-        Raises:
-            UserError: the engine was shut down.
-        """
+        """Keep the engine to this thread; calls of others wait. Raises a `UserError` once it was shut down."""
         with self._lock:
             if self._is_shut_down:
                 raise UserError("this LLM was shut down; make another one")
@@ -320,11 +305,7 @@ class LLM:
 
 
 def _listed(name: str, given: object, wanted: str) -> list:
-    """Make a list of what several things were given as. Bytes would be integers, and a set would have no order.
-
-    Raises:
-        UserError: it is none of several things, with its name and what was wanted.
-    """
+    """Make a list of what several things were given as, or raise. Bytes would be integers, and a set would have no order."""
     if isinstance(given, str | bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
         raise UserError(f"{name} is {given!r}, expected {wanted}")
     return list(given)
@@ -344,11 +325,7 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
 
 
 def _conversations(messages: object) -> list[list[Mapping]]:
-    """Make a list of conversations of one or several.
-
-    Raises:
-        UserError: something in it is no message: a chat template would leave it out without a word.
-    """
+    """Make a list of conversations of one or several; refuse what is no message: a chat template would leave it out without a word."""
     wanted = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
     given = _listed("messages", messages, f"{wanted}, or a list of such lists")
     conversations = [given] if given and isinstance(given[0], Mapping) else given

@@ -19,9 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
-    """A core with a `PrefillService`, in a thread of its own.
-
-    `post` and `leave` may be called from any thread; all else happens in the engine's own thread, which `start` begins.
+    """A core with a `PrefillService`, in a thread of its own, in which all but `post` and `leave` happens.
 
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
@@ -29,8 +27,7 @@ class PrefillEngine:
         keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`; transfers under way fail when the mesh changes.
 
     Attributes:
-        core: scheduler and executor. service: the transfers. thread: takes the steps. error: why it has ended.
-        on_death: called when the thread has ended by an error.
+        thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
     """
 
     def __init__(

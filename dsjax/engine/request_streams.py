@@ -20,18 +20,14 @@ INLINE_LENGTH = 2048
 
 
 class OutputStream:
-    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output).
+    """The outputs of one or several prompts, as they come: an async iterator of (prompt's index, output), for one reader at a time.
 
-    Ends after the last output. `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
+    `close` ends what is unfinished; call it in any case, e.g. with `contextlib.closing`.
     `completions` are the core's requests, for a log of what became of them: another thread writes them while they run.
-    One reader at a time.
     """
 
     def __init__(
-        self,
-        request_ids: Sequence[str],
-        abort: Callable[[Sequence[str]], None],
-        completions: Sequence[Request] = (),
+        self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None], completions: Sequence[Request] = ()
     ):
         self.completions = completions
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
@@ -133,9 +129,7 @@ class OutputStream:
 
 
 class RequestStreams(ABC):
-    """Follows requests from their check to the last of their text. A subclass has them computed, in a thread or in another process.
-
-    Belongs to the event loop's thread.
+    """Follows requests, in the event loop's thread. A subclass has them computed, in a thread or in another process.
 
     Attributes:
         error: why the engine has failed; None while it has not. closing: whether no more requests are taken.
@@ -272,14 +266,13 @@ class RequestStreams(ABC):
             if request_id in self._streams:
                 self._streams[request_id].fail(error)
         told: dict[OutputStream, None] = {}
-        streams = self._streams
         for output in outputs:
-            stream = streams.get(output.request_id)
+            stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.add(output)
                 told[stream] = None
                 if output.finished:
-                    del streams[output.request_id]
+                    del self._streams[output.request_id]
         for stream in told:
             stream.tell()
         stopped = [update.request for update in followed if update.request.request_id in to_abort] if to_abort else []

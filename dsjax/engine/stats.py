@@ -16,8 +16,7 @@ class DraftCounts:
     """What came of the drafts that a step verified; vLLM's names.
 
     Attributes:
-        num_drafts: rows that had drafts.
-        num_draft_tokens: drafts in them; num_accepted_tokens: those that were accepted.
+        num_drafts: rows that had drafts. num_draft_tokens: drafts in them.
         accepted_per_position: of the first, second, … draft of each row, how many were accepted.
     """
 

@@ -13,8 +13,7 @@ from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, Sta
 from dsjax.engine.contract.executor import Kind
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.experts.expert_part import expert_share
-from dsjax.engine.pipeline.pending_stages import PendingStages
-from dsjax.engine.pipeline.stage_executor import StageExecutor
+from dsjax.engine.pipeline.stage_executor import PendingStages, StageExecutor
 
 OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
 """Commands of which each stage carries out what concerns its own layers."""
@@ -26,8 +25,7 @@ class ExpertsOfStages:
     The balancer's placement has the layers with experts of all stages, one behind the other. A layer's experts move between the devices
     of its stage, by the `ExpertExchange` of that stage's executor: between two steps there, as on a mesh without stages.
 
-    Args:
-        stages: all of them. config: of the whole model.
+    config: of the whole model.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], config: ModelConfig):
@@ -44,7 +42,14 @@ class ExpertsOfStages:
     @property
     def slots(self) -> ExpertSlots:
         """Where the experts of all stages are now, and what it takes to move them where that takes longest."""
-        return self._together([mover.slots for mover in self._movers if mover is not None])
+        each = [mover.slots for mover in self._movers if mover is not None]
+        seconds = [one.seconds for one in each]
+        return dataclasses.replace(
+            each[0],
+            physical_to_logical=np.concatenate([one.physical_to_logical for one in each]),
+            expert_share=expert_share(self._config),
+            seconds=None if None in seconds else tuple(max(of_one) for of_one in zip(*seconds, strict=True)),
+        )
 
     def part(self, number: int, command: Command) -> Command | None:
         """What a stage of this process carries out of a command, whose layers are numbered as the stage's own then; None: nothing."""
@@ -55,23 +60,10 @@ class ExpertsOfStages:
             return msgspec.structs.replace(command, layer=command.layer - rows.start) if command.layer in rows else None
         return command
 
-    def collect(self, pending: PendingStages) -> LoadWindow | Exchanged:
+    def collect(self, pending: PendingStages) -> LoadWindow | Exchanged | None:
         """What came of a command of ``OF_EXPERTS`` at all stages."""
         own = [(stage, part) for stage, part in zip(self._stages, pending.parts, strict=True) if part is not None]
-        return _joined([stage.collect(part) for stage, part in own])
-
-    def _together(self, each: Sequence[ExpertSlots]) -> ExpertSlots:
-        seconds = [one.seconds for one in each]
-        return dataclasses.replace(
-            each[0],
-            physical_to_logical=np.concatenate([one.physical_to_logical for one in each]),
-            expert_share=expert_share(self._config),
-            seconds=None if None in seconds else tuple(max(of_one) for of_one in zip(*seconds, strict=True)),
-        )
-
-
-def _joined(parts: Sequence[LoadWindow | Exchanged]) -> LoadWindow | Exchanged | None:
-    """The loads of all layers, or the exchange at the one stage that has the layer; None: nothing of it is here."""
-    if parts and isinstance(parts[0], LoadWindow):
-        return LoadWindow(*(np.concatenate(each) for each in zip(*parts, strict=True)))
-    return next(iter(parts), None)
+        found = [stage.collect(part) for stage, part in own]
+        if found and isinstance(found[0], LoadWindow):
+            return LoadWindow(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        return next(iter(found), None)  # the exchange at the one stage that has the layer

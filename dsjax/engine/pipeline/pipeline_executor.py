@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Step
 from dsjax.engine.contract.executor import (
@@ -23,8 +22,7 @@ from dsjax.engine.contract.executor import (
 )
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfStages
-from dsjax.engine.pipeline.pending_stages import PendingStages
-from dsjax.engine.pipeline.stage_executor import Made, StageExecutor
+from dsjax.engine.pipeline.stage_executor import Made, PendingStages, StageExecutor
 from dsjax.model.step import ModelStep
 
 
@@ -43,10 +41,7 @@ class PipelineExecutor:
     """
 
     def __init__(
-        self,
-        stages: Sequence[StageExecutor],
-        experts: ExpertsOfStages | None = None,
-        joined: Sequence[Offering] = (),
+        self, stages: Sequence[StageExecutor], experts: ExpertsOfStages | None = None, joined: Sequence[Offering] = ()
     ):
         self.stages, self._experts = list(stages), experts
         self._joined = [*joined] if experts is None else [experts, *joined]
@@ -115,7 +110,7 @@ class PipelineExecutor:
             else:
                 pending.results = last.collect(part)
         if isinstance(pending.command, Step):
-            self._tell(self.stages[:-1], pending, pending.results, last.made(part))
+            self._tell(len(self.stages) - 1, pending, pending.results, last.made(part))
         return pending.results
 
     def _advance(self) -> None:
@@ -148,26 +143,17 @@ class PipelineExecutor:
             if self._emulated and pending.parts[number] is not None:
                 stage.wait(pending.parts[number])
             if number + 1 < len(self.stages):
-                pending.hidden = self._handed_on(stage, self.stages[number + 1])
+                rows = self.stages[number + 1].programs.rows
+                hidden = [jax.device_put(array, rows) for array in stage.leaving]
+                pending.hidden = jax.block_until_ready(hidden) if self._emulated else hidden
             pending.passed = number + 1
             if number + 1 < len(self.stages):
                 stage.leaving.clear()
 
-    def _handed_on(self, stage: StageExecutor, following: StageExecutor) -> list[Array]:
-        """The hidden states that have left a stage, on the devices of the next one."""
-        hidden = [jax.device_put(array, following.programs.rows) for array in stage.leaving]
-        return jax.block_until_ready(hidden) if self._emulated else hidden
-
-    def _tell(
-        self,
-        stages: Sequence[StageExecutor],
-        pending: PendingStages,
-        results: Sequence[RankResults],
-        made: Sequence[Made],
-    ) -> None:
-        """Have stages enter what came of a step, each once."""
-        while pending.told < len(stages):
-            stages[pending.told].enter(pending.parts[pending.told], results, made)
+    def _tell(self, number: int, pending: PendingStages, results: Sequence[RankResults], made: Sequence[Made]) -> None:
+        """Have the first stages, so many, enter what came of a step, each once."""
+        while pending.told < number:
+            self.stages[pending.told].enter(pending.parts[pending.told], results, made)
             pending.told += 1
 
     @contextlib.contextmanager

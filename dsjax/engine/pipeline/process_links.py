@@ -12,7 +12,6 @@ import itertools
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ import msgspec
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
@@ -85,10 +84,7 @@ class _Arriving:
 
 
 class ProcessLinks:
-    """The connections of one process.
-
-    Args:
-        order: ids of the processes in the order of their stages.
+    """The connections of one process. order: ids of the processes in the order of their stages.
 
     Attributes:
         leads: whether this is process 0. ends: whether it has the last stage.
@@ -106,7 +102,6 @@ class ProcessLinks:
             self._senders |= {FOUND.format(number): number for number in order if number}
         self._inboxes = {name: _Inbox() for name in self._senders}
         self._found_numbers = itertools.count()
-        self._expected_found: deque[tuple[int, Callable[[], Found], Callable[[list[Found]], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
@@ -167,27 +162,19 @@ class ProcessLinks:
         if not rows:
             return arrays[0]
         made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
-        return [
-            RankResults([_row(one) for one in decodes], [_row(one) for one in prefills]) for decodes, prefills in rows
-        ], made
+        return msgspec.convert(rows, list[RankResults]), made
 
     def tell(self, of: Callable[[], Found]) -> None:
         """Send process 0 what this one has found out. of: waits for it, and gives it."""
         self._later(lambda: _send(self._to_leader, *of()))
 
-    def expect(self, own: Callable[[], Found], enter: Callable[[list[Found]], None]) -> None:
-        """Remember, in process 0, that all others tell something, behind what they tell before it.
+    def gather(self, own: Callable[[], Found]) -> list[Found]:
+        """Wait, in process 0, for what all others tell next; give what all have found out, in the order of their stages.
 
-        own: gives what this process has found out itself. enter: takes what all have, in the order of their stages. Both are called once
-            more where an interrupt comes behind them.
+        own: gives what this process has found out itself. After an interrupt the next call passes over what this one was to give.
         """
-        self._expected_found.append((next(self._found_numbers), own, enter))
-
-    def hear_found(self) -> None:
-        """Wait for the first thing that is expected, and enter it. After an interrupt it is expected as before."""
-        number, own, enter = self._expected_found[0]
-        enter([self._take(FOUND.format(process), number) if process else own() for process in self._order])
-        self._expected_found.popleft()
+        number = next(self._found_numbers)
+        return [self._take(FOUND.format(process), number) if process else own() for process in self._order]
 
     def close(self) -> None:
         """End all connections."""
@@ -285,7 +272,7 @@ def _is_encrypted(name: str) -> bool:
 
 
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
-    """Send values that MessagePack knows, and arrays. The header says what the buffers are, of which the values are the first."""
+    """Send values and arrays. The header says what the buffers are, of which the values are the first."""
     buffers = [np.frombuffer(msgspec.msgpack.encode(values), np.uint8)]
     buffers += [None if array is None else np.asarray(array) for array in arrays]
     header = msgspec.msgpack.encode([None if one is None else (one.shape, str(one.dtype)) for one in buffers])
@@ -299,8 +286,3 @@ def _read(message: Message) -> tuple[list[Any], list[np.ndarray | None]]:
     buffers = [None if one is None else np.empty(one[0], jnp.dtype(one[1])) for one in described]
     message.read_into(*(one for one in buffers if one is not None))
     return msgspec.msgpack.decode(buffers[0]), buffers[1:]
-
-
-def _row(values: list[Any]) -> RowResult:
-    row = RowResult(*values)
-    return row if row.kind is None else row._replace(kind=ErrorKind(row.kind))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import Score, Step
+from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import RankResults
 from dsjax.engine.device import slots
 from dsjax.engine.device.access import Pending, Running
@@ -18,6 +18,25 @@ from dsjax.engine.device.buckets import Launch
 from dsjax.engine.device.launch_rows import RowRules, read_step
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.pipeline.stage_programs import StagePrograms
+
+
+class PendingStages:
+    """A command on its way through the stages of one process.
+
+    Attributes:
+        parts: of it at each stage, as far as they have begun; None: nothing of it is that stage's. passed: stages that it has gone through.
+        hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
+        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
+        number: under which the process with the last stage publishes what came of it; None: it publishes nothing of it.
+    """
+
+    def __init__(self, command: Command):
+        self.command = command
+        self.parts: list[Pending | None] = []
+        self.passed = self.told = 0
+        self.hidden: list[Array] = []
+        self.results: Any = None
+        self.number: int | None = None
 
 
 class Made(NamedTuple):

@@ -40,7 +40,7 @@ class StagePrograms(Programs):
                 self._step, params, state, packed, shape, *arrived
             )
             at = Positions.of(rows, shape).pack()
-            pinned = self._pin((at, hidden), (self._positions(shape.positions), self._hidden(shape.tokens)))
+            pinned = self._pin((at, hidden), (self._of_positions(shape.positions)[0], self._hidden(shape.tokens)))
             return self._pin(state, self._state), *pinned, reports
 
         return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
@@ -58,11 +58,8 @@ class StagePrograms(Programs):
                 state = slots.enter_drafts(self._step, state, own, following, *proposed)
             return self._pin(state, self._state)
 
-        return jax.jit(run, donate_argnums=0).lower(self._state, self._positions(positions), outcome, *proposed)
-
-    def _positions(self, positions: int) -> jax.ShapeDtypeStruct:
-        """A description of a launch's packed positions."""
-        return self._of_positions(positions)[0]
+        packed, *_ = self._of_positions(positions)
+        return jax.jit(run, donate_argnums=0).lower(self._state, packed, outcome, *proposed)
 
     def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
         """Those of ``Programs`` that this stage has, and ``enter``."""

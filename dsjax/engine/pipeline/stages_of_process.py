@@ -10,10 +10,9 @@ import numpy as np
 
 from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts
-from dsjax.engine.pipeline.pending_stages import PendingStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor, counts_of_all
-from dsjax.engine.pipeline.process_links import Found, ProcessLinks, parts_of, plain
-from dsjax.engine.pipeline.stage_executor import StageExecutor
+from dsjax.engine.pipeline.process_links import ProcessLinks, parts_of, plain
+from dsjax.engine.pipeline.stage_executor import PendingStages, StageExecutor
 from sharding.arrays import put
 
 
@@ -23,9 +22,6 @@ class StagesOfProcess(PipelineExecutor):
     All processes carry out the same commands in the same order, and enter what came of a step when process 0 has collected it
     (`LaunchMessage.collected`), which is before each next step of the same requests. A process starts a command when it is launched: the
     stages of other processes compute meanwhile.
-
-    Args:
-        links: to the other processes.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
@@ -68,7 +64,7 @@ class StagesOfProcess(PipelineExecutor):
         if not isinstance(pending.command, Step):
             return pending.results
         results, made = pending.results
-        self._tell(self.stages, pending, results, made)
+        self._tell(len(self.stages), pending, results, made)
         return results
 
     def _hear(self, pending: PendingStages) -> None:
@@ -97,12 +93,8 @@ class StagesOfProcess(PipelineExecutor):
             own = read()
             self._links.tell(lambda: plain(own))
             return own
-        heard = list[list[Found]]()
         # At once: the others tell it, whatever interrupts this process.
-        self._links.expect(lambda: plain(read()), heard.append)
-        while not heard:
-            self._links.hear_found()
-        self._loads = counts_of_all(parts_of(ExpertCounts, heard[0]))
+        self._loads = counts_of_all(parts_of(ExpertCounts, self._links.gather(lambda: plain(read()))))
         return self._loads
 
     def shutdown(self) -> None:

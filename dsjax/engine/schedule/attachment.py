@@ -10,15 +10,13 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 
 class Attachment:
-    """A part that the core calls by these verbs and knows nothing else of. All are called in the engine's thread.
-
-    Every method has a default that does nothing, so a part defines only what it is about.
+    """A part that the core calls by these verbs, in the engine's thread. A method that it does not define does nothing.
 
     Attributes:
-        source: the part's page source, which the scheduler asks; None: it has none.
+        source: which the scheduler asks for pages; None: it has none.
         look_seconds: how often `begin_step` is wanted although nothing is to be computed; None: it need not be called then.
-        wants_page_events: whether the part publishes which pages can be found, so that the scheduler has to collect that.
-        scheduler: the one that plans for the executor of now; None before the first `scheduled`.
+        wants_page_events: whether the scheduler has to collect which pages can be found.
+        scheduler: None before the first `scheduled`.
         statistics_name: under which `StepStats.parts` has what `statistics` gives; empty: it gives nothing.
     """
 
@@ -32,10 +30,7 @@ class Attachment:
         self.source = source
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with an executor: the first one, or one that was made anew. What the one before was asked for is lost.
-
-        The scheduler with this configuration is made after this, and binds `source`.
-        """
+        """Begin with an executor, whose scheduler is made after this and binds `source`. What the one before was asked for is lost."""
 
     def scheduled(self, scheduler: Scheduler) -> None:
         """The scheduler for that executor is this one, from now on."""

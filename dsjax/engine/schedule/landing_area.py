@@ -12,11 +12,9 @@ MOST_LANDED = 128
 
 
 class PageLoad(NamedTuple):
-    """A page that can be sent to the device now.
+    """A page that can be sent to the device now. tier: the name of the place that it comes from, for statistics.
 
-    Attributes:
-        number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
-        tier: the name of the place that it comes from, for statistics.
+    number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
     """
 
     number: int
@@ -35,11 +33,7 @@ class PageBringer(Protocol):
 
 @dataclass(eq=False, slots=True)
 class LandingBuffer:
-    """Memory that several pages land in together. It takes its room until the last of them has gone.
-
-    Attributes:
-        size: pages that it takes the room of, however many land in it. names: of the pages that are in it or about to be, in order.
-    """
+    """Memory that several pages land in together. It takes the room of `size` pages until the last of `names` has gone."""
 
     size: int
     names: dict[bytes, None] = field(default_factory=dict)
@@ -50,7 +44,6 @@ class LandingPage:
     """One page, who brings it under which number and since when, and whether it has come.
 
     Attributes:
-        source: the `PageSource` that brings it. tier: as of `PageLoad`.
         patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
         buffer: that it lands in, which is of one page where no other lands beside it.
     """
@@ -67,8 +60,7 @@ class LandingPage:
 class LandingArea:
     """Names and numbers of the pages that land. From here a page goes to the cache like one in a slot, under its number.
 
-    What has landed and is not loaded goes when others need its room, and so does all that lies in one buffer with it. Numbers begin behind
-    the slots of the rank's sources.
+    What has landed and is not loaded goes when others need its room, with all in its buffer. Numbers begin behind the slots of sources.
 
     Attributes:
         requests: (number, name) of pages that are to be brought by `ReadPages` before the next step.
@@ -191,16 +183,15 @@ class LandingArea:
         return page
 
     def _give_up_one(self, wanted: Container[bytes], now: float) -> bool:
-        """Give up the buffer that was asked for longest ago, of which each page is here and none of `wanted`, or should have come long
-        ago, so that its request may be gone.
-        """
+        """Give up the buffer that was asked for longest ago, of which each page can go."""
         for page in self._pages.values():
             if all(self._can_go(name, wanted, now) for name in page.buffer.names):
-                self.give_up([self._pages[name].number for name in page.buffer.names])
+                self.give_up_names(list(page.buffer.names))
                 return True
         return False
 
     def _can_go(self, name: bytes, wanted: Container[bytes], now: float) -> bool:
+        """Whether a page is here and none of `wanted`, or should have come long ago, so that its request may be gone."""
         page = self._pages[name]
         late = not page.here and page.patience is not None and now - page.since > page.patience
         return late or (page.here and name not in wanted)

@@ -10,11 +10,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """An executor, and the scheduler's sizes for it.
-
-    Attributes:
-        larger_is_wanted: whether its mesh is smaller than the one that was asked for, because processes are missing.
-    """
+    """An executor, and the scheduler's sizes for it. larger_is_wanted: its mesh is smaller than asked for: processes are missing."""
 
     executor: Executor
     config: SchedulerConfig
@@ -22,10 +18,10 @@ class Generation:
 
 
 class MeshChanger(Protocol):
-    """Changes the mesh under a core. The engine's thread calls what changes something.
+    """Changes the mesh under a core, in the engine's thread.
 
     Attributes:
-        due: whether the processes of now call for another mesh. phase: what is being done to change the mesh; None while nothing is.
+        due: whether the processes of now call for another mesh. phase: what is being done to change it; None while nothing is.
         patience: seconds that a request waits for a larger mesh where the one of now cannot hold it.
         failure: why the mesh that was asked for last could not be had; the one before is in its place.
     """

@@ -4,6 +4,7 @@ A block is a page; its hash is the last 64 bits of the page's name, as an unsign
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -19,7 +20,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_d
     """Blocks that follow one another can be found in a tier from now on.
 
     Attributes:
-        block_hashes: of each block. parent_block_hash: of the block before the first one; None where there is none.
+        parent_block_hash: of the block before the first one; None where there is none.
         token_ids: of all these blocks, one after the other. block_size: tokens of each.
         lora_id, lora_name: always None. medium: of `MEDIA`.
         extra_keys: as vLLM has them, of each block: the first one's of a prompt with a `cache_salt` are that salt. None: no block has any.
@@ -84,13 +85,14 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int
 
 
+@dataclass(slots=True, eq=False)
 class _Known:
     """What is said of a page whenever it is stored: its parent's name, its tokens, its salt; and where it is, or goes."""
 
-    __slots__ = ("parent", "places", "salt", "tokens")
-
-    def __init__(self, parent: bytes | None, tokens: bytes, salt: str | None):
-        self.parent, self.tokens, self.salt, self.places = parent, tokens, salt, set()
+    parent: bytes | None
+    tokens: bytes
+    salt: str | None
+    places: set[tuple[int | None, str]] = field(default_factory=set)
 
 
 class PageEvents:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
 from dsjax.engine.schedule.landing_area import LandingArea
-from dsjax.engine.schedule.page_events import PageEvents, RankEvents
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import PagePool
 from dsjax.engine.schedule.request import Request
@@ -33,11 +32,8 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    Attributes:
-        request: who waits for them; None where it has ended and given them back.
-        first: which of the request's pages the first one is.
-        names: of the pages; empty where nobody is to find them when they have come.
-        tiers: the tier that each comes from. since: when they were sent for.
+    request: who waits for them; None where it has ended and given them back. first: which of its pages the first one is.
+    names: of the pages; empty where nobody is to find them when they have come. tiers: the tier that each comes from.
     """
 
     request: Request | None
@@ -49,9 +45,7 @@ class LoadUnderWay(NamedTuple):
 
 
 class PageLoads:
-    """What one plan stages from a source, the next one places.
-
-    What a source has to bring first takes as long as it takes: the request waits meanwhile, and others go on.
+    """What one plan stages from a source, the next one places. What a source has to bring first holds up its request, and no other.
 
     Attributes:
         under_way: what the last plan has staged. landing: pages that a source has brought, or is bringing.
@@ -98,12 +92,8 @@ class PageLoads:
         if rest and any(rest[0] in load.names for load in self.under_way):
             return Admittance.PASSED  # somebody else has it loaded; the next plan finds it
         missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
-        if (
-            rest
-            and self.has(rest[0])
-            and self._pool.can_hold(cached, missing)
-            and self._load(request, rest, cached, now)
-        ):
+        had = bool(rest) and self.has(rest[0])
+        if had and self._pool.can_hold(cached, missing) and self._load(request, rest, cached, now):
             return Admittance.PASSED
         if rest and self._can_load(rest[0]):
             return Admittance.START  # there was no room for it
@@ -118,10 +108,7 @@ class PageLoads:
         return self._loaded.get(request, {})
 
     def hits(self, request: Request) -> dict[str, int]:
-        """The tokens that a request that starts found cached, by tier; `device` for those that were on the device.
-
-        Pages that were computed for it by another engine are no hits.
-        """
+        """The tokens that a request that starts found cached, by tier, also `device`; not those that another engine computed for it."""
         page_size = self._pool.page_size
         loaded, left = self.loaded(request), request.num_cached_tokens
         hits = {}
@@ -182,10 +169,7 @@ class PageLoads:
         self._source.preempted(request)
 
     def release_held(self, waiting: Iterable[Request], but: Request | None = None) -> bool:
-        """Let go of the cached pages that are held for waiting requests; False where there are none.
-
-        Without it, requests that each hold some could wait for one another.
-        """
+        """Let go of cached pages held for waiting requests, lest they wait for one another; False where there are none."""
         holders = [request for request in waiting if request.held_pages and request is not but]
         for request in holders:
             self._pool.release(request.held_pages)
@@ -239,22 +223,14 @@ class PageLoads:
 
 
 class SourcedPages:
-    """The loads of all ranks from one source, and the commands that the executor is given before a step.
+    """The loads of all ranks from one source, and the commands that the executor is given before a step."""
 
-    Args:
-        events: as of `RankPages`, for all ranks.
-    """
-
-    def __init__(self, source: PageSource, pools: Sequence[PagePool], events: PageEvents | None = None):
+    def __init__(self, source: PageSource, pools: Sequence[PagePool]):
         self.source = source
         self.ranks = [PageLoads(pool, source, rank) for rank, pool in enumerate(pools)]
         self._num_staged = 0  # `FetchPages` so far
-        told = [None if events is None else RankEvents(events, rank) for rank in range(len(pools))]
         source.bind(
-            [
-                RankPages(pool, loads.landing, rank_events)
-                for pool, loads, rank_events in zip(pools, self.ranks, told, strict=True)
-            ]
+            [RankPages(pool, loads.landing, pool.events) for pool, loads in zip(pools, self.ranks, strict=True)]
         )
         for loads in self.ranks:
             loads.landing.first_number = source.slots
@@ -270,22 +246,12 @@ class SourcedPages:
             self._num_staged += 1
             commands.append((CommandTurn.STAGE, FetchPages([int32s(staged) for _, staged in taken], self._num_staged)))
         if any(requests or drops for requests, drops in landings):
-            commands.append(
-                (
-                    CommandTurn.REQUEST,
-                    ReadPages(
-                        [int32s(number for number, _ in requests) for requests, _ in landings],
-                        [b"".join(name for _, name in requests) for requests, _ in landings],
-                        [int32s(drops) for _, drops in landings],
-                    ),
-                )
-            )
+            numbers = [int32s(number for number, _ in requests) for requests, _ in landings]
+            names = [b"".join(name for _, name in requests) for requests, _ in landings]
+            read = ReadPages(numbers, names, [int32s(drops) for _, drops in landings])
+            commands.append((CommandTurn.REQUEST, read))
         commands += self.source.commands()
         return [command for _, command in sorted(commands, key=lambda one: one[0])]
-
-    def landed(self, rank: int, number: int, ok: bool, now: float) -> None:
-        """A page that was to land on a rank has come, or could not."""
-        self.ranks[rank].landed(number, ok, now)
 
     def take_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is given once."""
@@ -293,7 +259,3 @@ class SourcedPages:
         for loads in self.ranks:
             loads.waits = []
         return waits + self.source.take_waits()
-
-    def counts(self, rank: int) -> Mapping[str, Any]:
-        """What the source holds of one rank, and has done for it, by tier."""
-        return self.source.counts(rank)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,12 +43,7 @@ class Lookup(enum.Enum):
 
 
 class RankPages(NamedTuple):
-    """The pages of one DP rank, as a source is given them.
-
-    Attributes:
-        landing: where pages lie that have been brought to the device's side and are not in the cache yet.
-        events: is told of pages that can be found in a tier, and of those that cannot any more; None where nobody wants to know.
-    """
+    """The pages of one DP rank, as a source is given them. events: is told what a tier has; None where nobody wants to know."""
 
     pool: PagePool
     landing: LandingArea
@@ -59,9 +55,7 @@ class PageSource:
 
     A page has a name (`extend_hashes`): equal names mean equal values. A source may keep pages that are evicted (`evict`), bring pages
     that a request lacks (`lookup`), or take pages as soon as they are computed (`sealed`). What it wants to be done on the devices it
-    writes down as commands, which go before the next step (`commands`).
-
-    Every method has a default that does nothing, so a source defines only what it is about.
+    writes down as commands, which go before the next step (`commands`). A method that it does not define does nothing.
 
     Attributes:
         slots: places of the source, of each rank, from which `FetchPages` sends pages by their numbers; 0: its pages land first.
@@ -75,7 +69,7 @@ class PageSource:
     ranks: Sequence[RankPages] = ()
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with the pages of these ranks: at the start, and again when the mesh has changed. Nothing of the ranks before is left."""
+        """Begin with the pages of these ranks. Nothing is left of those that were there before the mesh has changed."""
         self.ranks = ranks
 
     # Before a step is planned.
@@ -109,10 +103,7 @@ class PageSource:
         raise NotImplementedError(f"{type(self).__name__} has slots and does not say how they are loaded")
 
     def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
-        """Begin to bring pages that `has` has, from the first of `names` on, so that they land.
-
-        ready: whether the first of them can be loaded at once, so that the request waits for no other.
-        """
+        """Begin to bring pages that `has` has, from the first of `names` on. ready: that one can be loaded at once; no other is awaited."""
         return Lookup.ABSENT
 
     def lookup(
@@ -189,42 +180,21 @@ class PageSource:
         return {}
 
 
-def _tell_each(method: str) -> Callable[..., None]:
-    """A chain's method that calls its sources' method of this name, in their order."""
+def _each(method: str, combine: Callable[[Iterator[Any]], Any] = list) -> Callable[..., Any]:
+    """A chain's method that combines what its sources' method of this name gives: they are asked in their order, as far as needed."""
 
-    def tell(self: SourceChain, *arguments: Any) -> None:
-        for source in self.sources:
-            getattr(source, method)(*arguments)
+    def call(self: SourceChain, *arguments: Any) -> Any:
+        return combine(getattr(source, method)(*arguments) for source in self.sources)
 
-    return tell
-
-
-def _ask_each(method: str) -> Callable[..., bool]:
-    """A chain's method that says whether the method of this name is true of one of its sources."""
-
-    def ask(self: SourceChain, *arguments: Any) -> bool:
-        return any(getattr(source, method)(*arguments) for source in self.sources)
-
-    return ask
+    return call
 
 
-def _first_answer(method: str) -> Callable[..., Lookup]:
-    """A chain's method that gives the answer of the first of its sources that does not say `ABSENT`."""
-
-    def answer(self: SourceChain, *arguments: Any) -> Lookup:
-        answers = (getattr(source, method)(*arguments) for source in self.sources)
-        return next((answer for answer in answers if answer is not Lookup.ABSENT), Lookup.ABSENT)
-
-    return answer
+def _first(answers: Iterator[Lookup]) -> Lookup:
+    return next((answer for answer in answers if answer is not Lookup.ABSENT), Lookup.ABSENT)
 
 
-def _join(method: str) -> Callable[..., list[Any]]:
-    """A chain's method that gives what all of its sources' lists hold."""
-
-    def join(self: SourceChain) -> list[Any]:
-        return [entry for source in self.sources for entry in getattr(source, method)()]
-
-    return join
+def _join(lists: Iterator[Iterable[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
 
 
 class SourceChain(PageSource):
@@ -234,16 +204,17 @@ class SourceChain(PageSource):
         self.sources = list(sources)
         self.tiers = [tier for source in self.sources for tier in source.tiers]
 
-    begin_step, begin_rank = _tell_each("begin_step"), _tell_each("begin_rank")
-    has_work, has, awaits = _ask_each("has_work"), _ask_each("has"), _ask_each("awaits")
-    can_load = _ask_each("can_load")
-    prefetch, lookup = _first_answer("prefetch"), _first_answer("lookup")
-    evict, sealed, landed = _tell_each("evict"), _tell_each("sealed"), _tell_each("landed")
-    added, release, preempted = _tell_each("added"), _tell_each("release"), _tell_each("preempted")
-    ended = _tell_each("ended")
-    forget, cancel, clear = _tell_each("forget"), _tell_each("cancel"), _tell_each("clear")
-    invalidate, withdrawn = _tell_each("invalidate"), _tell_each("withdrawn")
-    commands, take_waits = _join("commands"), _join("take_waits")
+    begin_step, begin_rank, evict, sealed, landed = map(
+        _each, ("begin_step", "begin_rank", "evict", "sealed", "landed")
+    )
+    added, release, preempted, ended = map(_each, ("added", "release", "preempted", "ended"))
+    forget, cancel, clear = map(_each, ("forget", "cancel", "clear"))
+    invalidate, withdrawn = _each("invalidate"), _each("withdrawn")
+    has_work, has = _each("has_work", any), _each("has", any)
+    awaits, can_load = _each("awaits", any), _each("can_load", any)
+    prefetch, lookup = _each("prefetch", _first), _each("lookup", _first)
+    commands, take_waits = _each("commands", _join), _each("take_waits", _join)
+    num_computed = _each("num_computed", sum)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin each with these ranks."""
@@ -253,11 +224,7 @@ class SourceChain(PageSource):
 
     @property
     def slots(self) -> int:
-        """The slots of the one source that has any.
-
-        Raises:
-            ValueError: two have, and a number would not say whose slot it is.
-        """
+        """The slots of the one source that has any; raises where two have: a number would not say whose slot it is."""
         with_slots = [source for source in self.sources if source.slots]
         if len(with_slots) > 1:
             raise ValueError(f"found {len(with_slots)} page sources with slots, expected at most one")
@@ -272,21 +239,13 @@ class SourceChain(PageSource):
         """The load of the first that can."""
         return next(source for source in self.sources if source.can_load(rank, name)).load(rank, name)
 
-    def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """The sum over all."""
-        return sum(source.num_computed(request, loaded) for source in self.sources)
-
     def counts(self, rank: int) -> Mapping[str, Any]:
         """The counts of all."""
         return {tier: count for source in self.sources for tier, count in source.counts(rank).items()}
 
 
 def import_page_source(name: str) -> ModuleType:
-    """Import the module of `--page-source`, whose `attachment()` the core gets, and whose `device_part(device, staging)` the executor.
-
-    Raises:
-        UserError: it cannot be imported, or lacks one of the two.
-    """
+    """Import the module of `--page-source`, whose `attachment()` the core gets, and whose `device_part(device, staging)` the executor."""
     try:
         module = importlib.import_module(name)
     except Exception as error:  # whatever the module raises

@@ -31,9 +31,7 @@ class PagePool:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
             raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.events = events
+        self.page_size, self.num_pages, self.events = page_size, num_pages, events
         self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
@@ -141,10 +139,7 @@ class PagePool:
         return length
 
     def seal(self, page: int, name: bytes) -> bool:
-        """Let a page be found: it is full, its values are finite, and nobody writes it any more. Whether it can be found from now on.
-
-        Where another page has this hash already, that one stays the one to be found.
-        """
+        """Let a full page that nobody writes any more be found, unless another one has this hash already; whether it can be found."""
         if self._hash_of[page] is not None or self._page_of.setdefault(name, page) != page:
             return False
         self._hash_of[page] = name
@@ -192,8 +187,7 @@ def extend_hashes(request: Request, page_size: int) -> list[bytes]:
     """Bring `request.page_hashes` up to the full pages of its tokens, and give it.
 
     A page's hash is sha256 of the hash of the page before it and its token ids (int32, little-endian); the first page's
-    predecessor is the hash of the salt. Equal hashes so mean equal tokens at equal positions, from the first one on, under equal salts,
-    in every process.
+    predecessor is the hash of the salt. Equal hashes so mean equal tokens from the first one on, under equal salts, in every process.
     """
     hashes, tokens = request.page_hashes, request.token_ids
     if len(hashes) < len(tokens) // page_size:

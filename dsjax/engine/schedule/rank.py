@@ -21,11 +21,9 @@ class RankLoad(NamedTuple):
     """What one DP rank has to do, and has room for.
 
     Attributes:
-        running, waiting: requests.
         waiting_tokens: known tokens of the waiting requests.
-        used_pages: pages that requests hold.
-        cached_pages: pages that nobody holds but the prefix cache keeps; they count as free.
-        usable_pages: pages that can be held at all.
+        used_pages: that requests hold. cached_pages: that nobody holds but the prefix cache keeps; they count as free.
+        usable_pages: that can be held at all.
         cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
             be computed (docs/scheduler.md).
         hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them: `device`, and the
@@ -59,10 +57,8 @@ class Rank:
     written cannot reach a page's next owner.
 
     Attributes:
-        loads: pages that waiting requests have on their way from a page source.
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
-        load: known tokens of all requests.
-        waiting_tokens: known tokens of the waiting ones.
+        load, waiting_tokens: known tokens of all requests, and of the waiting ones.
         backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are
             neither cached nor promised, of prompts under way the rest.
         promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
@@ -72,8 +68,7 @@ class Rank:
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
         self.pool, self.config, self.loads = pool, config, loads
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting, self.running = list[Request](), list[Request]()
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -123,10 +118,7 @@ class Rank:
             self._take_back(request)
 
     def invalidate_request(self, request: Request) -> None:
-        """Let nobody find any page of a request any more, since its values are not finite.
-
-        What it read of others was finite when it was computed. Yet should it be at fault, it must not fail the next one too.
-        """
+        """Let nobody find any page of a request whose values are not finite: one that it read of others must not fail the next one."""
         request.num_clean_pages = request.num_sealed_pages
         self.loads.forget(self.pool.names_of(request.pages))
         self.pool.forget(request.pages)
@@ -160,10 +152,7 @@ class Rank:
             self._clear_backlog(request)
 
     def schedule(self, now: float, num_drafts: int = 0) -> RankPlan:
-        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts.
-
-        num_drafts: drafts that a decode verifies at most.
-        """
+        """Decodes first, then prompts under way, then new ones, within the token budget, which does not count drafts."""
         preemptions = self.num_preemptions
         self.loads.begin(now)
         decodes, prompts, computing = self._schedule_decodes(num_drafts)
@@ -178,12 +167,8 @@ class Rank:
         return plan
 
     def _schedule_decodes(self, num_drafts: int) -> tuple[list[ScheduledRow], list[Request], list[Request]]:
-        """Rows for requests with one token to compute; the requests still in their prompt; and those whose prompt is under way to
-        its end. Each oldest first.
-        """
-        decodes: list[ScheduledRow] = []
-        prompts: list[Request] = []
-        computing: list[Request] = []
+        """Rows that make one token; requests still in their prompt; and those whose prompt is under way to its end. Each oldest first."""
+        decodes, prompts, computing = list[ScheduledRow](), list[Request](), list[Request]()
         page_size = self.pool.page_size
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
         new_row = partial(tuple.__new__, ScheduledRow)
@@ -321,10 +306,7 @@ class Rank:
         self.loads.sealed(request)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Get a decode pages for so many tokens, preempting newer requests for them.
-
-        False when it had to give way itself, or when pages will come from a request that is to leave.
-        """
+        """Get a decode pages for so many tokens, preempting newer requests; False where it gives way itself, or has to wait for one."""
         self._seal(request)
         count = self.pool.pages_for(num_tokens) - len(request.pages)
         while not self.pool.can_allocate(count):

@@ -5,15 +5,12 @@ computes.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dsjax.addresses import split_address
 from dsjax.engine.contract.commands import Command
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:  # the scheduler's side of the engine loads neither NumPy nor JAX
-    import numpy as np
 
 
 class Status(enum.Enum):
@@ -38,9 +35,8 @@ class RequestOptions:
     """What a caller says of a request beside its prompt and its sampling parameters.
 
     Attributes:
-        priority: lower runs first under the `priority` policy.
+        priority: lower runs first under the `priority` policy. session: requests of one session go to one DP rank.
         cache_salt: pages are shared only with requests of the same salt.
-        session: requests of one session go to one DP rank.
         dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
         prefill: address and transfer where another process computes the prompt, as `PrefillServer.prefill` gives them. A transfer of None
             is a new one of the engine at that address.
@@ -76,48 +72,19 @@ class RequestOptions:
 DEFAULT_OPTIONS = RequestOptions()
 
 
-class RequestRules(Protocol):
-    """What changes a request's logits before a token is taken; `LogitRules` implements it.
-
-    Attributes:
-        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
-        allowed: the only tokens that may be made, as bits; None: any.
-    """
-
-    needs_tokens: bool
-    allowed: "np.ndarray | None"
-
-    def counts(self, prompt: Sequence[int], output: Sequence[int]) -> "np.ndarray":
-        """Count the tokens that penalties begin with."""
-
-    def biases(self) -> "np.ndarray":
-        """Give the biases and bans that need no token."""
-
-    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> "np.ndarray":
-        """Give the tokens that may come next, and after each of the drafts."""
-
-    def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Follow the tokens that were made; give how many of them count, and why no more can."""
-
-
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion. `SamplingParams.n` > 1 makes as many requests of it.
-
-    The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
+    """One completion. The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
 
     Attributes:
         request_id: unique among unfinished requests.
-        token_ids: the prompt, then the output, in one list that only grows at its end.
-        num_prompt_tokens: how many of them are the prompt.
-        params: how to continue.
+        token_ids: the prompt (`num_prompt_tokens`), then the output, in one list that only grows at its end.
         max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
         seed: uint32, resolved.
         stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
-            `ignore_eos`. RequestRules hold them back before `params.min_tokens`.
+            `ignore_eos`. `rules` hold them back before `params.min_tokens`.
         arrival_time: seconds on the engine's clock.
-        options: what the caller said of it beside that.
-        rules: what changes its logits before a token is taken; None: nothing. The engine follows the tokens with it.
+        rules: the `LogitRules` that change its logits before a token is taken; None: nothing does.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
         rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
@@ -153,7 +120,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
     options: RequestOptions = DEFAULT_OPTIONS
-    rules: RequestRules | None = None
+    rules: Any = None
 
     order: tuple[int, float, int] = (0, 0.0, 0)
     status: Status = Status.WAITING
@@ -184,7 +151,7 @@ class Request:
     finish_time: float | None = None
 
     def __post_init__(self):
-        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+        self.set_max_tokens(self.max_tokens)
 
     def set_max_tokens(self, max_tokens: int) -> None:
         """Change how many tokens it makes at most."""
@@ -274,24 +241,17 @@ class RankPlan(NamedTuple):
     prefills: list[ScheduledRow]
     copies: list[tuple[int, int]]
 
-    @property
-    def num_tokens(self) -> int:
-        """Most tokens computed, padding not counted."""
-        return sum(row.length for rows in (self.decodes, self.prefills) for row in rows)
-
 
 class StepPlan(NamedTuple):
     """One step's work: one `RankPlan` for every DP rank, idle ones included.
 
     Attributes:
-        num_drafts: drafts that a decode row verifies at most.
-        proposes: drafts to be made for the next step.
+        num_drafts: drafts that a decode row verifies at most, and that are to be made for the next step.
         page_commands: what goes before all else, for pages that come from a source or go there.
     """
 
     ranks: list[RankPlan]
     num_drafts: int = 0
-    proposes: int = 0
     page_commands: Sequence[Command] = ()
 
     @property

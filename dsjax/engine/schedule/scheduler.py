@@ -27,11 +27,7 @@ MOST_SESSIONS = 65_536
 
 
 class Update(NamedTuple):
-    """What a step did to one request.
-
-    Attributes:
-        result: None for a request that was aborted. Its tokens end where the request ended.
-    """
+    """What a step did to one request. result: None where it was aborted. Its tokens end where the request ended."""
 
     request: Request
     result: RowResult | None
@@ -44,26 +40,16 @@ class Scheduler:
     The caller repeats `plan = schedule(now)`, computes it, and reports with `update(plan, results, now)`. It may plan one step more
     before it reports. Times are any clock's seconds: the planner's simulator passes virtual ones.
 
-    Args:
-        source: where pages are beside the devices; None: nowhere. page_events: whether events of pages are collected, for
-            `take_page_events`.
-
-    Attributes:
-        pages: the loads of all ranks from the source.
+    source: where pages are beside the devices; None: nowhere. page_events: whether they are collected, for `take_page_events`.
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        num_ranks: int,
-        *,
-        source: PageSource | None = None,
-        page_events: bool = False,
+        self, config: SchedulerConfig, num_ranks: int, *, source: PageSource | None = None, page_events: bool = False
     ):
         self.config, self._is_sourced, self.source = config, source is not None, source or PageSource()
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         pools = [self._pool(rank) for rank in range(num_ranks)]
-        self.pages = SourcedPages(self.source, pools, self.events)
+        self.pages = SourcedPages(self.source, pools)
         self.ranks = [Rank(pool, config, loads) for pool, loads in zip(pools, self.pages.ranks, strict=True)]
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
@@ -95,9 +81,7 @@ class Scheduler:
 
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
-        if self.events is None:
-            return []
-        return self.events.take()
+        return [] if self.events is None else self.events.take()
 
     def take_page_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is told of once."""
@@ -131,8 +115,7 @@ class Scheduler:
         """Queue a request on the rank that its `Router` chooses, or on its session's.
 
         Raises:
-            AdmissionError: it could never finish.
-            ValueError: its id is taken by an unfinished request.
+            AdmissionError: it could never finish. ValueError: its id is taken by an unfinished request.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -165,19 +148,14 @@ class Scheduler:
     def successor(
         self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
-        """A scheduler for an executor made anew, with this one's requests and those that were parked.
-
-        Give those too that it cannot hold, each with the reason; the page source has forgotten them.
+        """A scheduler for an executor made anew, with this one's requests and those that were parked; and those that it cannot hold, each
+        with the reason, which the page source has forgotten.
 
         Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
         does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
         """
-        new = Scheduler(
-            config,
-            num_ranks,
-            source=self.source if self._is_sourced else None,
-            page_events=self.events is not None,
-        )
+        source = self.source if self._is_sourced else None
+        new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)
         new._arrivals = self._arrivals
         refused: list[tuple[Request, AdmissionError]] = []
         for request in sorted([*self._requests.values(), *parked], key=lambda request: request.order):
@@ -198,14 +176,11 @@ class Scheduler:
         return new, refused
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plan the next step, while up to one that was planned before computes.
-
-        It is empty when no request is unfinished, or all that are have to wait for the step under way.
-        """
+        """Plan the next step, while one planned before computes. It is empty where nothing can be computed before that one is entered."""
         num_drafts = self._num_drafts()
         self.source.begin_step(now)
         ranks = [rank.schedule(now, num_drafts) for rank in self.ranks]
-        return StepPlan(ranks, num_drafts, num_drafts, self.pages.commands() if self._is_sourced else ())
+        return StepPlan(ranks, num_drafts, self.pages.commands() if self._is_sourced else ())
 
     def landed(self, rank: int, numbers: Iterable[int], ok: bool, now: float = 0.0) -> None:
         """Enter that pages have come from a source to a rank, by the numbers under which they were to land, or could not."""
@@ -222,9 +197,8 @@ class Scheduler:
         return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results; give an `Update` for each request that got a token or prompt log-probabilities, or failed.
-
-        Steps are entered in the order in which they were planned. Rows of requests that have ended meanwhile are dropped.
+        """Enter a step's results, in the order of plans; give an `Update` for each request that got a token or prompt log-probabilities,
+        or failed. Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.

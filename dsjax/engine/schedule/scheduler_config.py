@@ -17,15 +17,12 @@ class SchedulerConfig:
     """Sizes and policy; every number is per DP rank.
 
     Attributes:
-        max_num_seqs: most running requests.
-        max_num_batched_tokens: most tokens in a step, padding not counted.
-        prefill_chunk: most tokens of one prompt in a step.
-        max_prefill_rows: most prompts in a step.
+        max_num_seqs: most running requests. max_num_batched_tokens: most tokens in a step, padding not counted.
+        prefill_chunk: most tokens of one prompt in a step. max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
         host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
         disk_pages: that the disk has room for, of all ranks together; 0: none go there. disk_page_bytes: that each takes.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
-        speculation: how many tokens are drafted; None: none.
         num_batches: into how many batches running requests are dealt, which decode in steps of their own that are under way together.
             With more than 1, no request decodes in two steps under way: stages of a model compute them at the same time.
     """
@@ -97,12 +94,9 @@ class SchedulerConfig:
         return min(self.max_model_len, self.max_tokens_in_cache + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, is_given: bool = True) -> None:
-        """Refuse a request that could never finish.
+        """Raise an `AdmissionError` where the model's length or the rank's pages cannot hold prompt + max_tokens.
 
         is_given: whether the request has said `max_tokens`; else they are the least that it makes.
-
-        Raises:
-            AdmissionError: the model's length or the rank's pages cannot hold prompt + max_tokens.
         """
         total = num_prompt_tokens + max_tokens
         output = f"max_tokens is {max_tokens}" if is_given else f"at least {max_tokens} more must fit"

@@ -26,18 +26,15 @@ class StepWriter:
     Plans must be written in the order of their steps, each once, before the step after next is planned.
     """
 
-    def __init__(self, num_ranks: int, num_slots: int, page_size: int):
+    def __init__(self, num_ranks: int, page_size: int):
         self._page_size = page_size
-        self._owner: list[list[tuple[Request | None, int]]] = [[(None, 0)] * num_slots for _ in range(num_ranks)]
-        self._told = [[0] * num_slots for _ in range(num_ranks)]
+        # By rank and slot: the request, which admission of it, and how many pages.
+        self._told: list[dict[int, tuple[Request | None, int, int]]] = [{} for _ in range(num_ranks)]
 
     def write(self, plan: StepPlan) -> Step:
         """The step's command."""
-        return Step(
-            [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)],
-            plan.num_drafts,
-            plan.proposes,
-        )
+        ranks = [self._write_rank(index, rank, plan.num_drafts) for index, rank in enumerate(plan.ranks)]
+        return Step(ranks, plan.num_drafts, plan.num_drafts)
 
     def copies(self, plan: StepPlan) -> Copy | None:
         """The pages to be copied before the step; None where there are none."""
@@ -47,15 +44,11 @@ class StepWriter:
 
     def reset(self) -> None:
         """Forget what the executor was told, since it has forgotten it too."""
-        for owner, told in zip(self._owner, self._told, strict=True):
-            owner[:] = [(None, 0)] * len(owner)
-            told[:] = [0] * len(told)
+        for told in self._told:
+            told.clear()
 
     def _write_rank(self, index: int, rank: RankPlan, num_drafts: int) -> RankStep:
-        admissions: list[Admission] = []
-        changes: list[PageChange] = []
-        guides: list[Guide] = []
-        decodes: list[int] = []
+        admissions, changes, guides, decodes = list[Admission](), list[PageChange](), list[Guide](), list[int]()
         page_size = self._page_size
         for request, start, _, _ in rank.decodes:
             self._tell(index, request, start, admissions, changes)
@@ -76,49 +69,13 @@ class StepWriter:
     ) -> None:
         """Add what the executor does not know yet of the slot that a row is in: whose it is, and its new pages."""
         slot, pages, told = request.slot, request.pages, self._told[rank]
-        owner, admission = self._owner[rank][slot]
+        owner, admission, known = told.get(slot, (None, 0, 0))
         if owner is not request or admission != request.admissions:
-            self._admit(rank, request, start, admissions)
-        known = told[slot]
+            admissions.append(_admission(request, start))
+            known = 0
         if known != len(pages):
             changes.append(PageChange(slot, known, pages[known:]))
-            told[slot] = len(pages)
-
-    def _admit(self, rank: int, request: Request, start: int, admissions: list[Admission]) -> None:
-        slot = request.slot
-        self._owner[rank][slot] = (request, request.admissions)
-        self._told[rank][slot] = 0
-        params, rules = request.params, request.rules
-        sampling = Sampling(
-            request.num_prompt_tokens,
-            request.seed,
-            0.0 if params.greedy else params.temperature,
-            params.top_p,
-            max(params.top_k, 0),
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-            -1 if params.logprobs is None else params.logprobs,
-        )
-        token = request.token_ids[start]
-        if rules is None:
-            admissions.append(Admission(slot, start, token, sampling))
-            return
-        prompt, output = request.prompt_token_ids, request.output_token_ids
-        allowed = rules.allowed
-        admissions.append(
-            Admission(
-                slot,
-                start,
-                token,
-                sampling,
-                rules.counts(prompt, output).astype("<i4").tobytes(),
-                rules.biases().astype("<i4").tobytes(),
-                b"" if allowed is None else allowed.astype("<i4").tobytes(),
-                rules.needs_tokens,
-            )
-        )
+            told[slot] = (request, request.admissions, len(pages))
 
     def _prefill(self, row: ScheduledRow) -> PrefillRow:
         request, start, length, sampled = row
@@ -140,6 +97,26 @@ class StepWriter:
 def clear_command(dirty: Iterable[Iterable[int]]) -> Clear:
     """The command that zeroes pages, given rank by rank."""
     return Clear([int32s(pages) for pages in dirty])
+
+
+def _admission(request: Request, start: int) -> Admission:
+    params, rules, of_rules = request.params, request.rules, ()
+    sampling = Sampling(
+        request.num_prompt_tokens,
+        request.seed,
+        0.0 if params.greedy else params.temperature,
+        params.top_p,
+        max(params.top_k, 0),
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        -1 if params.logprobs is None else params.logprobs,
+    )
+    if rules is not None:
+        arrays = (rules.counts(request.prompt_token_ids, request.output_token_ids), rules.biases(), rules.allowed)
+        of_rules = (*(b"" if one is None else one.astype("<i4").tobytes() for one in arrays), rules.needs_tokens)
+    return Admission(request.slot, start, request.token_ids[start], sampling, *of_rules)
 
 
 def _guide(request: Request, num_drafts: int, guides: list[Guide]) -> None:

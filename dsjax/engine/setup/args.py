@@ -177,10 +177,7 @@ class BasicOptions:
 class EngineArgs(
     GroupOptions, SideOptions, ExpertOptions, TierOptions, ApartOptions, BasicOptions
 ):  # `--help` lists the last base first
-    """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank.
-
-    A part that has options declares them beside what it checks of them.
-    """
+    """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
 
     compile_ahead: int = option(
         1,
@@ -207,14 +204,8 @@ class EngineArgs(
         for field in dataclasses.fields(self):
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
                 _check(field, getattr(self, field.name))
-        _ = (
-            self.speculation,
-            self.eplb,
-            self.num_redundant,
-            self.kv_events,
-            self.credentials,
-            self.prefill,
-        )  # wrong ones are refused here
+        for name in ("speculation", "eplb", "num_redundant", "kv_events", "credentials", "prefill"):
+            getattr(self, name)  # a wrong one is refused here
         check_sizes(self)
         check_combinations(self)
         check_apart(self)
@@ -256,11 +247,7 @@ class EngineArgs(
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, read; None where nothing is drafted.
-
-        Raises:
-            UserError: it is not JSON, or has fields or values that cannot be.
-        """
+        """`speculative_config`, read, which raises as `prefill` does; None where nothing is drafted."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:

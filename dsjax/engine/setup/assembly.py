@@ -19,7 +19,7 @@ from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.batch_invariance import check_batch_invariant, open_sums
+from dsjax.engine.setup.batch_invariance import OPEN_SUMS, check_batch_invariant
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
@@ -59,9 +59,8 @@ def make_step(
 ) -> ModelStep:
     """Make the step that ``args`` describe, for this model on this mesh.
 
-    bf16_experts: whether the checkpoint has its routed experts so (``Checkpoint.bf16_experts``); None: as the
-    configuration says. mtp: with the model's MTP module, and its layer in the cache.
-    stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
+    bf16_experts: ``Checkpoint.bf16_experts``; None: as the configuration says. mtp: with the model's MTP module, and its layer in the
+    cache. stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
         UserError, MeshError: options, model and mesh that do not go together.
@@ -100,7 +99,7 @@ def make_step(
         )
     placement = expert_placement(config, expert_side or spec, args.num_redundant, mtp=mtp)
     if args.init_expert_location is not None:
-        placement = placement_from_file(args, config, expert_side or spec, placement)
+        placement = _placement_from_file(args, config, expert_side or spec, placement)
     if args.enable_eplb and not config.is_moe:
         raise UserError("--enable-eplb is given, but this model has no experts; leave it out")
     fusion = args.enable_shared_experts_fusion
@@ -203,13 +202,9 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
 def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:
     if not args.enable_dbo:
         return None
+    thresholds = args.dbo_decode_token_threshold, args.dbo_prefill_token_threshold
     drafts = args.speculation.num_speculative_tokens if args.speculation else 0
-    return TwoBatchOverlap(
-        args.dbo_decode_token_threshold,
-        args.dbo_prefill_token_threshold,
-        decode_chunk=1 + drafts,
-        stages=args.num_afd_stages,
-    )
+    return TwoBatchOverlap(*thresholds, decode_chunk=1 + drafts, stages=args.num_afd_stages)
 
 
 def _kernels(
@@ -235,7 +230,7 @@ def _kernels(
     )
     if args.batch_invariant and kernels.pallas is not None:
         kernels = dataclasses.replace(kernels, pallas=dataclasses.replace(kernels.pallas, fixed=True))
-        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, open_sums(kernels)))))
+        kernels = dataclasses.replace(kernels, note="; ".join(filter(None, (kernels.note, OPEN_SUMS))))
     if kernels.pallas is None or kernels.pallas.platform != "tpu":
         return kernels
     refused = {
@@ -265,10 +260,8 @@ def _refuses_experts(config: ModelConfig, spec: MeshSpec, weights: Weights, sche
 
 
 def compute_dtype(args: EngineArgs, config: ModelConfig, platform: str) -> np.dtype:
-    """Choose what activations are computed in.
-
-    ``auto`` is the checkpoint's dtype, except on CPU: XLA computes bf16 there by converting to float32 and back around
-    each operation, which is slower and less exact than float32 itself.
+    """Choose what activations are computed in. ``auto``: the checkpoint's dtype, but float32 on CPU, where XLA computes bf16 by
+    converting to float32 and back around each operation, which is slower and less exact.
     """
     if args.dtype != "auto":
         return jnp.dtype(args.dtype)
@@ -283,7 +276,7 @@ def cache_dtype(args: EngineArgs, dtype: np.dtype) -> np.dtype:
 def weights_format(args: EngineArgs, config: ModelConfig, dtype: np.dtype, bf16_experts: bool | None = None) -> Weights:
     """Choose how matrices are kept: quantised if asked for, else in the compute dtype, but routed experts in bf16 if they come so.
 
-    bf16_experts: as for ``make_step``. FP8 values times their scales do not fit bf16, so they become float32 for float32.
+    FP8 values times their scales do not fit bf16, so they become float32 for float32.
     """
     if args.weights != "auto":
         return args.weights
@@ -343,10 +336,7 @@ def model_rules(args: EngineArgs, config: ModelConfig, spec: MeshSpec) -> Rules:
 
 
 def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp: bool = False) -> LayerPlacements:
-    """Choose which logical expert each physical slot of each MoE layer holds: in order, or with redundant copies spread evenly.
-
-    The layer of the MTP module, with ``mtp``, is the last.
-    """
+    """Choose which expert each slot of each MoE layer holds, the MTP module's last: in order, or with redundant copies spread evenly."""
     experts = config.n_routed_experts
     placement = Placement.identity(experts)
     if redundant:
@@ -354,16 +344,13 @@ def expert_placement(config: ModelConfig, spec: MeshSpec, redundant: int, *, mtp
     return LayerPlacements.alike(placement, (config.num_moe_layers + mtp) if config.is_moe else 0)
 
 
-def placement_from_file(
+def _placement_from_file(
     args: EngineArgs, config: ModelConfig, spec: MeshSpec, default: LayerPlacements
 ) -> LayerPlacements:
     """Place experts as ``--init-expert-location`` says: at its places where they fit, else at places made for its loads.
 
     A file of a server without the MTP module leaves the module's layer as it is in ``default``; the module's row is not read where
     there is no module.
-
-    Raises:
-        UserError: neither fits the model and the mesh.
     """
     if not config.is_moe:
         raise UserError("--init-expert-location is given, but this model has no experts; leave it out")
@@ -373,22 +360,11 @@ def placement_from_file(
     if location.physical_to_logical is not None and _fits(location.physical_to_logical, layers, slots):
         given = location.physical_to_logical[: len(rows)]
     elif location.logical_load is not None and _fits(location.logical_load, layers, experts):
-        policy = args.eplb.policy if args.eplb else "auto"
-        given = rebalance(
-            location.logical_load[: len(rows)],
-            n_physical=slots,
-            ranks=spec.ep_size,
-            groups=config.n_group,
-            policy=policy,
-        )
+        load, policy = location.logical_load[: len(rows)], args.eplb.policy if args.eplb else "auto"
+        given = rebalance(load, n_physical=slots, ranks=spec.ep_size, groups=config.n_group, policy=policy)
     else:
-        shapes = {
-            name: None if table is None else list(table.shape)
-            for name, table in (
-                ("physical_to_logical", location.physical_to_logical),
-                ("logical_load", location.logical_load),
-            )
-        }
+        tables = {name: getattr(location, name) for name in ("physical_to_logical", "logical_load")}
+        shapes = {name: None if table is None else list(table.shape) for name, table in tables.items()}
         raise UserError(
             f"--init-expert-location: {args.init_expert_location} has tables of shapes {shapes}; expected physical_to_logical "
             f"[{layers}, {slots}] or logical_load [{layers}, {experts}] for this model on this mesh, or one more row for an MTP module"
@@ -426,9 +402,7 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
 
 
 def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> str:
-    """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts: what ``auto`` comes to there.
-
-    halved: it is computed in two halves, of which each is sent by itself.
+    """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts, or with ``halved`` each of its two halves.
 
     ``local`` where one device holds all experts, ``memory`` where emulated devices' experts read tokens where they
     lie, ``apart`` where experts have devices of their own, ``none`` for a model without any.

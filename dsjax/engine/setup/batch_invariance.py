@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.errors import UserError
-from dsjax.kernels.table import Kernels
 from dsjax.model.parameters import Weights
 from dsjax.model.step import ModelStep
 
@@ -15,37 +13,14 @@ OPERATIONS = ("decode attention", "prefill attention", "experts", "other product
 """Operations that must have kernels."""
 
 
-@dataclass(frozen=True)
-class OpenSum:
-    """A sum whose order `--batch-invariant` does not fix. name: its entry in the list of `dsjax dryrun --reductions`, if it has one there.
-
-    platforms: whose kernels leave it open. what: as the message at start has it.
-    """
-
-    name: str
-    platforms: tuple[str, ...]
-    what: str
-
-
-OPEN_SUMS: tuple[OpenSum, ...] = (
-    OpenSum("sampler", ("gpu", "tpu"), "the draw's probabilities and their running sum over the vocabulary"),
+OPEN_SUMS = (
+    "--batch-invariant leaves to the compiler: the draw's probabilities and their running sum over the vocabulary"
 )
-
-
-def open_sums(kernels: Kernels) -> str:
-    """Say which sums stay open with `--batch-invariant`; nothing where the kernels leave none open."""
-    if not kernels.fixed:
-        return ""
-    named = [one.what for one in OPEN_SUMS if kernels.pallas.platform in one.platforms]
-    return f"--batch-invariant leaves to the compiler: {'; '.join(named)}" if named else ""
+"""The sums whose order it does not fix on accelerators, as the message at start has them."""
 
 
 def check_batch_invariant(step: ModelStep, platform: str, weights: Weights) -> None:
-    """Refuse what would let a token's bits depend on the batch that it is computed in.
-
-    Raises:
-        UserError: two MLA forms; products, attention or experts that are left to the compiler; a model that has further sums.
-    """
+    """Refuse what would let a token's bits depend on the batch that it is computed in: two MLA forms, or sums left to the compiler."""
     if {step.prefill_form, step.decode_form} not in ({"A_CC"}, {"A_CC_ME"}, {"AM_CC_ME"}, {"CC"}, {"CD"}):
         raise UserError(
             f"--batch-invariant computes prompts and decodes in one MLA form, and --mla-prefill is {step.prefill_form}, --mla-decode "
@@ -78,11 +53,7 @@ def _left_open(step: ModelStep, weights: Weights) -> Iterator[str]:
     if WEIGHT_FORMATS[weights].packed is not None:
         yield f"the experts' kernels for --weights {weights} take tiles that follow the rows"
     for operation in OPERATIONS:
-        if (operation != "experts" or step.config.is_moe) and step.kernels.name(
-            operation, _form(step, operation)
-        ) != "pallas":
+        form = {"decode attention": step.decode_form, "prefill attention": step.prefill_form}.get(operation)
+        needed = operation != "experts" or step.config.is_moe
+        if needed and step.kernels.name(operation, form) != "pallas":
             yield step.kernels.note or f"{operation} is plain here"
-
-
-def _form(step: ModelStep, operation: str) -> str | None:
-    return {"decode attention": step.decode_form, "prefill attention": step.prefill_form}.get(operation)

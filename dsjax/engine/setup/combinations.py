@@ -50,10 +50,6 @@ def _has_stages(args: Any) -> bool:
     return any(MeshSpec.parse(mesh).pp_size > 1 for mesh in meshes if mesh is not None)
 
 
-def _names_several(args: Any) -> bool:
-    return args.coordinator_address is not None or (args.num_processes or 1) > 1
-
-
 PREFILL_MESH, DECODE_MESH, MODE = _given("prefill_mesh"), _given("decode_mesh"), _given("disaggregation_mode")
 PREFILL_SIDE = Choice("--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill")
 ATTENTION_MESH, EXPERT_MESH = _given("attention_mesh"), _given("expert_mesh")
@@ -66,7 +62,10 @@ EXPERTS_HERE = Choice(
     lambda args: args.expert_mesh is not None and args.afd_role != "attention",
 )
 STAGES = Choice("stages (--mesh pp=…)", _has_stages)
-SEVERAL = Choice("--num-processes and --coordinator-address", _names_several)
+SEVERAL = Choice(
+    "--num-processes and --coordinator-address",
+    lambda args: args.coordinator_address is not None or (args.num_processes or 1) > 1,
+)
 MESH = Choice("--mesh", lambda args: args.mesh not in (type(args).mesh, args.attention_mesh))
 NO_PREFIX_CACHING = Choice("--no-enable-prefix-caching", lambda args: not args.enable_prefix_caching)
 NO_CACHE = Choice("the MLA form CD", lambda args: "CD" in (args.mla_prefill, args.mla_decode))
@@ -175,11 +174,7 @@ def check_combinations(args: Any) -> None:
 
 
 def check_group(args: Any) -> None:
-    """Check that an engine may be several processes, where it is: its options, or what started this process, say so.
-
-    Raises:
-        UserError: it may not.
-    """
+    """Refuse options that cannot be those of several processes, where what started this process says that there are several."""
     for pair in EXCLUSIONS:
         if pair.other is SEVERAL and pair.one.made(args):
             raise _refusal(pair)

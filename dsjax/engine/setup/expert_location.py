@@ -34,11 +34,7 @@ class ExpertLocation:
 
     @classmethod
     def read(cls, path: str | Path) -> ExpertLocation:
-        """Read a file.
-
-        Raises:
-            UserError: there is none, or it is not of this form; says what was found.
-        """
+        """Read a file; raise a `UserError` that says what was found where it is not of this form."""
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

@@ -22,13 +22,9 @@ from dsjax.model.step import ModelStep
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """Sizes of the engine that computes prompts for another one beside it.
+    """Sizes of the engine that computes prompts for another one beside it, as of `EngineFacts`.
 
-    Attributes:
-        dp_ranks: number of them; all but `cache_tokens` is of each of them.
-        max_num_seqs, max_num_batched_tokens, prefill_chunk: as of `EngineArgs`, the last as far as a step has room for it.
-        cache_tokens: token slots of the cache, all DP ranks together.
-        max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
+    max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
     """
 
     dp_ranks: int
@@ -58,21 +54,18 @@ class EngineFacts:
     """What a loaded engine is, for the start-up screen, `/server_info` and whoever asks; bytes are of one device.
 
     Attributes:
-        mesh: as the user wrote it, normalised: `dp=4,tp=8`.
-        mesh_shape: sizes of the physical axes, in order.
+        mesh: as the user wrote it, normalised. mesh_shape: sizes of the physical axes, in order.
         device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
         dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
             `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
             use another method (docs/dispatch.md).
-        mla: e.g. `{"prefill": "CC", "decode": "A_CC_ME"}`.
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
-        activation_scheme: what `--activation-scheme` came to: `dynamic` where activations are quantised for FP8 products, else `none`.
+        activation_scheme: what `--activation-scheme` came to.
         weight_bytes: by component.
         cache_tokens: token slots of the latent cache, all DP ranks together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
         max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
-        prefill_meshes: the mesh of the devices beside these that compute prompts for them; empty without them. prefill_sizes: of the
-            engine there; None without it.
+        prefill_meshes, prefill_sizes: of the engine beside this one that computes its prompts; empty and None without it.
         host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         expert_mesh: the mesh of the devices beside these that have the routed experts, e.g. `ep=24`; None where these have them.

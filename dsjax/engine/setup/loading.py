@@ -36,7 +36,7 @@ from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
-from dsjax.engine.experts.expert_exchange import ExpertExchange, Reload
+from dsjax.engine.experts.expert_exchange import ExpertExchange
 from dsjax.engine.experts.expert_moves import ExpertMoves
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
@@ -72,9 +72,8 @@ SMALLER_CACHE = "give a smaller --cache-tokens or --max-num-seqs"
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none; ``page_space``, with transfers,
-    says what a page's values depend on beside its tokens. ``held`` takes the weights over when the
-    executor is released. ``sources``: where the weights of all processes come from."""
+    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none. ``page_space``: as of the
+    function, with transfers. ``held`` takes the weights over when the executor is released. ``sources``: where all weights come from."""
 
     executor: Executor
     tokenizer: Tokenizer | None
@@ -135,9 +134,6 @@ class _Loader:
     """Loads one model for `load_model`, whose arguments these are.
 
     Each stage of this process has a layout, parameters and an executor; without stages there is one of each.
-
-    Raises:
-        UserError, MeshError: options, model and devices that do not go together.
     """
 
     def __init__(
@@ -196,14 +192,15 @@ class _Loader:
                 args, self.step.mesh.devices.flat[0].platform, group and group.endpoint
             )
             opened.callback(experts.close)
-            _connect_experts(args, self.step, experts, directory, self.held.name, group, self.is_later)
+            self._connect_experts(experts)
         params, sources = self._read_all()
         limits = self._limits(params) if group is None else common_limits(group, lambda: self._limits(params))
         facts = [
             describe_engine(args, layout.step, limits, layout.buckets, one, self.weights)
             for layout, one in zip(self.layouts, params, strict=True)
         ]
-        disk = lock and partial(open_disk, args, page_space(args, self.step, directory), lock)
+        space = page_space(args, self.step, directory) if lock or limits.transfers else None
+        disk = lock and (lambda shapes: DiskPages(PageFiles(lock, space, shapes), args.disk_cache_bytes))
         with explained_out_of_memory("its cache was made", SMALLER_CACHE):
             if self.stages is None:
                 executor: Executor = self._executor(self.layouts[0], params[0], limits, disk, opened)
@@ -215,14 +212,23 @@ class _Loader:
                     for layout, one in zip(self.layouts, params, strict=True)
                 ]
                 executor = self.stages.join(executors, pages, opened)
-                engine_facts = self.stages.describe(facts, self.steps, params, limits)
+                engine_facts = self.stages.describe(facts, self.steps)
         opened.pop_all()  # the executor closes them
         opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
         if group is not None and group.is_leader and len(group.present) > 1:
             executor = LeaderExecutor(executor, group)
             opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
-        if group is None or group.is_leader:
-            executor = record_if_wanted(args, executor, self.step.mesh, directory)
+        if args.record_steps is not None and (group is None or group.is_leader):
+            device = self.step.mesh.devices.flat[0]
+            first = describe_recording(
+                args.executor_options,
+                executor.limits,
+                fingerprint(directory),
+                jax=jax.__version__,
+                platform=device.platform,
+                device_kind=device.device_kind,
+            )
+            executor = RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
         self.held.clear()
         has_tokenizer = (directory / "tokenizer.json").is_file() and not self.is_later
         tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
@@ -232,10 +238,31 @@ class _Loader:
             self.config,
             read_eos_token_ids(directory, tokenizer),
             engine_facts,
-            page_space(args, self.step, directory) if limits.transfers else None,
+            space if limits.transfers else None,
             self.held,
             sources,
         )
+
+    def _connect_experts(self, side: RemoteExperts) -> None:
+        """Connect to the processes with experts, and with the other processes of the attention side, which all have process 0's name."""
+        group, is_later = self.group, self.is_later
+        side.space, side.name = expert_space(self.args, self.step, self.directory), self.held.name
+        side.placement = self.step.placement.physical_to_logical
+        if group is None:
+            side.connect(known=is_later)
+            return
+        side.generation, side.name = group.generation, group.agreement.ask("attention side", side.name)[0]
+        ids = [member.process_id for member in group.present]
+        side.member = ids.index(group.options.process_id), len(ids)
+        # Before anything is waited for: a process that is lost meanwhile ends the wait of all others.
+        group.collectives.cut_with(group.generation, side.abandon)
+        try:
+            group.agreement.run("experts", lambda: side.connect(known=is_later))
+        except LinkClosedError as error:
+            group.check(error)
+            raise
+        if len(group.present) > 1:
+            side.join(AttentionProcesses(group))
 
     def _read_all(self) -> tuple[list[dict[str, Array]], WeightBytes]:
         """Read the parameters of every step, in all processes; and say where those of all processes come from."""
@@ -263,17 +290,44 @@ class _Loader:
                 if pool is not None:
                     pool = replace(pool, used=pool.used - held.device_bytes(step.mesh.local_devices[0]))
                 check_device_memory(args, step, pool)
-        options: dict[str, Any] = {"progress": self.show_progress}
-        if self.stages is None:
-            options["held"] = held
+        options: dict[str, Any] = {"progress": self.show_progress} | ({} if self.stages else {"held": held})
         if group is not None:
             options["check"] = partial(group.check_generation, group.generation, "its weights were loaded")
         with explained_out_of_memory("its weights were loaded", SMALLER):
             return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
     def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
-        """What reads parameters of a step, without what else this object holds."""
-        return partial(_read, self.args, self.config, self.weights, self.experts, step)
+        """What reads parameters of a step, all or those of the paths `only`; it holds nothing else of this object.
+
+        placement: of the step's experts.
+        """
+        config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
+
+        def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
+            if step.stage is not None:
+                options = {"only": step.table.infos, "window": step.stage.window(config)} | options
+            if step.apart is not None:
+                options["only"] = step.table.infos
+            if not step.config.is_moe:
+                placement = None
+            elif step.stage is not None:
+                placement = placement_of_all(config, step, placement)
+            options |= {"placement": placement, "weights": weights, "mtp": mtp}
+            if isinstance(experts, ExpertSide):
+                experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
+            return load(config, source, step.mesh, step.rules, **options)
+
+        return read
+
+    def _mover(self, step: ModelStep, per_exchange: int) -> PartMaker:
+        """Make the part that moves experts that have devices of their own."""
+        side, writer = self.experts, None
+        if isinstance(side, ExpertSide):
+            platform = side.mesh.devices.flat[0].platform
+            reader = ExpertReader(self.config, self.checkpoint, self.weights, platform, mtp=step.has_module)
+            writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
+            writer.rehearse()
+        return lambda device, _: ExpertMoves(device, per_exchange, writer)
 
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
         """Limits with as many pages as fit the devices with the least room."""
@@ -293,18 +347,24 @@ class _Loader:
     ) -> MeshExecutor:
         """Make the executor of one mesh."""
         args, group, step, directory = self.args, self.group, layout.step, self.directory
-        apart, read = step.apart is not None, self._reader(step)
-        parts = executor_parts(
-            args,
-            limits,
-            0 if apart else layout.per_exchange,
-            lambda paths, placements: read(directory, step.stored(placements), only=paths),
-            disk,
-        )
+        apart, read, per_exchange = step.apart is not None, self._reader(step), layout.per_exchange
+        parts: list[PartMaker] = []
+        if limits.transfers:  # before host memory: what has come from other engines is looked for first
+            parts.append(PageChunks)
+        if limits.host_pages_per_rank or disk is not None:
+            parts.append(partial(OffloadedPages, disk=disk))
+        if args.page_source is not None:
+            parts.append(import_page_source(args.page_source).device_part)
         if apart:
             parts.append(_side_part(args, directory, group, step.mesh))
             if args.eplb:
-                parts.append(_mover(step, self.experts, self.checkpoint, self.weights, layout.per_exchange))
+                parts.append(self._mover(step, per_exchange))
+        elif per_exchange:
+
+            def reload(paths: Sequence[str], placements: LayerPlacements) -> dict[str, Array]:
+                return read(directory, step.stored(placements), only=paths)
+
+            parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
         shared = group is not None and step.stage is None
         executor = (MeshExecutor if step.stage is None else StageExecutor)(
             step,
@@ -312,7 +372,7 @@ class _Loader:
             limits,
             layout.buckets,
             num_drafts=layout.num_drafts,
-            experts_per_exchange=layout.per_exchange,
+            experts_per_exchange=per_exchange,
             parts=parts,
             meet=(lambda: group.agreement.ask("compiled")) if shared else None,
             library=None if apart else self.library,  # it keeps steps that are one program each
@@ -320,63 +380,6 @@ class _Loader:
         )
         opened.callback(executor.shutdown)
         return executor
-
-
-def _read(
-    args: EngineArgs,
-    config: ModelConfig,
-    weights: str,
-    experts: Side | None,
-    step: ModelStep,
-    source: Checkpoint | Path,
-    placement: LayerPlacements,
-    **options: Any,
-) -> dict[str, Array]:
-    """Read parameters of a step, all or those of the paths `only`. config: of the whole model. placement: of the step's experts."""
-    if step.stage is not None:
-        options = {"only": step.table.infos, "window": step.stage.window(config)} | options
-    if step.apart is not None:
-        options["only"] = step.table.infos
-    if not step.config.is_moe:
-        placement = None
-    elif step.stage is not None:
-        placement = placement_of_all(config, step, placement)
-    options |= {"placement": placement, "weights": weights, "mtp": args.speculation is not None}
-    if isinstance(experts, ExpertSide):
-        experts.params = load(config, source, experts.mesh, experts.rules, **options | {"only": experts.infos})
-    return load(config, source, step.mesh, step.rules, **options)
-
-
-def _connect_experts(
-    args: EngineArgs,
-    step: ModelStep,
-    side: RemoteExperts,
-    directory: Path,
-    name: bytes,
-    group: HostGroup | None,
-    is_later: bool,
-) -> None:
-    """Connect to the processes with experts, and with the other processes of the attention side. directory: of the checkpoint.
-
-    name: of this process's engine; all processes of the attention side have that of process 0. is_later: experts were there before.
-    """
-    side.space, side.name = expert_space(args, step, directory), name
-    side.placement = step.placement.physical_to_logical
-    if group is None:
-        side.connect(known=is_later)
-        return
-    side.generation, side.name = group.generation, group.agreement.ask("attention side", name)[0]
-    ids = [member.process_id for member in group.present]
-    side.member = ids.index(group.options.process_id), len(ids)
-    # Before anything is waited for: a process that is lost meanwhile ends the wait of all others.
-    group.collectives.cut_with(group.generation, side.abandon)
-    try:
-        group.agreement.run("experts", lambda: side.connect(known=is_later))
-    except LinkClosedError as error:
-        group.check(error)
-        raise
-    if len(group.present) > 1:
-        side.join(AttentionProcesses(group))
 
 
 def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
@@ -403,44 +406,12 @@ def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh:
     return make
 
 
-def _mover(step: ModelStep, side: Side, checkpoint: Checkpoint, weights: str, per_exchange: int) -> PartMaker:
-    """Make the part that moves experts that have devices of their own. weights: how their parameters are kept."""
-    writer = None
-    if isinstance(side, ExpertSide):
-        platform = side.mesh.devices.flat[0].platform
-        reader = ExpertReader(checkpoint.config, checkpoint, weights, platform, mtp=step.has_module)
-        writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
-        writer.rehearse()
-    return lambda device, _: ExpertMoves(device, per_exchange, writer)
-
-
-def executor_parts(
-    args: EngineArgs,
-    limits: ExecutorLimits,
-    per_exchange: int,
-    reload: Reload,
-    disk: Callable[[Shapes], Any] | None,
-) -> list[PartMaker]:
-    """List the optional parts of an executor with these sizes. What has come from other engines is looked for before host memory."""
-    parts: list[PartMaker] = []
-    if limits.transfers:
-        parts.append(PageChunks)
-    if limits.host_pages_per_rank or disk is not None:
-        parts.append(partial(OffloadedPages, disk=disk))
-    if args.page_source is not None:
-        parts.append(import_page_source(args.page_source).device_part)
-    if per_exchange:
-        parts.append(lambda device, _: ExpertExchange(device, per_exchange, reload))
-    return parts
-
-
-def open_disk(args: EngineArgs, space: dict[str, Any], folder: PageFolder, shapes: Shapes) -> DiskPages:
-    """Give the folder's pages of this model. shapes: of a page's arrays."""
-    return DiskPages(PageFiles(folder, space, shapes), args.disk_cache_bytes)
-
-
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
     """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    arithmetic = {}
+    if args.batch_invariant:  # its last bits: what another engine computed is not to be found
+        names = step.kernels.names(step.prefill_form, step.decode_form)
+        arithmetic = {"batch_invariant": names, "form": step.decode_form}
     return {
         "fingerprint": fingerprint(directory),
         "dtype": str(step.dtype),
@@ -451,13 +422,8 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
         **step.attention.form_of_pages,
         "page_size": step.page_size,
         "module_layer": step.has_module,
-        **(_arithmetic(step) if args.batch_invariant else {}),
+        **arithmetic,
     }
-
-
-def _arithmetic(step: ModelStep) -> dict[str, Any]:
-    """Say what the last bits of a page depend on, for an engine that promises them: what another one computed is not to be found."""
-    return {"batch_invariant": step.kernels.names(step.prefill_form, step.decode_form), "form": step.decode_form}
 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
@@ -496,36 +462,15 @@ def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Execu
     return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
 
 
-def record_if_wanted(args: EngineArgs, executor: Executor, mesh: Mesh, directory: Path) -> Executor:
-    """Have all that the executor is told written to the file that `args` name, if they name one."""
-    if args.record_steps is None:
-        return executor
-    device = mesh.devices.flat[0]
-    first = describe_recording(
-        args.executor_options,
-        executor.limits,
-        fingerprint(directory),
-        jax=jax.__version__,
-        platform=device.platform,
-        device_kind=device.device_kind,
-    )
-    return RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
-
-
 def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids of the tokens that end a completion, ascending.
-
-    They are the tokenizer's own, and those of `generation_config.json`, or of `config.json` where that has none.
+    """Ids of the tokens that end a completion: the tokenizer's, and those of `generation_config.json`, or where it has none `config.json`.
 
     Raises:
         TokenizerError: one of the files is unreadable, or its `eos_token_id` is neither an integer nor a list of them.
     """
     token_ids: set[int] = set() if tokenizer is None or tokenizer.eos_id is None else {tokenizer.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        ids = _eos_field(Path(directory) / name)
-        if ids:
-            token_ids |= ids
-            break
+    paths = (Path(directory) / name for name in ("generation_config.json", "config.json"))
+    token_ids |= next((ids for path in paths if (ids := _eos_field(path))), set())
     return tuple(sorted(token_ids))
 
 

@@ -32,11 +32,7 @@ _ONE_SIDE = dict.fromkeys(("prefill_mesh", "decode_mesh", "prefill_config"))
 
 @dataclass(frozen=True)
 class PrefillConfig(JsonOption):
-    """Sizes of the engine of `--prefill-mesh`, each in place of the option of its name; None: as that option says.
-
-    Raises:
-        UserError: a value that cannot be.
-    """
+    """Sizes of the engine of `--prefill-mesh`, each in place of the option of its name; None: as that option says."""
 
     flag: ClassVar[str] = "--prefill-config"
     example: ClassVar[str] = '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384}\''
@@ -109,11 +105,7 @@ class SideOptions:
 
     @property
     def prefill(self) -> PrefillConfig:
-        """`prefill_config`, read.
-
-        Raises:
-            UserError: it is not JSON, or has fields or values that cannot be.
-        """
+        """`prefill_config`, read; raises a `UserError` where it is not JSON, or has fields or values that cannot be."""
         return PrefillConfig() if self.prefill_config is None else PrefillConfig.parse(self.prefill_config)
 
     @property
@@ -129,11 +121,7 @@ def decode_args(args: Args) -> Args:
 
 
 def prefill_args(args: Args) -> Args:
-    """Give the options of the engine that computes prompts, with sizes of its own where they are given.
-
-    Raises:
-        UserError, MeshError: they do not go together.
-    """
+    """Give the options of the engine that computes prompts, with sizes of its own where they are given."""
     changed = {"mesh": args.prefill_mesh, "disaggregation_mode": "prefill"} | args.prefill.given
     with naming_prefill(args):
         changed |= _experts(args, args.prefill_mesh, changed)
@@ -171,11 +159,7 @@ def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_sizes(args: Args) -> None:
-    """Check that the sizes of an engine go together.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that the sizes of an engine go together; raise a `UserError` where they do not."""
     seqs, tokens, kept = args.max_num_seqs, args.max_num_batched_tokens, args.cache_tokens
     if seqs is not None and tokens < seqs:
         raise UserError(
@@ -190,11 +174,7 @@ def check_sizes(args: Args) -> None:
 
 
 def check_sides(args: Args) -> None:
-    """Check the mesh, or those of two sides, the options of the prefill side, and that there is what moves pages to another process.
-
-    Raises:
-        UserError: they cannot be so. MeshError: a mesh cannot be.
-    """
+    """Check the meshes, the options of the prefill side, and that there is what moves pages to another process."""
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
     MeshSpec.parse(args.mesh)

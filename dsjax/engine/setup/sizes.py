@@ -55,31 +55,15 @@ class EngineLayout:
     per_exchange: int
 
     @classmethod
-    def of(
-        cls,
-        args: EngineArgs,
-        checkpoint: Checkpoint,
-        mesh: Mesh,
-        stage: Stage | None = None,
-    ) -> EngineLayout:
-        """Lay out the model that ``args`` describe, on a mesh that ``args.mesh`` is the shape of.
-
-        stage: the part of the model that is on ``mesh``, where ``args.mesh`` has several.
+    def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
+        """Lay out the model that ``args`` describe, or a stage of it, on a mesh that ``args.mesh`` is the shape of.
 
         Raises:
             UserError, MeshError: options, model and mesh that do not go together.
         """
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
-        step = make_step(
-            args,
-            config,
-            spec,
-            mesh,
-            bf16_experts=checkpoint.bf16_experts,
-            mtp=mtp,
-            stage=stage,
-        )
+        step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, stage=stage)
         per_exchange = experts_per_exchange(args, step)
         sizes = _sizes(args, step)
         mixed = mesh.devices.flat[0].platform != "cpu"
@@ -116,9 +100,8 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
     It is the most that are there at once: of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those
     that have come and what is staged.
     """
-    landing = MOST_LANDED + MOST_LOADED  # what has come, and what is staged
-    pages = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": landing}[args.disaggregation_mode]
-    return pages * device_cache.bytes_per_page(step)
+    sides = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": MOST_LANDED + MOST_LOADED}
+    return sides[args.disaggregation_mode] * device_cache.bytes_per_page(step)
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
@@ -160,35 +143,20 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
-    tiers = _tiers(args, step)
-    moves = sizes.transfers or args.page_source is not None or any(tiers.values())
-    return replace(sizes, pages_per_rank=pages, moves_pages=moves, **tiers)
-
-
-def _tiers(args: EngineArgs, step: ModelStep) -> dict[str, int]:
-    """Choose the fields of ``ExecutorLimits`` that say what lies below the devices.
-
-    Raises:
-        UserError: a tier has no room for a page.
-    """
-    disk_pages = _disk_pages(args, step)
-    return {
-        "host_pages_per_rank": _host_pages(args, step),
-        "disk_pages": disk_pages,
-        "disk_page_bytes": bytes_on_disk(page_bytes(args, step)) if disk_pages else 0,
-    }
-
-
-def _disk_pages(args: EngineArgs, step: ModelStep) -> int:
-    """Count the pages for which ``--disk-cache-bytes`` has room."""
-    if args.disk_cache is None:
-        return 0
-    each = bytes_on_disk(page_bytes(args, step))
-    if args.disk_cache_bytes < each:
+    on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
+    if on_disk and args.disk_cache_bytes < on_disk:
         raise UserError(
-            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {each:,}"
+            f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {on_disk:,}"
         )
-    return args.disk_cache_bytes // each
+    host_pages = _host_pages(args, step)
+    return replace(
+        sizes,
+        pages_per_rank=pages,
+        moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
+        host_pages_per_rank=host_pages,
+        disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
+        disk_page_bytes=on_disk,
+    )
 
 
 def _host_pages(args: EngineArgs, step: ModelStep) -> int:
@@ -221,16 +189,16 @@ def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> Non
 
     steps: the model's one, or those of its stages. held: bytes of another mesh's weights, which these take the place of.
     """
-    available = available_bytes()
-    if available is not None:
-        available += held
+    if (available := available_bytes()) is None:
+        return
+    available += held
     devices = sum(len(step.mesh.local_devices) for step in steps)
     needed = sum(weight_bytes(step) * len(step.mesh.local_devices) for step in steps)
     if args.expert_mesh is not None and args.afd_role == "both":
         [step] = steps
         devices += step.apart.spec.num_devices
         needed += step.apart.bytes_of_device * step.apart.spec.num_devices
-    if available is not None and needed > available:
+    if needed > available:
         raise UserError(
             f"the weights of {args.model} take {needed / 1e9:,.1f} GB on {devices} emulated devices, and this "
             f"host has {available / 1e9:,.1f} GB of memory available; use a mesh of fewer devices or a smaller model, or look at "
@@ -239,11 +207,7 @@ def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> Non
 
 
 def check_device_memory(args: EngineArgs, step: ModelStep, pool: Pool | None) -> None:
-    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything.
-
-    Raises:
-        UserError: with what the weights take, and what would fit.
-    """
+    """Refuse weights that the pool of a device cannot hold, before they are read. A pool that is not known holds anything."""
     needed, on = weight_bytes(step), str(step.spec)
     if args.expert_mesh is not None and args.afd_role == "both" and step.apart.bytes_of_device > needed:
         needed, on = step.apart.bytes_of_device, f"ep={step.apart.spec.ep_size} of experts"

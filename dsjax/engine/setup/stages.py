@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from dsjax.config import ModelConfig
-from dsjax.engine.contract.executor import ExecutorLimits
-from dsjax.engine.device import cache as device_cache
 from dsjax.engine.pipeline.experts_of_stages import ExpertsOfStages
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
@@ -25,7 +22,6 @@ from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.page_tiers import PageReporter
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
-from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage, stages_of
 from dsjax.model.step import ModelStep
 from sharding import MeshError, MeshSpec
@@ -36,9 +32,8 @@ from sharding.layer_placement import LayerPlacements
 class OwnStages:
     """The stages that are on this process's devices.
 
-    Attributes:
-        spec: the mesh of all stages. owners: the process that has each of them. balanced: whether experts follow the load.
-        stages, meshes: those of this process.
+    spec: the mesh of all stages. owners: the process that has each of them. balanced: whether experts follow the load.
+    stages, meshes: those of this process.
     """
 
     spec: MeshSpec
@@ -88,41 +83,31 @@ class OwnStages:
         self,
         facts: Sequence[EngineFacts],
         steps: Sequence[ModelStep],
-        params: Sequence[Mapping[str, Array]],
-        limits: ExecutorLimits,
     ) -> EngineFacts:
-        """Make one description of those of the stages: bytes are of a device of the stage with most weights."""
-        stages = [
-            StageFacts(
-                layers=(step.stage.first, step.stage.first + step.stage.layers - 1),
-                weight_bytes=sum(device_bytes(one).values()),
-                cache_bytes=device_cache.bytes_per_page(step) * limits.pages_per_rank,
-            )
-            for step, one in zip(steps, params, strict=True)
-        ]
-        fullest = facts[max(range(len(facts)), key=lambda number: stages[number].weight_bytes)]
-        again = 0 if steps[-1].begins else steps[-1].table.infos.get("embed.weight")
-        moe = next((one for one in facts if one.physical_experts_per_device), fullest)
-        whole = replace(
-            fullest,
-            parameters=sum(one.parameters for one in facts) - (again.count if again else 0),
+        """Make one description of the stages of all processes: bytes are of a device of the stage with most weights."""
+        own = [_of_stage(one, step) for one, step in zip(facts, steps, strict=True)]
+        told = self.group.agreement.ask("facts", own) if self.is_divided else [own]
+        stages = sorted((stage for each in told for stage in each), key=lambda stage: stage["layers"])
+        fullest = max(stages, key=lambda stage: sum(stage["weight_bytes"].values()))
+        moe = next((stage for stage in stages if stage["physical_experts_per_device"]), fullest)
+        return replace(
+            facts[0],
+            parameters=sum(stage["parameters"] for stage in stages),
             mesh=str(self.spec),
-            mesh_shape={"pp": self.spec.pp_size, **fullest.mesh_shape},
+            mesh_shape={"pp": self.spec.pp_size, **facts[0].mesh_shape},
             num_devices=self.spec.num_devices,
-            num_processes=jax.process_count(),
-            physical_experts_per_device=moe.physical_experts_per_device,
-            dispatch=moe.dispatch,
-            stages=stages,
+            num_processes=len(told),
+            stages=[
+                StageFacts(tuple(stage["layers"]), sum(stage["weight_bytes"].values()), stage["cache_bytes"])
+                for stage in stages
+            ],
+            **{name: fullest[name] for name in _OF_FULLEST},
+            **{name: moe[name] for name in _OF_EXPERTS},
         )
-        return _of_all(self.group, whole) if self.is_divided else whole
 
 
 def owner_of(stage: Stage, mesh: Mesh) -> int:
-    """The process that has a stage's devices.
-
-    Raises:
-        MeshError: there are several.
-    """
+    """The process that has a stage's devices; refuse several."""
     owners = sorted({device.process_index for device in mesh.devices.flat})
     if len(owners) > 1:
         raise MeshError(
@@ -133,11 +118,7 @@ def owner_of(stage: Stage, mesh: Mesh) -> int:
 
 
 def check_owners(spec: MeshSpec, order: Sequence[int], group: HostGroup) -> None:
-    """Refuse stages that leave a process of the group without any: it would have nothing to follow with.
-
-    Raises:
-        UserError: one has none.
-    """
+    """Refuse stages that leave a process of the group without any: it would have nothing to follow with."""
     idle = [member for member in group.members if member.process_id not in order]
     if idle:
         raise UserError(
@@ -157,20 +138,10 @@ _OF_FULLEST = ("weight_bytes", "cache_bytes")
 _OF_EXPERTS = ("physical_experts_per_device", "dispatch")
 
 
-def _of_all(group: HostGroup, facts: EngineFacts) -> EngineFacts:
-    """These facts of one process, with the stages and sizes of all; bytes are of a device of the stage with most weights."""
-    names = ("parameters", *_OF_FULLEST, *_OF_EXPERTS)
-    everybody = group.agreement.ask(
-        "facts", {name: getattr(facts, name) for name in names} | {"stages": [asdict(one) for one in facts.stages]}
-    )
-    stages = [StageFacts(**one | {"layers": tuple(one["layers"])}) for own in everybody for one in own["stages"]]
-    fullest = max(everybody, key=lambda own: sum(own["weight_bytes"].values()))
-    moe = next((own for own in everybody if own["physical_experts_per_device"]), fullest)
-    return replace(
-        facts,
-        parameters=sum(own["parameters"] for own in everybody),
-        num_processes=len(everybody),
-        stages=sorted(stages, key=lambda stage: stage.layers),
-        **{name: fullest[name] for name in _OF_FULLEST},
-        **{name: moe[name] for name in _OF_EXPERTS},
-    )
+def _of_stage(facts: EngineFacts, step: ModelStep) -> dict[str, Any]:
+    """What the description of the whole model takes from a stage's. An embedding that a later stage has too counts once."""
+    again = None if step.begins else step.table.infos.get("embed.weight")
+    return {name: getattr(facts, name) for name in (*_OF_FULLEST, *_OF_EXPERTS)} | {
+        "layers": (step.stage.first, step.stage.first + step.stage.layers - 1),
+        "parameters": facts.parameters - (again.count if again else 0),
+    }

@@ -17,9 +17,8 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._whole_texts = tokenizer, tokenizer.whole_texts
         self._skip_special_tokens = skip_special_tokens
-        self._whole_texts = tokenizer.whole_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._within_character = False
 
@@ -48,8 +47,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False):
-        self._stops = tuple(stops)
-        self._include_in_output = include_in_output
+        self._stops, self._include_in_output = tuple(stops), include_in_output
         self._held = ""
         self.matched: str | None = None
 
@@ -83,10 +81,7 @@ def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of the markers begins.
-
-    Only the text that follows can show whether it becomes that marker, so this end has to be held back.
-    """
+    """Length of the longest end of `text` with which one of the markers begins: it is held back until the text that follows decides."""
     longest = max(map(len, markers), default=0)
     for length in range(min(len(text), longest - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):

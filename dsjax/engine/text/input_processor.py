@@ -44,12 +44,7 @@ class PreparedRequest:
 class InputProcessor:
     """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
 
-    Args:
-        seed: of that generator. compiles_grammars: as of `RuleMaker`.
-
-    Attributes:
-        config, vocab_size, eos_token_ids: as given.
-        rules: makes what changes a request's logits.
+    seed: of that generator. compiles_grammars: as of `RuleMaker`, which `rules` is.
     """
 
     def __init__(
@@ -62,10 +57,8 @@ class InputProcessor:
         *,
         compiles_grammars: bool = True,
     ):
-        self._tokenizer = tokenizer
-        self.config = scheduler_config
-        self.vocab_size = vocab_size
-        self.eos_token_ids = tuple(eos_token_ids)
+        self._tokenizer, self.config = tokenizer, scheduler_config
+        self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
         self._own_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
         self._seeds = random.Random(seed)
         self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids, compiles_grammars)
@@ -97,11 +90,18 @@ class InputProcessor:
             AdmissionError: more tokens than model or cache hold.
         """
         text, token_ids = self._tokens(prompt)
-        stop_ids = self._stop_ids(params)
-        max_tokens = self._max_tokens(len(token_ids), params)
+        if params.stop and self._tokenizer is None:
+            raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            self.config.check_fits(len(token_ids), max(1, params.min_tokens), is_given=False)
+            max_tokens = self.config.max_request_len - len(token_ids)
+        else:
+            self.config.check_fits(len(token_ids), max_tokens)
         rules = self.rules.make(params, stop_ids)
-        if params.seed is not None:
-            seed = _uint32(params.seed)
+        if params.seed is not None:  # 64 bits folded into 32; seeds below 2**32 stay as they are
+            seed = (params.seed ^ ((params.seed % 2**64) >> 32)) & 0xFFFFFFFF
         base_seed = self.draw_seed() if seed is None else seed
         others = options
         if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
@@ -150,37 +150,15 @@ class InputProcessor:
             token_ids = list(prompt)
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
-        if not (is_ours and self._own_ids_fit):
-            self._check_token_ids(token_ids)
-        if not token_ids:
-            raise PromptError("the prompt is empty, expected at least one token")
-        return text, token_ids
-
-    def _check_token_ids(self, token_ids: Sequence[object]) -> None:
-        for position, token_id in enumerate(token_ids):
+        for position, token_id in enumerate(() if is_ours and self._own_ids_fit else token_ids):
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(
                     f"the prompt's token {position} is {token_id!r}, expected an integer from 0 to {self.vocab_size - 1}"
                 )
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.stop and self._tokenizer is None:
-            raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
-        return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
-
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        if params.max_tokens is not None:
-            self.config.check_fits(num_prompt_tokens, params.max_tokens)
-            return params.max_tokens
-        self.config.check_fits(num_prompt_tokens, max(1, params.min_tokens), is_given=False)
-        return self.config.max_request_len - num_prompt_tokens
-
-
-def _uint32(seed: int) -> int:
-    """Fold a 64-bit seed into 32 bits; seeds below 2**32 stay as they are."""
-    seed %= 2**64
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+        if not token_ids:
+            raise PromptError("the prompt is empty, expected at least one token")
+        return text, token_ids
 
 
 class RuleMaker:
@@ -191,11 +169,7 @@ class RuleMaker:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        compiles_grammars: bool = True,
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int], compiles_grammars: bool = True
     ):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
@@ -203,12 +177,9 @@ class RuleMaker:
     def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
         """Rules for each of the `n` completions; None where nothing but seed, temperature and truncation matter.
 
-        stop_ids: what `min_tokens` holds back.
-
-        Raises:
-            SamplingError: a token id outside the vocabulary, or a grammar that cannot be.
+        stop_ids: what `min_tokens` holds back. Raises a `SamplingError` as `InputProcessor.prepare` does.
         """
-        check_token_ids(params, self._vocab_size)
+        _check_token_ids(params, self._vocab_size)
         structured = params.structured_outputs
         plain = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
         if plain and structured is None and params.allowed_token_ids is None:
@@ -226,12 +197,8 @@ class RuleMaker:
         ]
 
 
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Check every token id of every field against the vocabulary: a device would clamp a wrong one and go on.
-
-    Raises:
-        SamplingError: naming the field, and the first id that is outside.
-    """
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Check every token id of every field against the vocabulary: a device would clamp a wrong one and go on."""
     fields = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": params.logit_bias or (),

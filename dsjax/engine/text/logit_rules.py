@@ -25,7 +25,7 @@ class LogitRules:
     Tokens are kept when a request is preempted, and so is all that is here.
 
     Attributes:
-        allowed: ``[⌈V / 32⌉]`` int32, the packed mask of tokens that may be made at all; None where all may.
+        allowed: as ``packed``, the tokens that may be made at all; None where all may.
         needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
     """
 
@@ -79,8 +79,8 @@ class LogitRules:
             if self._error is not None:
                 return np.zeros((1, words), np.int32)
         for place, mask in enumerate(masks):
-            made = [*output[-self._longest :], *drafts[:place]] if self._longest else []
-            banned = completing(self._several, made)
+            made = [*output[-self._longest :], *drafts[:place]] if self._longest else []  # not the prompt, as in vLLM
+            banned = {run[-1] for run in self._several if tuple(made[1 - len(run) :]) == run[:-1]}
             complete = self._constraint is not None and place == 0 and self._constraint.complete
             if self._constraint is not None and len(output) + place < self._params.min_tokens and not complete:
                 banned |= self._stop_ids
@@ -99,16 +99,6 @@ class LogitRules:
             if error is not None:
                 return count, error
         return len(token_ids), self._error
-
-
-def completing(runs: Iterable[TokenRun], output: Sequence[int]) -> set[int]:
-    """Tokens that would complete one of the runs behind ``output``; the prompt does not count, as in vLLM."""
-    banned = set()
-    for run in runs:
-        before = len(run) - 1
-        if before == 0 or (before <= len(output) and tuple(output[-before:]) == run[:-1]):
-            banned.add(run[-1])
-    return banned
 
 
 def packed(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -21,24 +21,17 @@ class Completion:
     """Takes a completion's updates one by one; `take` gives what the caller asked to see."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
-        self.index = index
-        self.request = request
+        self.index, self.request = index, request
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
         self._error: ErrorKind | None = None
         params = request.params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer = (
-            IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens) if self._tokenizer else None
-        )
+        self._detokenizer = self._tokenizer and IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         # Whether a token that does not end it adds its text and nothing else.
-        self._only_adds_text = (
-            self._detokenizer is not None
-            and not params.stop
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-        )
+        wants_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
+        self._only_adds_text = self._detokenizer is not None and not wants_more
         # Of all tokens so far; with `DELTA` of those that the caller has not taken yet.
         self._token_ids: list[int] = []
         self._text = ""
@@ -95,16 +88,8 @@ class Completion:
         else:
             token_ids = token_ids.copy()
             logprobs = None if logprobs is None else logprobs.copy()
-        return CompletionOutput(
-            self.index,
-            text,
-            token_ids,
-            self._cumulative_logprob,
-            logprobs,
-            self.finish_reason,
-            self._stop_reason,
-            self._error,
-        )
+        ended = self.finish_reason, self._stop_reason, self._error
+        return CompletionOutput(self.index, text, token_ids, self._cumulative_logprob, logprobs, *ended)
 
     def _append_text(self, token_id: int, reason: FinishReason | None) -> None:
         params = self.request.params
@@ -188,13 +173,10 @@ class _Group:
         requests = self.prepared.completions
         first = requests[0]
         if len(requests) == 1:  # the usual case, once for each token of every stream
-            scheduled, token, preemptions = first.first_scheduled_time, first.first_token_time, first.num_preemptions
-            finished = first.finish_time
+            token, preemptions = first.first_token_time, first.num_preemptions
         else:
-            scheduled = _least(r.first_scheduled_time for r in requests)
             token = _least(r.first_token_time for r in requests)
             preemptions = sum(r.num_preemptions for r in requests)
-            finished = max(r.finish_time or 0.0 for r in requests)
         last = self._last_metrics
         # Where nothing has changed since the last output, both share one object: most tokens of a stream.
         told = None if last is None else (last.first_token_time, last.num_preemptions)
@@ -202,9 +184,9 @@ class _Group:
             return last
         self._last_metrics = RequestMetrics(
             arrival_time=first.arrival_time,
-            first_scheduled_time=scheduled,
+            first_scheduled_time=_least(r.first_scheduled_time for r in requests),
             first_token_time=token,
-            finish_time=(finished or 0.0) if self.open == 0 else None,
+            finish_time=None if self.open else max(r.finish_time or 0.0 for r in requests),
             num_preemptions=preemptions,
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens or 0,
@@ -217,9 +199,6 @@ class OutputProcessor:
 
     A stop string is found here, after the core has gone on; `process` names the requests that the core must then end,
     and passes over whatever it has made of them since.
-
-    Attributes:
-        stream_interval: tokens of a completion after which its request gives an output again, as of `EngineArgs`.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):
@@ -229,11 +208,7 @@ class OutputProcessor:
         self._by_completion: dict[str, tuple[_Group, Completion]] = {}
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Follow a request.
-
-        Raises:
-            ValueError: its id is taken by an unfinished request.
-        """
+        """Follow a request; raise a `ValueError` where an unfinished one has its id."""
         ids = [prepared.request_id, *(request.request_id for request in prepared.completions)]
         if prepared.request_id in self._groups or any(i in self._by_completion for i in ids):
             raise ValueError(f"request id {prepared.request_id!r} is in use")
@@ -265,7 +240,7 @@ class OutputProcessor:
     ) -> tuple[list[RequestOutput], list[str]]:
         """Give the outputs to pass on, and the core's ids of requests that a stop string has ended.
 
-        failed: gets the requests of which no text could be made, by their ids, and why; the caller ends them. None: the error is raised.
+        failed: gets why no text could be made of a request, by its id; the caller ends it. None: the error is raised.
         followed: gets the updates of completions that had not ended for their callers.
         """
         changed: dict[_Group, list[Completion]] = {}
@@ -295,10 +270,7 @@ class OutputProcessor:
                 continue  # a part of the prompt's log-probabilities: told of with the first token
             elif interval > 1 and not completion.is_due(interval):
                 continue
-            if group in changed:
-                changed[group].append(completion)
-            else:
-                changed[group] = [completion]
+            changed.setdefault(group, []).append(completion)
         outputs: list[RequestOutput] = []
         for group, completions in changed.items():
             params = group.prepared.params

@@ -8,10 +8,7 @@ from dsjax.engine.schedule.request import FinishReason
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability under the raw logits.
-
-    `rank` is its place among all tokens, 1 for the most probable; None where it is not among those asked for.
-    """
+    """One token's log-probability under the raw logits. rank: its place among all tokens, 1 for the most probable; None: not asked for."""
 
     logprob: float
     rank: int | None = None
@@ -27,13 +24,11 @@ class CompletionOutput:
     """One completion of a prompt: all of it, or with `OutputKind.DELTA` what a step added.
 
     Attributes:
-        index: which of the request's `n` completions.
         text: without the stop string or stop token unless asked for; text that may still become a stop string, and
             bytes that are not yet a whole character, are held back until they are decided.
         token_ids: every token, the one that ended the completion included.
         cumulative_logprob: sum over all tokens so far; None where no log-probabilities were asked for.
         logprobs: one entry a token of `token_ids`; None where not asked for.
-        finish_reason: None while the completion goes on.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token. With
             `finish_reason` error, the message.
         error: with `finish_reason` error, of which kind it is; otherwise None.

@@ -44,15 +44,10 @@ def parser_limits() -> LLParserLimits:
 
 
 class Constraint:
-    """One completion's place in its grammar.
-
-    Attributes:
-        active: whether the grammar rules the next token; not while tokens before ``structured_after`` are free.
-    """
+    """One completion's place in its grammar. active: it rules the next token; tokens up to ``structured_after`` are free."""
 
     def __init__(self, matcher: LLMatcher, after: int | None):
-        self._matcher = matcher
-        self._after = after
+        self._matcher, self._after = matcher, after
         self.active = after is None
 
     @property
@@ -103,16 +98,14 @@ class Constraint:
     def _error(self) -> str | None:
         if not self._matcher.is_error():
             return None
-        return (
-            f"structured output cannot go on ({self._matcher.stop_reason()}): {_first_line(self._matcher.get_error())}"
-        )
+        reason = _first_line(self._matcher.get_error())
+        return f"structured output cannot go on ({self._matcher.stop_reason()}): {reason}"
 
 
 class GrammarCompiler:
-    """Makes constraints for one model's tokens. Any thread may call it.
+    """Makes constraints for one model's tokens, in any thread.
 
-    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about half a second,
-    which servers without such requests need not spend.
+    The table of tokens is made for the first request that wants one: with 129,280 tokens that takes about half a second.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -140,7 +133,8 @@ class GrammarCompiler:
     def _compile_in_deep_stack(self, grammar: str) -> LLMatcher:
         with self._lock:  # the size is the process's: it holds for the threads that start until it is set back
             if self._tokens is None:
-                self._tokens = self._make_tokens()
+                table = _TokenTable(self._tokenizer, self._vocab_size, self._eos)
+                self._tokens = LLTokenizer(TokenizerWrapper(table), eos_token=self._eos)
             before = threading.stack_size(COMPILE_STACK)
             try:
                 thread = ThreadPoolExecutor(1, "dsjax-grammar")
@@ -161,11 +155,6 @@ class GrammarCompiler:
             reason = _first_line(trial.get_error())
             raise ValueError("no text has this form" if reason.startswith("NoExtension") else reason)
         return matcher
-
-    def _make_tokens(self) -> LLTokenizer:
-        return LLTokenizer(
-            TokenizerWrapper(_TokenTable(self._tokenizer, self._vocab_size, self._eos)), eos_token=self._eos
-        )
 
 
 class _TokenTable:

@@ -48,7 +48,9 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self.whole_texts = WholeTexts(self)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        self.special_tokens = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name)))}
+        texts = {name: config.get(name) for name in _SPECIAL_NAMES}  # a string, or an AddedToken as a mapping
+        texts = {name: text.get("content") if isinstance(text, Mapping) else text for name, text in texts.items()}
+        self.special_tokens = {name: text for name, text in texts.items() if text}
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -57,7 +59,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, `tokenizer_config.json` (may be absent) and `chat_template.jinja` (may be absent).
+        """Read `tokenizer.json`, and where they are there `tokenizer_config.json` and `chat_template.jinja`.
 
         Raises:
             TokenizerError: a file is missing or unreadable.
@@ -170,11 +172,6 @@ class WholeTexts(dict[int, "str | None"]):
         return text
 
 
-def _token_text(entry: Any) -> str | None:
-    """A special token's text: Hugging Face writes a string, or an AddedToken as a mapping."""
-    return entry.get("content") if isinstance(entry, Mapping) else entry
-
-
 def _check_byte_level(backend: tokenizers.Tokenizer) -> None:
     decoder = (json.loads(backend.to_str()).get("decoder")) or {}
     kinds = [part["type"] for part in decoder.get("decoders", [decoder] if decoder else [])]
@@ -212,14 +209,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        self.source = source
-        self._special_tokens = dict(special_tokens or {})
+        self.source, self._special_tokens = source, dict(special_tokens or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -257,10 +253,6 @@ class ChatTemplate:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -20,10 +20,8 @@ from dsjax.engine.device.buckets import Rectangle
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.engine.setup.batch_invariance import OPEN_SUMS, open_sums
+from dsjax.engine.setup.batch_invariance import OPEN_SUMS
 from dsjax.errors import UserError
-from dsjax.kernels.pallas import PallasKernels
-from dsjax.kernels.table import PLAIN, Kernels
 from sharding import MeshSpec
 
 
@@ -39,9 +37,7 @@ def test_every_product_norm_and_expert_has_one_order_and_the_start_names_what_ha
     assert step.in_place.ordered
     assert not step.in_place.native
     assert step.prefill_form == step.decode_form
-    assert all(one.what in step.kernels.note for one in OPEN_SUMS)
-    assert open_sums(PLAIN) == ""
-    assert open_sums(Kernels(pallas=PallasKernels())) == ""
+    assert OPEN_SUMS in step.kernels.note
 
 
 def gpu_program(**options) -> str:
@@ -80,7 +76,7 @@ def test_a_gpus_program_has_the_options_operations_and_orders_with_it_and_none_o
         ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME; leave --mla-prefill out"),
         ({"kernels": "plain"}, "--kernels leaves plain ones"),
         ({"kernels": "auto", "dtype": "bfloat16"}, "--dtype is bfloat16"),
-        ({"kernel_config": "tiles.json"}, "does not go with --kernel-config"),
+        ({"kernel_config": "tiles.json"}, "--kernel-config: the first has the same tiles"),
         ({"weights": "nvfp4"}, "--weights nvfp4 take tiles that follow the rows"),
     ],
 )

@@ -24,7 +24,7 @@ class Told:
     """An executor's page tables, as commands make them."""
 
     def __init__(self, ranks: int = 1):
-        self.writer = StepWriter(ranks, SLOTS, PAGE)
+        self.writer = StepWriter(ranks, PAGE)
         self.tables = np.zeros((ranks, SLOTS, MOST), int)
         self.changes = 0
 

@@ -61,7 +61,7 @@ def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
 def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_the_last_of_them_or_later():
     slots = ADMISSIONS + 1
     requests = [running(slot, list(range(1, 41)), temperature=0.5) for slot in range(slots)]
-    step = StepWriter(2, slots, PAGE).write(decode(requests, []))
+    step = StepWriter(2, PAGE).write(decode(requests, []))
     _, before = split_page_changes(step, 3)
     runs = list(pack_admissions(step, before))
     # An admission voids its slot's pages, so none may be entered before it.
@@ -77,8 +77,8 @@ def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_th
         assert (run[1] == -1).all()
     assert given == list(range(slots))
     assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
-    (nothing, _) = split_page_changes(StepWriter(1, 1, PAGE).write(decode([])), 3)
-    assert list(pack_admissions(StepWriter(1, 1, PAGE).write(decode([])), nothing)) == []
+    (nothing, _) = split_page_changes(StepWriter(1, PAGE).write(decode([])), 3)
+    assert list(pack_admissions(StepWriter(1, PAGE).write(decode([])), nothing)) == []
 
 
 def test_rules_are_active_only_while_they_change_something():

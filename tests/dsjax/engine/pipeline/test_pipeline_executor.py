@@ -16,9 +16,10 @@ from staged_model import assert_same_answer
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import Clear, RankStep, Step, int32s
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
-from dsjax.engine.setup.stages import _of_all
+from dsjax.engine.setup.facts import StageFacts
+from dsjax.engine.setup.stages import OwnStages
 from dsjax.errors import UserError
-from sharding import MeshError
+from sharding import MeshError, MeshSpec
 
 OPTIONS = SIZES | {
     "mesh": "pp=2",
@@ -72,28 +73,33 @@ def test_each_stage_has_the_parameters_and_the_cache_of_its_layers_on_devices_of
 
 @pytest.mark.slow
 def test_the_bytes_of_several_processes_are_those_of_the_fullest_stage(stages):
+    steps = [stage.model for stage in stages.executor.stages]
     dense, sparse = (
         dataclasses.replace(
             stages.facts,
-            stages=[dataclasses.replace(stage, weight_bytes=number)],
             weight_bytes={"dense": number},
             cache_bytes=10 * number,
             physical_experts_per_device=8 * place,
             dispatch={"decode": f"of {place}"},
         )
-        for place, (stage, number) in enumerate(zip(stages.facts.stages, (3, 7), strict=True))
+        for place, number in enumerate((3, 7))
     )
+
+    def describe(facts, step, ask):
+        group = SimpleNamespace(agreement=SimpleNamespace(ask=ask))
+        return OwnStages.describe(
+            SimpleNamespace(spec=MeshSpec.parse("pp=2"), is_divided=True, group=group), [facts], [step]
+        )
+
     said = []
-    asking = SimpleNamespace(agreement=SimpleNamespace(ask=lambda name, value: said.append(value) or [value]))
-    for facts in (dense, sparse):
-        _of_all(asking, facts)
+    for facts, step in zip((dense, sparse), steps, strict=True):
+        describe(facts, step, lambda name, value: said.append(value) or [value])
     everybody = [msgspec.msgpack.decode(msgspec.msgpack.encode(value)) for value in said]
-    found = _of_all(SimpleNamespace(agreement=SimpleNamespace(ask=lambda name, value: everybody)), dense)
-    assert found == dataclasses.replace(
+    assert describe(dense, steps[0], lambda name, value: everybody) == dataclasses.replace(
         sparse,
         parameters=2 * dense.parameters,
         num_processes=2,
-        stages=[*dense.stages, *sparse.stages],
+        stages=[StageFacts((0, 0), 3, 30), StageFacts((1, 2), 7, 70)],
     )
 
 

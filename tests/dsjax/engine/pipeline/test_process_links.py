@@ -54,10 +54,7 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
     last.publish(lambda: logits)
     for other in (first, middle):
         found, of_launches = other.hear(0)
-        assert [rank.decodes for rank in found] == [
-            [row._replace(scores=[[7, -0.125, 0, [[7, -0.125], [3, -2.5]]]])],
-            [],
-        ]
+        assert [rank.decodes for rank in found] == [[row], []]
         assert found[1].prefills == [failed._replace(token_ids=[], drafts=[]), RowResult([], drafts=[])]
         assert found[1].prefills[0].kind is ErrorKind.NO_ROOM
         for one, expected in zip(of_launches, made, strict=True):
@@ -72,14 +69,9 @@ def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(link
     last.tell(lambda: ([0.5, "no"], []))
     last.tell(lambda: ([], [counts, counts[:1]]))
     middle.tell(lambda: ([], []))
-    heard = []
-    first.expect(lambda: ([0.25, None], []), heard.append)
-    first.expect(lambda: ([], []), heard.append)
-    first.hear_found()
-    assert heard == [[([0.25, None], []), ([], []), ([0.5, "no"], [])]]
+    assert first.gather(lambda: ([0.25, None], [])) == [([0.25, None], []), ([], []), ([0.5, "no"], [])]
     middle.tell(lambda: ([1], []))
-    first.hear_found()
-    *_, (values, arrays) = heard[1]
+    *_, (values, arrays) = first.gather(lambda: ([], []))
     assert values == []
     for found, expected in zip(arrays, (counts, counts[:1]), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -111,23 +103,19 @@ def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypa
     assert tokens(2) == [2]
 
 
-def test_after_an_interrupt_the_same_is_heard_of_what_others_have_found(links):
+def test_after_an_interrupt_what_others_had_found_before_is_passed_over(links):
     first, middle, last = links
-    heard, interrupts = [], iter([True, False, False])
-
-    def enter(found):
-        heard.append([values for values, _ in found])
-        if next(interrupts):
-            raise KeyboardInterrupt
-
-    for number in range(2):
+    for number in range(3):
         middle.tell(lambda number=number: ([10 + number], []))
         last.tell(lambda number=number: ([20 + number], []))
-        first.expect(lambda number=number: ([number], []), enter)
-    interrupted(first.hear_found)
-    first.hear_found()
-    first.hear_found()
-    assert heard == [[[0], [10], [20]], [[0], [10], [20]], [[1], [11], [21]]]
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    found = [first.gather(lambda: ([0], []))]
+    interrupted(lambda: first.gather(interrupt))
+    found.append(first.gather(lambda: ([2], [])))
+    assert [[values for values, _ in each] for each in found] == [[[0], [10], [20]], [[2], [12], [22]]]
 
 
 def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it_and_is_named(links):

@@ -51,7 +51,7 @@ def test_an_admission_says_how_tokens_are_drawn_and_what_changes_them():
     plain = Request("", [5, 6, 5, 8], 3, params, 9, 77)
     plain.slot, plain.admissions, plain.pages = 2, 1, [4]
     plain.rules = LogitRules(params, 40)
-    (rank,) = StepWriter(1, SLOTS, PAGE).write(StepPlan([RankPlan([ScheduledRow(plain, 3, 1)], [], [])])).ranks
+    (rank,) = StepWriter(1, PAGE).write(StepPlan([RankPlan([ScheduledRow(plain, 3, 1)], [], [])])).ranks
     (found,) = rank.admissions
     sampling = found.sampling
     assert (found.slot, found.start, found.token, found.guided, found.allowed) == (2, 3, 8, False, b"")
@@ -65,7 +65,7 @@ def test_an_admission_says_how_tokens_are_drawn_and_what_changes_them():
 def test_a_prefill_row_names_the_token_behind_it_or_that_it_is_made():
     request = running(0, [1, 2, 3, 4, 5, 6, 7, 8], prompt_logprobs=2)
     first, last = ScheduledRow(request, 8, 16, False), ScheduledRow(request, 24, 6)
-    (rank,) = StepWriter(1, SLOTS, PAGE).write(StepPlan([RankPlan([], [first, last], [])])).ranks
+    (rank,) = StepWriter(1, PAGE).write(StepPlan([RankPlan([], [first, last], [])])).ranks
     assert [list(from_int32s(row.tokens)) for row in rank.prefills] == [list(range(8, 24)), list(range(24, 30))]
     assert [row.next_token for row in rank.prefills] == [24, TOKEN_MADE]
     assert [row.scored for row in rank.prefills] == [16, 5]  # the last position predicts no token of the prompt
