@@ -100,7 +100,6 @@ class Agreement:
         try:
             return self.tell(stage, value).result()
         except RefusedError as error:
-            self._membership.check(error)
             raise GroupError(str(error)) from error
         except PeerLostError as error:
             raise GroupError(gone(self._membership.members[0])) from error

@@ -173,7 +173,13 @@ def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_ye
     two, sides = groups(2), experts_at(f"127.0.0.1:{free_port()}")
     step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=sides[0].placement))
     started = [
-        pool.submit(loading._connect_experts, None, step, side, Path(), b"side", group, True)
+        pool.submit(
+            loading._Loader._connect_experts,
+            SimpleNamespace(
+                args=None, step=step, directory=Path(), held=SimpleNamespace(name=b"side"), group=group, is_later=True
+            ),
+            side,
+        )
         for side, group in zip(sides, two, strict=True)
     ]
     two[0].on_change = lambda error: None
