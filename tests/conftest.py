@@ -133,7 +133,7 @@ PROCESS_BYTES = 4 * 2**30
 
 
 def most_processes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Two more than there are cores, since many tests wait for a server or a process, as far as the memory goes.
+    """One more than there are cores, since many tests wait for a server or a process, as far as the memory goes.
 
     Cores and memory are the container's where it has less than the machine.
     """
@@ -148,7 +148,7 @@ def most_processes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
     cores = available_cores(cgroup=cgroup)
     memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limit("memory.max")])
-    return max(1, min(math.ceil(cores) + 2, int(memory // PROCESS_BYTES), MOST_PROCESSES))
+    return max(1, min(math.ceil(cores) + 1, int(memory // PROCESS_BYTES), MOST_PROCESSES))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -76,11 +76,11 @@ def test_there_are_as_many_processes_as_there_is_to_share(suite, monkeypatch, ar
 @pytest.mark.parametrize(
     ("quota", "limit", "processes"),
     [
-        ("max 100000", "max", 6),
-        ("200000 100000", "max", 4),
-        ("50000 100000", "max", 3),
+        ("max 100000", "max", 5),
+        ("200000 100000", "max", 3),
+        ("50000 100000", "max", 2),
         ("max 100000", str(9 * 2**30), 2),
-        (None, None, 6),
+        (None, None, 5),
     ],
 )
 def test_a_container_s_cores_and_memory_bound_the_processes(suite, monkeypatch, tmp_path, quota, limit, processes):

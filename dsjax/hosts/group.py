@@ -374,16 +374,17 @@ class HostGroup(Membership):
             return
         self.leaving = True
         try:
-            if self._door is not None:
-                self._door.is_closing = True
-                self.end(reason)
-                self._door.wait_until_alone(_LEAVE_SECONDS)
-            if 0 not in self.lost:
-                coordination.leave()
-            if self.monitor is not None:
-                self.monitor.close()
-            self.links.close()
-            self.endpoint.close(linger=1.0)
+            with contextlib.ExitStack() as closing:
+                closing.callback(self.endpoint.close, linger=1.0)
+                closing.callback(self.links.close)
+                if self.monitor is not None:
+                    closing.callback(self.monitor.close)
+                if self._door is not None:
+                    self._door.is_closing = True
+                    self.end(reason)
+                    self._door.wait_until_alone(_LEAVE_SECONDS)
+                if 0 not in self.lost:
+                    coordination.leave()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
 

@@ -22,6 +22,7 @@ from dsjax.addresses import join_address
 from dsjax.background import start_thread
 from dsjax.errors import UserError
 from dsjax.hosts import coordination
+from dsjax.hosts.admission import missing, on_loopback, unlike, unlike_first, waited_for, why_no_place
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions, own_address
 from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared
@@ -161,6 +162,8 @@ class Door:
             raise
         finally:
             response, error = self._tell(error)
+        if error is not None and self.service is not None:
+            self.service.shutdown()
         if failure is not None:
             raise failure
         if error is not None:
@@ -334,13 +337,13 @@ class Door:
             while self._problem is None and len(self._all_prepared) < options.num_processes:
                 now, requests = time.monotonic(), self._requests
                 if len(requests) < options.num_processes and now >= self._deadline:
-                    return _missing(options, requests) + self._others()
+                    return missing(options, requests) + self._others()
                 if now >= report:
-                    _log.warning("%s", _waited_for(options, requests, self._all_prepared))
+                    _log.warning("%s", waited_for(options, requests, self._all_prepared))
                     report = now + _REPORT_SECONDS
                 self._changed.wait(min(report, self._deadline if now < self._deadline else report) - now)
             if self._problem is None:
-                return _unlike(self._requests, self._all_prepared) or _on_loopback(self._requests)
+                return unlike(self._requests, self._all_prepared) or on_loopback(self._requests)
             # Whoever is on the way hears of it too, instead of waiting for a process 0 that has ended.
             self._changed.wait_for(lambda: len(self._requests) == options.num_processes, _LINGER_SECONDS)
             return self._problem
@@ -412,70 +415,3 @@ def _connect(options: HostOptions, endpoint: Endpoint) -> Peer:
                 "Check --coordinator-address, and that --process-id 0 was started there"
             )
         time.sleep(_RETRY_SECONDS)
-
-
-def _waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
-    """Whom process 0 waits for, and who has come."""
-    absent = [i for i in range(options.num_processes) if i not in requests]
-    if not absent:
-        slow = ", ".join(requests[i].name for i in sorted(requests) if i not in prepared)
-        return f"All {options.num_processes} processes have come. Waiting until these have checked their options and model: {slow}"
-    here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
-    return (
-        f"Waiting at {options.coordinator_text} for process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of "
-        f"{options.num_processes}; here: {here}"
-    )
-
-
-def _missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
-    absent = [str(i) for i in range(options.num_processes) if i not in requests]
-    here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
-    return (
-        f"process{'es' if len(absent) > 1 else ''} {', '.join(absent)} of {options.num_processes} did not come to "
-        f"{options.coordinator_text} within {options.start_timeout} s (--start-timeout); here: {here}. Start all with the same "
-        "command and --process-id 0, 1, …"
-    )
-
-
-def _unlike(requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str | None:
-    """The first thing that is not the same everywhere."""
-    differences = (unlike_first(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
-    return next(filter(None, differences), None)
-
-
-def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> str | None:
-    """The first thing that a process has otherwise than process 0; None where they are alike."""
-    expected, values = first.alike, prepared.alike
-    for name in sorted(expected.keys() | values.keys(), key=lambda name: (list(expected) + [name]).index(name)):
-        if expected.get(name) != values.get(name):
-            return (
-                f"{request.name} has {name} {_shown(values.get(name))}, process 0 has {_shown(expected.get(name))}; "
-                "start all processes alike"
-            )
-    return None
-
-
-def why_no_place(request: JoinRequest, num_processes: int) -> str | None:
-    """Why a group of so many processes has no place for one that was started otherwise; None: it has."""
-    if request.num_processes != num_processes:
-        return f"{request.name} has --num-processes {request.num_processes}, process 0 has {num_processes}; give all the same"
-    if not 0 < request.process_id < num_processes:
-        return f"{request.name} came, but ids go from 0 to {num_processes - 1}"
-    return None
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else str(value)
-
-
-def _on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
-    """A process on another machine cannot reach an address that is the loopback interface's."""
-    if len({request.machine for request in requests.values()}) == 1:
-        return None
-    for _, request in sorted(requests.items()):
-        if request.address.startswith("127.") or request.address == "::1":
-            return (
-                f"{request.name} listens at {request.address}, which other hosts cannot reach; give its own --host-address, "
-                "or a --coordinator-address that is not the loopback interface's"
-            )
-    return None

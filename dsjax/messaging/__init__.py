@@ -4,9 +4,10 @@ Knows nothing of models, engines, groups or HTTP, and imports no JAX.
 """
 
 from dsjax.messaging.credentials import CredentialOptions, Credentials
-from dsjax.messaging.endpoint import Endpoint, Peer, Request
+from dsjax.messaging.endpoint import Endpoint
 from dsjax.messaging.errors import NotAMemberError, PeerLostError, RefusedError
 from dsjax.messaging.link import Link, LinkListener
+from dsjax.messaging.peer import Peer, Request
 
 __all__ = [
     "CredentialOptions",

@@ -18,8 +18,9 @@ from zmq.utils.monitor import recv_monitor_message
 from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.background import note_failure
 from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
-from dsjax.messaging.endpoint import Endpoint, Peer, Request
+from dsjax.messaging.endpoint import Endpoint
 from dsjax.messaging.errors import PeerLostError
+from dsjax.messaging.peer import Peer, Request
 from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decoded
 
 _SERVICE = "log"
@@ -121,8 +122,8 @@ class LogReader:
         self._socket.subscribe(b"")
         self._monitor = endpoint.watch(self._socket)
         self._socket.connect(zmq_endpoint(host, port))
-        endpoint._at_end.append(self._end)
-        endpoint._post(self._begin)
+        endpoint.at_end.append(self._end)
+        endpoint.post(self._begin)
         end = time.monotonic() + endpoint.silence
         while not self._heard.is_set():
             try:
@@ -136,17 +137,17 @@ class LogReader:
 
     def close(self) -> None:
         """Hear no more."""
-        self._endpoint._post(self._end)
+        self._endpoint.post(self._end)
 
     def _begin(self) -> None:
-        self._endpoint._read(self._socket, self._receive)
-        self._endpoint._read(self._monitor, self._watch)
+        self._endpoint.read(self._socket, self._receive)
+        self._endpoint.read(self._monitor, self._watch)
 
     def _end(self) -> None:
         if not self._closed:
             self._closed = True
-            self._endpoint._unread(self._monitor)
-            self._endpoint._unread(self._socket)
+            self._endpoint.unread(self._monitor)
+            self._endpoint.unread(self._socket)
             self._endpoint.unwatch(self._socket, self._monitor)
 
     def _receive(self) -> None:

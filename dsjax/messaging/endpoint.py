@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import logging
 import os
 import queue
@@ -41,7 +40,8 @@ from dsjax.messaging.curve import (
     listen_with_curve,
     verify_roles,
 )
-from dsjax.messaging.errors import NotAMemberError, PeerLostError, RefusedError
+from dsjax.messaging.errors import NotAMemberError, PeerLostError
+from dsjax.messaging.peer import Handler, Peer, Request
 from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decoded, encode
 
 PING = "ping"
@@ -61,149 +61,6 @@ _WATCHED = (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class Reply(Future):
-    """What will be answered to a request."""
-
-    def __init__(self, endpoint: Endpoint):
-        super().__init__()
-        self._endpoint = endpoint
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for the answer.
-
-        Raises:
-            PeerLostError: the other process is gone. RefusedError, RuntimeError: it refuses, or could not do it. TimeoutError: not in time.
-        """
-        if not self.done() and self._endpoint.is_own_thread:
-            raise RuntimeError("the messaging thread must not wait for an answer, which it would have to receive")
-        return super().result(timeout)
-
-
-class Request:
-    """What another process asks for, or just says (`expects_reply` is False then). Any thread may answer, once.
-
-    Attributes:
-        peer: who asks. body: of the type that the service takes.
-    """
-
-    __slots__ = ("_number", "body", "expects_reply", "peer", "service")
-
-    def __init__(self, peer: Peer, service: str, body: Any, number: int, expects_reply: bool):
-        self.peer, self.service, self.body = peer, service, body
-        self._number, self.expects_reply = number, expects_reply
-
-    def reply(self, value: Any = None) -> None:
-        """Answer."""
-        self._answer(Kind.REPLY, value)
-
-    def refuse(self, reason: str) -> None:
-        """Say why it is not done: the other side raises `RefusedError`."""
-        self._answer(Kind.REFUSAL, reason)
-
-    def fail(self, error: BaseException) -> None:
-        """Say that it was tried in vain: the other side raises `RuntimeError`."""
-        self._answer(Kind.FAILURE, f"{type(error).__name__}: {error}")
-
-    def _answer(self, kind: Kind, value: Any) -> None:
-        if self.expects_reply:
-            self.peer._send(kind, self.service, self._number, value)
-
-
-Handler = Callable[[Request], object]
-
-
-class Peer:
-    """A connection to another process. Any thread may use it.
-
-    Attributes:
-        address: of the other side, for messages. role: that it has shown, one of `ROLES`; `LISTENER` where this process has connected.
-        lost: whether the connection has ended.
-    """
-
-    def __init__(self, endpoint: Endpoint, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
-        self.address, self.role, self.lost = address, role, False
-        self._endpoint, self._socket, self._prefix = endpoint, socket, prefix
-        self._numbers, self._lock = itertools.count(), threading.Lock()
-        self._requests: dict[int, tuple[Reply, msgspec.msgpack.Decoder]] = {}
-        self._on_lost: list[Callable[[], object]] = []
-        self._descriptor = -1  # of a connection that this process has made
-
-    def request(self, service: str, body: Any = None, kind: Any = Any) -> Reply:
-        """Ask for something. kind: the type of the answer."""
-        reply = Reply(self._endpoint)
-        with self._lock:
-            if not self.lost:
-                number = next(self._numbers)
-                self._requests[number] = reply, msgspec.msgpack.Decoder(kind)
-        if self.lost:
-            reply.set_exception(self._lost_error())
-        else:
-            self._send(Kind.REQUEST, service, number, body)
-        return reply
-
-    def send(self, service: str, body: Any = None) -> None:
-        """Say something that is not answered. It is lost where the connection ends."""
-        self._send(Kind.ONE_WAY, service, 0, body)
-
-    def on_lost(self, call: Callable[[], object]) -> None:
-        """Have `call()` called once the connection has ended, in the messaging thread; at once if it has."""
-        with self._lock:
-            if not self.lost:
-                self._on_lost.append(call)
-                return
-        self._endpoint._post(call)
-
-    def close(self) -> None:
-        """End the connection. The other side sees it end."""
-        self._endpoint._post(lambda: self._endpoint._hang_up(self))
-
-    def tcp_info(self) -> bytes:
-        """What the kernel knows of a connection that this process has made (`struct tcp_info` of Linux); empty where it does not say."""
-        if self._descriptor < 0 or self.lost or not hasattr(sockets, "TCP_INFO"):
-            return b""
-        try:
-            with sockets.socket(fileno=os.dup(self._descriptor)) as connection:
-                return connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
-        except OSError:
-            return b""
-
-    def _send(self, kind: Kind, service: str, number: int, body: Any) -> None:
-        frames = [*self._prefix, *encode(kind, service, number, body)]
-        self._endpoint._post(lambda: self._endpoint._transmit(self, frames))
-
-    def _answered(self, kind: Kind, number: int, data: bytes) -> None:
-        with self._lock:
-            reply, decoder = self._requests.pop(number, (None, None))
-        if reply is None or not reply.set_running_or_notify_cancel():
-            return
-        try:
-            if kind is Kind.REPLY:
-                reply.set_result(decoded(decoder, data))
-                return
-            reason = msgspec.msgpack.decode(data, type=str)
-            reply.set_exception(RefusedError(reason) if kind is Kind.REFUSAL else RuntimeError(reason))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            reply.set_exception(RuntimeError(f"{self.address} gives an answer that cannot be read: {error}"))
-
-    def _lose(self) -> None:
-        """End, in the messaging thread."""
-        with self._lock:
-            if self.lost:
-                return
-            self.lost = True
-            requests, self._requests = self._requests, {}
-            calls, self._on_lost = self._on_lost, []
-        for reply, _ in requests.values():
-            if reply.set_running_or_notify_cancel():
-                reply.set_exception(self._lost_error())
-        for call in calls:
-            with contained("messaging"):
-                call()
-
-    def _lost_error(self) -> PeerLostError:
-        return PeerLostError(f"the connection to {self.address} has ended")
 
 
 class Endpoint:
@@ -247,7 +104,7 @@ class Endpoint:
         self._dialled: set[Peer] = set()
         self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # until when
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
-        self._at_end: list[Callable[[], object]] = []  # called in the messaging thread
+        self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
         self._owned: weakref.WeakSet = weakref.WeakSet()
         self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
@@ -265,10 +122,10 @@ class Endpoint:
             self._woken.close()
             raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error)) from error
         self.host, self.port = split_address(self._router.last_endpoint.decode().removeprefix("tcp://"))
-        self._read(self._router, self._receive)
-        self._read(self._router_monitor, self._watch_router)
-        self._read(self._zap.socket, self._zap.answer)
-        self._read(self._woken.fileno(), lambda: self._woken.recv(4096))
+        self.read(self._router, self._receive)
+        self.read(self._router_monitor, self._watch_router)
+        self.read(self._zap.socket, self._zap.answer)
+        self.read(self._woken.fileno(), lambda: self._woken.recv(4096))
         self._thread = start_thread("messaging", self._run, name="dsjax-messaging", restarts=True)
 
     @property
@@ -288,7 +145,7 @@ class Endpoint:
         """
         self._services[service] = handler, frozenset(roles), msgspec.msgpack.Decoder(kind)
         if service in self._held:
-            self._post(lambda: [call() for call in self._held.pop(service, ())])
+            self.post(lambda: [call() for call in self._held.pop(service, ())])
 
     def withdraw(self, service: str) -> None:
         """Serve something no more."""
@@ -310,7 +167,7 @@ class Endpoint:
             raise PeerLostError(f"{address} cannot be reached: {error.strerror or error}") from error
         while True:
             connected: Future[Peer] = Future()
-            self._post(functools.partial(self._dial, address, resolved.pop(0), role, seconds, connected))
+            self.post(functools.partial(self._dial, address, resolved.pop(0), role, seconds, connected))
             try:
                 return connected.result()
             except PeerLostError:
@@ -382,7 +239,7 @@ class Endpoint:
 
     # The messaging thread.
 
-    def _post(self, call: Callable[[], object]) -> None:
+    def post(self, call: Callable[[], object]) -> None:
         """Have the messaging thread call something, behind what it was given before."""
         self._todo.put(call)
         self._wake_up()
@@ -393,11 +250,13 @@ class Endpoint:
         with contextlib.suppress(OSError):  # closed; or there is so much to read that it wakes anyway
             self._wake.send(b"\0", sockets.MSG_DONTWAIT)
 
-    def _read(self, socket: Any, read: Callable[[], object]) -> None:
+    def read(self, socket: Any, read: Callable[[], object]) -> None:
+        """Have `read()` called when something has come at a socket. In the messaging thread."""
         self._poller.register(socket, zmq.POLLIN)
         self._readers[socket] = read
 
-    def _unread(self, socket: Any) -> None:
+    def unread(self, socket: Any) -> None:
+        """Read a socket no more. In the messaging thread."""
         with contextlib.suppress(KeyError):
             self._poller.unregister(socket)
         self._readers.pop(socket, None)
@@ -417,7 +276,7 @@ class Endpoint:
         self._do_all()
         for peer in [*self._accepted.values(), *self._dialled, *self._dialling]:
             self._forget(peer)
-        for call in self._at_end:
+        for call in self.at_end:
             call()
         self.unwatch(self._router, self._router_monitor, self._linger)
         self._zap.socket.close(0)
@@ -459,7 +318,7 @@ class Endpoint:
             if peer.lost:
                 return False
             try:
-                frames = peer._socket.recv_multipart(zmq.NOBLOCK)
+                frames = peer.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             self._handle(peer, frames)
@@ -474,9 +333,9 @@ class Endpoint:
             _log.warning("A message from %s was ignored, because it is none: %s", peer.address, error)
             return
         if header.kind is Kind.GOODBYE:
-            self._hang_up(peer)
+            self.hang_up(peer)
         elif header.kind in (Kind.REPLY, Kind.REFUSAL, Kind.FAILURE):
-            peer._answered(header.kind, header.number, data)
+            peer.answered(header.kind, header.number, data)
         else:
             self._call(peer, header.service, header.number, data, header.kind is Kind.REQUEST)
 
@@ -503,11 +362,12 @@ class Endpoint:
             note_failure("messaging", error, f"A message to {service!r} could not be handled.")
             request.fail(error)
 
-    def _transmit(self, peer: Peer, frames: list[bytes]) -> None:
+    def transmit(self, peer: Peer, frames: list[bytes]) -> None:
+        """Send frames to a process, unless it is lost. In the messaging thread."""
         if peer.lost:
             return
         try:
-            peer._socket.send_multipart(frames, zmq.NOBLOCK)
+            peer.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -532,8 +392,8 @@ class Endpoint:
         # libzmq says nothing of a connection for which the system has no socket.
         self._dialling[peer] = connected, time.monotonic() + 2 * seconds + _SWEEP_SECONDS
         self._monitors[socket] = monitor
-        self._read(monitor, lambda: self._watch_dialled(peer, monitor, connected))
-        self._read(socket, lambda: self._receive_from(peer))
+        self.read(monitor, lambda: self._watch_dialled(peer, monitor, connected))
+        self.read(socket, lambda: self._receive_from(peer))
         socket.connect(resolved)
 
     def _watch_dialled(self, peer: Peer, monitor: zmq.Socket, connected: Future[Peer]) -> None:
@@ -541,7 +401,7 @@ class Endpoint:
             event = recv_monitor_message(monitor)
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_CONNECTED:
-                peer._descriptor = value
+                peer.descriptor = value
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 del self._dialling[peer]
                 self._dialled.add(peer)
@@ -550,7 +410,7 @@ class Endpoint:
                 while self._receive_from(peer):  # what it had still sent
                     pass
                 self._end_dial(peer, _why_not(peer.address, kind, value))
-                self._hang_up(peer)
+                self.hang_up(peer)
 
     def _end_dial(self, peer: Peer, error: Exception) -> None:
         connected, _ = self._dialling.pop(peer, (None, 0.0))
@@ -580,12 +440,12 @@ class Endpoint:
         for peer, (_, end) in list(self._dialling.items()):
             if time.monotonic() > end:
                 self._end_dial(peer, PeerLostError(f"{peer.address} cannot be reached"))
-                self._hang_up(peer)
+                self.hang_up(peer)
 
     def has_gone(self, peer: Peer) -> bool:
         """Whether a process that has connected is gone, though what it said last may not have been handled. Handlers may call it."""
         self.sweep()
-        return peer.lost or peer._prefix[0] in self._gone
+        return peer.lost or peer.prefix[0] in self._gone
 
     def _forget_gone(self) -> None:
         while self._gone:
@@ -594,28 +454,28 @@ class Endpoint:
             if name in self._accepted:
                 self._forget(self._accepted[name])
 
-    def _hang_up(self, peer: Peer) -> None:
+    def hang_up(self, peer: Peer) -> None:
         """End a connection, by this side's wish or because the other side wishes or has gone."""
         if peer.lost:
             return
-        if peer._prefix:  # only who has connected can end it
-            self._dropped.add(peer._prefix[0])
+        if peer.prefix:  # only who has connected can end it
+            self._dropped.add(peer.prefix[0])
             with contextlib.suppress(zmq.ZMQError):
-                goodbye = [*peer._prefix, *encode(Kind.GOODBYE, "", 0, None)]
+                goodbye = [*peer.prefix, *encode(Kind.GOODBYE, "", 0, None)]
                 self._router.send_multipart(goodbye, zmq.NOBLOCK)
         self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
-        if peer._prefix:
-            self._accepted.pop(peer._prefix[0], None)
+        if peer.prefix:
+            self._accepted.pop(peer.prefix[0], None)
         else:
             self._dialled.discard(peer)
             self._end_dial(peer, PeerLostError(f"the connection to {peer.address} has ended"))
-            monitor = self._monitors.pop(peer._socket)
-            self._unread(monitor)
-            self._unread(peer._socket)
-            self.unwatch(peer._socket, monitor, self._linger)
-        peer._lose()
+            monitor = self._monitors.pop(peer.socket)
+            self.unread(monitor)
+            self.unread(peer.socket)
+            self.unwatch(peer.socket, monitor, self._linger)
+        peer.lose()
 
     def _tell_of_strangers(self, at_once: bool = False) -> None:
         new, now = self.turned_away - self._told, time.monotonic()

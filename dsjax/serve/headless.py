@@ -107,10 +107,13 @@ class Headless(Probes):
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
             ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
         ):
-            registry.total(name, documentation, lambda count=count: float(getattr(self._follower, count, 0)))
+            registry.total(name, documentation, lambda count=count: self._count(count))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))
         add_link_metrics(registry, self._links, read_interfaces)
         add_expert_link_metrics(registry, self._expert_links)
+
+    def _count(self, name: str) -> float:
+        return 0.0 if self._follower is None else float(getattr(self._follower, name))
 
     def _expert_links(self) -> ExpertLinks | None:
         """This process's own links to processes with experts, which it calls for the rows of its devices."""

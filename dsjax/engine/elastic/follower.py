@@ -42,6 +42,7 @@ class Follower:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
         executor: of the generation of now; None between two, and without a part in the mesh. ahead: compiles for meshes that may come.
         has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
+        commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
     """
 
     def __init__(self, group: HostGroup):
@@ -49,6 +50,7 @@ class Follower:
         self.phase = "loading"
         self.executor: Executor | None = None
         self.has_served = self.left = False
+        self.commands = self.steps = 0
         self.reason: str | None = None
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
@@ -290,6 +292,7 @@ class _Work:
             follower.phase, follower.has_served = "ready", True
             self._collect_until(message.collected)
             pending = executor.launch(message.command)
+            follower.commands += 1
             if is_collected(message.command):
                 self._under_way.append(pending)
                 if executor.max_in_flight == 1:
@@ -300,6 +303,7 @@ class _Work:
         while self._collected < collected:
             self._executor.collect(self._under_way.popleft())
             self._collected += 1
+            self._follower.steps += 1
 
     def _warm_up(self) -> None:
         group = self._follower.group

@@ -49,7 +49,7 @@ def test_readers_that_come_at_different_times_miss_nothing_from_then_on(ends):
 def test_a_reader_that_is_busy_hears_all_before_it_hears_that_the_log_has_ended(ends):
     log = BroadcastLog(ends[0])
     _, heard = reader(ends[1], log, ends[0], b"a")
-    ends[1]._post(lambda: time.sleep(0.3))
+    ends[1].post(lambda: time.sleep(0.3))
     for number in range(200):
         log.append(0, b"%d" % number)
     log.close(SECONDS)

@@ -335,7 +335,7 @@ def test_members_stay_though_strangers_come_while_nobody_looks(endpoints):
     try:
         assert process.stdout.readline() == "here\n"
         looks = threading.Event()
-        server._post(lambda: looks.wait(SECONDS))
+        server.post(lambda: looks.wait(SECONDS))
         for _ in range(1500):
             with socket.create_connection((HOST, server.port), timeout=SECONDS) as stranger:
                 stranger.sendall(b"\xff" * 70)
