@@ -1,6 +1,7 @@
 """A real server on a real port, over the fake executor of the engine's tests."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -145,6 +146,13 @@ def started(script: str, *arguments: object) -> Iterator[subprocess.Popen]:
             yield process
         finally:
             process.kill()
+
+
+def events(text: str) -> list[dict]:
+    """What a stream that came to its end has sent."""
+    *lines, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
+    assert end == "[DONE]"
+    return [json.loads(line) for line in lines]
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:
