@@ -6,7 +6,6 @@ from fake_openai_server import FakeServer, Script
 
 @pytest.fixture
 def start_fake():
-    """Starts fake servers with scripts of their own."""
     started: list[FakeServer] = []
 
     def start(**script) -> FakeServer:
