@@ -38,19 +38,10 @@ def browser():
         launched.close()
 
 
-@pytest.fixture(scope="module")
-def live():
-    watched = WatchedServer()
-    yield watched
-    watched.close()
-
-
 @pytest.fixture
-def server(live):
-    live.answers, live.pause, live.asked, live.api_key, live.status = [("", "hello")], 0.0, [], None, 200
-    live.ranks, live.disk = [load(rank) for rank in range(4)], None
-    live.metrics = Metrics("tiny", 4, 4096, experts_per_device=2)
-    return live
+def server():
+    with contextlib.closing(WatchedServer()) as watched:
+        yield watched
 
 
 @contextlib.contextmanager
