@@ -42,7 +42,6 @@ saved where another test, process or run has compiled the same."""
 OLD_SECONDS = 7 * 24 * 3600
 """Programs that were kept so long ago are most likely nobody's any more."""
 
-
 COMPILERS = ("clang++", "g++", "c++")
 """Names by which `dsjax.kernels.build` looks for a C++ compiler."""
 
@@ -123,7 +122,6 @@ for _part in ("connect", "read", "write", "pool"):
 gc.disable()
 gc.set_threshold(20_000, 20, 50)
 
-
 SECONDS = Path(__file__).with_name("seconds.json")
 """CPU seconds of the test files in a run of the whole suite; `tools/test_times.py` writes it."""
 
@@ -174,7 +172,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def drop_old_programs(folder: Path) -> None:
-    """Delete compiled programs that were kept longer ago than `OLD_SECONDS`."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_file() and time.time() - path.stat().st_mtime > OLD_SECONDS:
             path.unlink(missing_ok=True)
@@ -192,7 +189,6 @@ def longest_first(items: Sequence[pytest.Item], seconds: Mapping[str, float], ro
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
     items[:] = longest_first(items, json.loads(SECONDS.read_text()), SECONDS.parents[1])
 
 
@@ -220,6 +216,26 @@ def kernels():
     if found.native is None:
         pytest.skip(found.note)
     return found
+
+
+@pytest.fixture
+def cache_settings():
+    """JAX's settings of its cache, which a test may change."""
+    import jax
+
+    from dsjax.engine.device import process
+
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_enable_xla_caches",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    process.compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

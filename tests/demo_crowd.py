@@ -28,5 +28,4 @@ def prompt(client: int) -> str:
 
 
 def one_device() -> LLM:
-    """The demo on a mesh of one device."""
     return LLM("demo", mesh="dp=1", **SIZES)

@@ -13,22 +13,23 @@ def in_fp4(params: dict[str, np.ndarray], form: FP4Format) -> tuple[dict[str, np
         stem = name.removesuffix("weight")
         lead = matrices.shape[:1] + matrices.shape[2:-1]  # (X, 2) of gate and up, (X,) of down
         flat = np.moveaxis(matrices, 1, -1).reshape(-1, matrices.shape[-1], matrices.shape[1])  # [of each, out, in]
-        parts = [_encode(matrix, form) for matrix in flat]
+        parts = [encoded(matrix, form) for matrix in flat]
 
         def back(arrays, lead=lead):
             stacked = np.stack(arrays)
             return np.moveaxis(stacked.reshape(*lead, *stacked.shape[1:]), -1, 1)
 
-        packed[f"{stem}weight"] = np.ascontiguousarray(back([values for values, _, _, _ in parts]))
-        packed[f"{stem}scale"] = np.ascontiguousarray(back([scales.view(np.uint8) for _, scales, _, _ in parts]))
+        packed[f"{stem}weight"] = np.ascontiguousarray(back([values for values, _, _ in parts]))
+        packed[f"{stem}scale"] = np.ascontiguousarray(back([scales.view(np.uint8) for _, scales, _ in parts]))
         if form.has_global:
-            packed[f"{stem}global_scale"] = np.array([whole for _, _, whole, _ in parts], np.float32).reshape(*lead, 1)
-        decoded[name] = np.ascontiguousarray(back([numbers for *_, numbers in parts]))
+            packed[f"{stem}global_scale"] = np.array([whole for *_, whole in parts], np.float32).reshape(*lead, 1)
+        decoded[name] = np.ascontiguousarray(back([host.decode(values, form, *scales) for values, *scales in parts]))
     return packed, decoded
 
 
-def _encode(matrix: np.ndarray, form: FP4Format):
+def encoded(matrix: np.ndarray, form: FP4Format) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """A matrix's values, the scales of its blocks, and that of the whole."""
+    matrix = matrix.astype(np.float32)
     whole = host.global_scale(matrix) if form.has_global else np.float32(1)
     scales = host.block_scales(matrix, form, whole)
-    values = host.encode(matrix, form, scales, whole)
-    return values, scales, whole, host.decode(values, form, scales, whole)
+    return host.encode(matrix, form, scales, whole), scales, whole

@@ -254,7 +254,6 @@ class References:
 
     @cached_property
     def plain(self) -> Answer:
-        """The answer of the plain forms."""
         return self._answer("CC", "A_CC_ME", kernels="plain", **self._fixed)
 
     def of(self, found: Answer, prefill: str, decode: str, options: dict) -> Answer:

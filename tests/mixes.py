@@ -102,7 +102,6 @@ class Request:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Its parameters as an engine takes them."""
         return SamplingParams(ignore_eos=True, detokenize=False, logprobs=0, **self.params)
 
 
@@ -133,7 +132,6 @@ class Engine:
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
         return self.options["page_size"]
 
     def load(self, directory: Path) -> LLM:
@@ -188,7 +186,6 @@ class Alone:
         return given_to(output)
 
     def close(self) -> None:
-        """End all engines."""
         for llm in self._engines.values():
             llm.shutdown()
         self._engines.clear()

@@ -59,7 +59,6 @@ def step(ranks: list[RankLoad], *, decode: int = 0, prompt: int = 0, padding: in
 def request(
     id_: str, *, rank: int = 0, prompt: int = 8, arrival: float = 0.0, scheduled: float | None = 0.0, **options
 ):
-    """A completion of the core."""
     made = EngineRequest(id_, [1] * prompt, prompt, SamplingParams(), 16, 0, arrival_time=arrival)
     made.rank, made.first_scheduled_time = rank, scheduled
     made.num_cached_tokens = options.pop("cached", 0)
@@ -117,7 +116,6 @@ class WatchedServer:
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
 
     def close(self) -> None:
-        """Stop answering."""
         self._server.should_exit = True
         self._thread.join(60)
 

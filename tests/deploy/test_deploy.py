@@ -96,7 +96,6 @@ def options_of(container: dict) -> dict[str, str]:
 
 
 def plan(path: Path, words: str) -> None:
-    """Have `dsjax plan` write a recipe."""
     result = CliRunner().invoke(app, ["plan", *words.split(), "--recipe", str(path)])
     assert result.exit_code == 0, result.output
 
@@ -108,7 +107,6 @@ def versions_for(document: dict) -> tuple[str, ...]:
 
 @functools.cache
 def validator_of(kind: str) -> jsonschema.protocols.Validator:
-    """The validator of a custom resource."""
     made = jsonschema.validators.validator_for(CUSTOM[kind])
     made.check_schema(CUSTOM[kind])
     return made(CUSTOM[kind])

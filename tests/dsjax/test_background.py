@@ -10,7 +10,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from fake_executor import FakeExecutor
 from group_in_threads import close_groups, enter, groups
 from tiny_tokenizer import tiny_tokenizer
+from waits import until
 
 from dsjax import background
 from dsjax.background import WORK, contained, failure_counts, start_thread
@@ -99,13 +99,6 @@ def test_every_thread_and_task_is_listed_with_what_its_failure_costs():
 
 def test_every_named_work_is_in_that_list():
     assert {work for row in rows() for work in row[1].split(", ") if work} == set(WORK)
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def once(error, then=lambda *arguments: None):
@@ -319,13 +312,6 @@ def fail_cache_events(monkeypatch):
         publisher.publish(0, [])
     publisher.close()
     assert list(publisher._kept[0]) == [(1, b"batch")]
-
-
-def has_ended(channel):
-    channel.settimeout(60)
-    with pytest.raises((EOFError, OSError)):
-        channel.receive(100)
-    return True
 
 
 def fail_transfer_connection(monkeypatch):
@@ -570,10 +556,7 @@ def test_the_counts_are_shown_as_a_counter_from_the_start():
 
 def test_a_thread_that_does_not_restart_releases_who_waits_and_ends(caplog):
     released: Future = Future()
-
-    def fail():
-        raise BROKEN
-
+    fail = Mock(side_effect=BROKEN)
     thread = start_thread("messaging", fail, name="fails", on_failure=released.set_exception)
     assert released.exception(20) is BROKEN
     thread.join(60)

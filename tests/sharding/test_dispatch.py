@@ -180,11 +180,8 @@ def test_all_ranks_run_the_rounds_of_the_one_whose_rows_for_a_rank_or_for_a_host
     spec, call = compiled("dp=8", METHODS["hierarchical, capacity 1"], EXPERTS)
     tokens = TOKENS * spec.num_devices
     slots = np.full((tokens, K), -1, np.int32)
-    slots[:TOKENS, 0] = [
-        EXPERTS - 1,
-        EXPERTS - 1,
-        EXPERTS - 5,
-    ]  # of the first rank, two rows for the last and one for its neighbour
+    # Of the first rank, two rows for the last and one for its neighbour.
+    slots[:TOKENS, 0] = [EXPERTS - 1, EXPERTS - 1, EXPERTS - 5]
     x, weights = coded_rows(tokens), weights_of(tokens)
     y, report = call(x, slots, weights)
     np.testing.assert_array_equal(y, expected(x, slots, weights))

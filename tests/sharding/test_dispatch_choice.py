@@ -31,9 +31,8 @@ def test_a_token_of_four_groups_reaches_fewer_hosts_and_needs_less_room_there():
     of_v3 = (8, 4)
     assert hosts_of_a_token(8, 8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
     assert hosts_of_a_token(8, 8, of_v3) == 4  # a group a host
-    assert hosts_of_a_token(8, 4, of_v3) == pytest.approx(
-        4 * (1 - 15 / 70)
-    )  # two groups a host: 15 of 70 choices leave one out
+    # Two groups a host: 15 of 70 choices leave one out.
+    assert hosts_of_a_token(8, 4, of_v3) == pytest.approx(4 * (1 - 15 / 70))
     assert hosts_of_a_token(8, 16, of_v3) < hosts_of_a_token(8, 16)
     assert hosts_of_a_token(8, 4, (8, 8)) == hosts_of_a_token(8, 4)
     for hosts in (4, 8, 16):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,12 +65,8 @@ def test_an_entry_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     keep_programs_of_every_process()
     cache = LRUCache(str(tmp_path), max_size=-1)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.replace", full)
+        patch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             cache.put("program", b"half of it")
     assert not list(tmp_path.iterdir())

@@ -148,7 +148,6 @@ DOT = (
     'metadata={op_name="jit(run)/head/dot_general"}, backend_config={"sizes":["16"]}'
 )
 
-
 NESTED = triton((16, 8), warps=2, kind="__triton_nested_gemm_fusion")
 OLDER = '"fusion_backend_config":{"kind":"__triton_gemm","triton_gemm_config":{"block_m":"16","block_k":"64","split_k":"4"}}'
 

@@ -38,9 +38,8 @@ def ends():
     """Two endpoints. No thread and no open file is left over when they are closed."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("only Linux says in /proc what is open")
-    zmq.Frame(
-        bytes(1 << 17), copy=False
-    )  # pyzmq has a thread of its own from the first message on that it does not copy
+    # pyzmq has a thread of its own from the first message on that it does not copy.
+    zmq.Frame(bytes(1 << 17), copy=False)
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     ends = [Endpoint("127.0.0.1", CREDENTIALS) for _ in range(2)]
     yield ends

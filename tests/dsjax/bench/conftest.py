@@ -1,18 +1,12 @@
 """A scripted server for each test that asks."""
 
+import contextlib
+
 import pytest
 from fake_openai_server import FakeServer, Script
 
 
 @pytest.fixture
 def start_fake():
-    """Starts fake servers with scripts of their own."""
-    started: list[FakeServer] = []
-
-    def start(**script) -> FakeServer:
-        started.append(FakeServer(Script(**script)))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
+    with contextlib.ExitStack() as started:
+        yield lambda **script: started.enter_context(contextlib.closing(FakeServer(Script(**script))))

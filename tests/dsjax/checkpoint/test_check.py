@@ -8,8 +8,7 @@ import pytest
 
 from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.load import load
-from dsjax.checkpoint.safetensors import TensorSpec
-from dsjax.checkpoint.shards import INDEX_NAME, write_folder
+from dsjax.checkpoint.shards import INDEX_NAME
 from dsjax.checkpoint.source import open_checkpoint
 from sharding import MeshSpec, Rules
 
@@ -23,16 +22,13 @@ def load_all(directory, **options):
 
 
 @pytest.fixture
-def folder(tmp_path, tiny_config, checkpoints):
+def folder(tmp_path, tiny_config, checkpoints, make_checkpoint):
     """``save(weights, config, changes)``: the tiny checkpoint with tensors replaced (None: left out) as shards; its folder."""
 
     def save(weights="bf16", config=tiny_config, changes=()):
         tensors = checkpoints(weights)[1] | dict(changes)
         tensors = {name: value for name, value in tensors.items() if value is not None}
-        specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
-        write_folder(tmp_path, specs, tensors.__getitem__, 1 << 20)
-        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-        return tmp_path
+        return make_checkpoint(tmp_path, config, tensors, 1 << 20)
 
     return save
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -207,10 +208,7 @@ def test_damaged_values_are_not_converted(tiny_config, checkpoints, tmp_path, ma
     ("to", "stage"), [("orbax", "write_params"), ("orbax", "write_manifest"), ("hf", "_config_for")]
 )
 def test_a_conversion_that_fails_leaves_nothing(checkpoints, tmp_path, monkeypatch, to, stage):
-    def fail(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert_module, stage, fail)
+    monkeypatch.setattr(convert_module, stage, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(checkpoints("bf16")[0], tmp_path / "new", to=to)
     assert list(tmp_path.iterdir()) == []
@@ -324,7 +322,6 @@ def test_a_promised_but_absent_mtp_module_is_not_promised_again(tiny_config, che
 
 @pytest.fixture
 def command():
-    """Run the command with these arguments."""
     app = typer.Typer()
     app.command()(convert)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])

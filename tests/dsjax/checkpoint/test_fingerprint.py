@@ -36,9 +36,8 @@ def change_byte(path, place):
 @pytest.mark.slow
 def test_a_copy_in_another_place_and_process_has_the_same_fingerprint(large, tmp_path_factory):
     copied = shutil.copytree(large, tmp_path_factory.mktemp("copy") / "model")
-    (copied / "config.json").write_text(
-        '{"model_type":"deepseek_v3",\n  "hidden_size":64}'
-    )  # the same, written otherwise
+    # The same, written otherwise.
+    (copied / "config.json").write_text('{"model_type":"deepseek_v3",\n  "hidden_size":64}')
     (copied / "tokenizer.json").write_text("{}")
     program = "import sys; from dsjax.checkpoint.fingerprint import fingerprint; print(fingerprint(sys.argv[1]))"
     environment = {**os.environ, "PYTHONHASHSEED": "5"}

@@ -7,6 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from fp4_weights import encoded
 from held_engines import Engine
 
 from dsjax.checkpoint.convert import convert_checkpoint
@@ -34,13 +35,6 @@ def config(tiny_config):
 @pytest.fixture(scope="module")
 def tensors(config, make_tensors):
     return make_tensors(config)
-
-
-def parts_of(matrix, form):
-    matrix = matrix.astype(np.float32)
-    whole = host.global_scale(matrix) if form.has_global else np.float32(1)
-    scales = host.block_scales(matrix, form, whole)
-    return host.encode(matrix, form, scales, whole), scales, whole
 
 
 CONVENTIONS = {
@@ -71,7 +65,7 @@ def stored(tensors, convention, where=r"\.mlp\.experts\."):
     made = {}
     for name, value in tensors.items():
         if re.search(where, name) and value.ndim == 2:
-            made |= CONVENTIONS[convention](name, *parts_of(value, form_of(convention)))
+            made |= CONVENTIONS[convention](name, *encoded(value, form_of(convention)))
         else:
             made[name] = value
     return made
@@ -99,7 +93,7 @@ def decoded(tensors, form):
     made = dict(tensors)
     for name, value in tensors.items():
         if ".mlp.experts." in name:
-            values, scales, whole = parts_of(value, form)
+            values, scales, whole = encoded(value, form)
             made[name] = host.decode(values, form, scales, whole)
     return made
 
@@ -160,7 +154,7 @@ def test_conversion_gives_what_loading_gives_and_comes_back_to_the_byte(
 def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensors):
     packed = stored(tensors, "modelopt", where=r"\.mlp\.(?!gate\.)")
     name = "model.layers.0.mlp.up_proj.weight"
-    values, scales, whole = parts_of(tensors[name], NVFP4)
+    values, scales, whole = encoded(tensors[name], NVFP4)
     found = from_hf_tensors(config, packed, weights="nvfp4-bf16")["dense_layers.mlp.gate_up.weight"][0, :, 1]
     np.testing.assert_array_equal(found.view(BF16), host.decode(values, NVFP4, scales, whole).T.astype(BF16))
 

@@ -102,9 +102,8 @@ def test_what_was_held_is_there_after_a_change_that_fails_in_the_middle(
     read = held.counts.read
     after = Engine(directory, tiny_config, "dp=1", held=held)
     assert_equal(after.params, Engine(directory, tiny_config, "dp=1").params)
-    experts = (
-        2 * 3 * tiny_config.hidden_size * tiny_config.moe_intermediate_size * 2
-    )  # of the lost device, in one layer
+    # Of the lost device, in one layer.
+    experts = 2 * 3 * tiny_config.hidden_size * tiny_config.moe_intermediate_size * 2
     assert held.counts.read - read <= 3 * experts
     if on_host:
         assert held.counts.read <= 3 * experts + experts  # a layer that had begun is read again, and no more

@@ -5,10 +5,10 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_checkpoints import dequantised
 
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
 from dsjax.checkpoint.load import from_hf_tensors, load
-from dsjax.checkpoint.names import SCALE_SUFFIX
 from dsjax.checkpoint.quantise import block_scales, quantise
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.model.window import ParameterWindow
@@ -22,13 +22,6 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 def place(directory, config, mesh_text, **options):
     spec = MeshSpec.parse(mesh_text)
     return load(config, directory, spec.build(), Rules.for_mesh(spec), **options)
-
-
-def dequantised(tensors, name):
-    """The plain definition: each element times its block's scale."""
-    weight, scale = tensors[name].astype(np.float32), tensors[name + SCALE_SUFFIX]
-    rows, columns = (np.arange(size) // 128 for size in weight.shape)
-    return weight * scale[rows[:, None], columns]
 
 
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4", "tp=8", "tp=8,ep=1", "dp=8,ep=2", "dp=4,tp=8,ep=8"])
@@ -63,6 +56,7 @@ def test_auto_keeps_float32_checkpoints_in_float32_and_others_in_bf16(tiny_confi
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,tp=4"])
 def test_fp8_is_dequantised_exactly_and_rounded_once(tiny_config, checkpoints, mesh):
     directory, tensors = checkpoints("fp8")
+    plain = dequantised(tensors)
     as_f32 = place(directory, tiny_config, mesh, weights="f32")
     as_bf16 = place(directory, tiny_config, mesh, weights="bf16")
     cases = [
@@ -72,7 +66,7 @@ def test_fp8_is_dequantised_exactly_and_rounded_once(tiny_config, checkpoints, m
         (("moe_layers.moe.experts.down.weight", 1, 5), "model.layers.2.mlp.experts.5.down_proj.weight"),
     ]
     for (path, *index), name in cases:
-        expected = dequantised(tensors, name).T
+        expected = plain[name].T
         np.testing.assert_array_equal(np.asarray(as_f32[path])[tuple(index)], expected)
         np.testing.assert_array_equal(
             np.asarray(as_bf16[path]).view(BF16)[tuple(index)], np.ascontiguousarray(expected).astype(BF16)

@@ -20,21 +20,7 @@ from dsjax.errors import UserError
 from dsjax.kernels import build, table
 from sharding import MeshError, MeshSpec
 
-CACHE = (
-    "jax_compilation_cache_dir",
-    "jax_enable_compilation_cache",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_enable_xla_caches",
-)
-
-
-@pytest.fixture(autouse=True)
-def jax_as_it_was():
-    before = {name: getattr(jax.config, name) for name in CACHE}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    process.compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("cache_settings")
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ def changed(name: str, /, **changes) -> dict:
 
 v2, v3 = functools.partial(changed, "deepseek-v2"), functools.partial(changed, "deepseek-v3")
 
-
 V32_INDEXER = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

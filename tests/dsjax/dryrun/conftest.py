@@ -1,9 +1,11 @@
 """Steps that are described and not compiled, and a part of the tests that compile for accelerators."""
 
+import json
 import zlib
 from types import SimpleNamespace
 
 import pytest
+from layouts import TINY
 
 SLICE = "--accelerator-slice"
 
@@ -35,6 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     out = [item for item in items if item.path.name == "test_topology.py" and not in_slice(item.name, part)]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """The folder of a configuration of V3's structure with an MTP module."""
+    folder = tmp_path_factory.mktemp("tiny")
+    changed = {"torch_dtype": "bfloat16", "num_nextn_predict_layers": 1, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(TINY | changed))
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

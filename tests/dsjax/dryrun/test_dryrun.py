@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from layouts import TINY
 from quick_compilation import QUICK_COMPILATION
 from typer.testing import CliRunner
 
@@ -139,15 +138,6 @@ def test_drafting_is_one_pass_over_all_tokens_and_one_more_over_the_last(draftin
     assert drafting.drafts.costs.flops == pytest.approx(flops, rel=1e-12)
     assert drafting.drafts.expert_flops == 2 * 16 * 8 * 44_040_192
     assert drafting.to_json()["drafts"]["costs"]["flops"] == drafting.drafts.costs.flops
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The folder of a configuration of V3's structure with an MTP module."""
-    folder = tmp_path_factory.mktemp("tiny")
-    changed = {"torch_dtype": "bfloat16", "num_nextn_predict_layers": 1, "max_position_embeddings": 1024}
-    (folder / "config.json").write_text(json.dumps(TINY | changed))
-    return str(folder)
 
 
 @pytest.mark.slow

@@ -26,16 +26,9 @@ DEVICES, EXPERTS, ROWS = 2, 4, 8
 """With attention; with experts; decodes of a DP rank."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tiny")
-    (made / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16", "num_nextn_predict_layers": 1}))
-    return made
-
-
-def asked(folder, **options):
+def asked(tiny, **options):
     engine = EngineArgs(
-        model=str(folder),
+        model=tiny,
         attention_mesh=f"dp={DEVICES}",
         expert_mesh=f"ep={EXPERTS}",
         page_size=4,
@@ -46,13 +39,13 @@ def asked(folder, **options):
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
-    return dry_run_apart(asked(folder))
+def whole(tiny):
+    return dry_run_apart(asked(tiny))
 
 
 @pytest.mark.slow
-def test_each_device_holds_its_sides_parameters_and_no_others(folder, whole, described):
-    one = described(DryRunArgs(engine=EngineArgs(model=str(folder), mesh="dp=1", page_size=4), batch=ROWS, context=64))
+def test_each_device_holds_its_sides_parameters_and_no_others(tiny, whole, described):
+    one = described(DryRunArgs(engine=EngineArgs(model=tiny, mesh="dp=1", page_size=4), batch=ROWS, context=64))
     held = DeviceMemory.of(one)
     experts = held.weights["routed experts"]
     assert whole.experts.weights == {"routed experts": experts // EXPERTS}
@@ -90,8 +83,8 @@ def test_a_layer_has_four_programs_of_which_one_is_the_experts_and_none_has_a_co
 
 
 @pytest.mark.slow
-def test_the_programs_are_those_that_serving_compiles(folder, whole):
-    args, config = asked(folder), load_config(folder)
+def test_the_programs_are_those_that_serving_compiles(tiny, whole):
+    args, config = asked(tiny), load_config(tiny)
     spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
     meshes = build_both(spec, experts)
     step = make_step(args.for_model(config), config, spec, meshes[0])
@@ -113,12 +106,12 @@ def test_the_programs_are_those_that_serving_compiles(folder, whole):
 
 
 @pytest.mark.slow
-def test_halves_and_drafts_have_programs_of_their_own_and_send_no_row_twice(folder, whole):
+def test_halves_and_drafts_have_programs_of_their_own_and_send_no_row_twice(tiny, whole):
     options = {
         "enable_dbo": True, "dbo_decode_token_threshold": 2, "dispatch_wire": "fp8",
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
     }  # fmt: skip
-    report = dry_run_apart(asked(folder, **options))
+    report = dry_run_apart(asked(tiny, **options))
     times = {one.name: one.times for one in report.programs}
     assert times["moe_layers: attend, micro-batch 1"] == times["moe_layers: compute, micro-batch 2"] == 2
     assert times["mtp.layers: compute"] == 1  # the module sees the whole step
@@ -139,8 +132,8 @@ def test_the_json_says_all_of_it_and_a_plan_refuses_it(whole, tmp_path):
         read_dry_run(file)
 
 
-def test_what_does_not_go_with_two_sides_is_refused(folder):
-    base = ["dryrun", "--model", str(folder), "--attention-mesh", "dp=2"]
+def test_what_does_not_go_with_two_sides_is_refused(tiny):
+    base = ["dryrun", "--model", tiny, "--attention-mesh", "dp=2"]
     for options, reason in (
         (["--expert-mesh", "ep=4", "--fit"], "--fit is of one mesh"),
         (

@@ -111,19 +111,12 @@ def test_what_a_step_is_compared_with_has_the_context_of_the_step(monkeypatch):
     assert len(read) == 1, "refused before anything is compiled"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
-    return str(folder)
-
-
 def of(model, mesh, **options):
     return DryRunArgs(engine=EngineArgs(model=model, mesh=mesh, page_size=4, prefill_chunk=16), context=64, **options)
 
 
-def test_a_step_on_the_cpu_is_compared_with_another_mesh(model):
-    orders = dry_run(of(model, "dp=2", batch=8), reductions=True, against=("mesh=tp=2",)).orders
+def test_a_step_on_the_cpu_is_compared_with_another_mesh(tiny):
+    orders = dry_run(of(tiny, "dp=2", batch=8), reductions=True, against=("mesh=tp=2",)).orders
     assert orders.against == ("mesh=tp=2",)
     found = {row.place: row for row in orders.sums}
     # Of the heads of two devices, as of those of one, the collective adds two parts: one device alone has no such sum.
@@ -135,16 +128,16 @@ def test_a_step_on_the_cpu_is_compared_with_another_mesh(model):
 
 
 def test_the_command_prints_the_sums_of_a_mixed_step_and_fails_for_those_that_nothing_explains(
-    model, tmp_path, monkeypatch
+    tiny, tmp_path, monkeypatch
 ):
-    report = dry_run(of(model, "dp=2", step="mixed", batch=4), reductions=True)
+    report = dry_run(of(tiny, "dp=2", step="mixed", batch=4), reductions=True)
     assert [(group["rows"], group["chunk"]) for group in report.request["groups"]] == [(4, 1), (2048 // 16, 16)]
     assert report.request["tokens_per_device"] == 4 + 2048
     assert report.cache_tokens == (4 + 2048 // 16) * 64
     products = {row.place for row in report.orders.sums if row.sum.carrier == "product"}
     assert {"attend_CC/dot_general", "attend_A_CC_ME/dot_general"} <= products
     monkeypatch.setattr("dsjax.dryrun.run.dry_run", lambda *_, **__: report)
-    command = ["dryrun", "--model", model, "--step", "mixed", "--reductions"]
+    command = ["dryrun", "--model", tiny, "--step", "mixed", "--reductions"]
     shown = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert "sums whose order could depend on the layout or the batch; compared with no other program" in shown.output
     assert "compiled-products" in shown.output

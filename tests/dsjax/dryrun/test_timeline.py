@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-from layouts import TINY
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -84,12 +83,10 @@ def test_of_what_the_host_looks_up_the_rows_are_sent_and_not_the_table_and_who_w
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory):
+def step(tiny):
     """A real step of a small model on a mesh with every axis; its program is the CPU's, priced as if an H200 ran it."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
-    spec, config = MeshSpec.parse("dp=8,tp=4,ep=16"), load_config(folder)
-    engine = EngineArgs(model=str(folder), mesh=str(spec), dispatch="padded", page_size=4)
+    spec, config = MeshSpec.parse("dp=8,tp=4,ep=16"), load_config(tiny)
+    engine = EngineArgs(model=tiny, mesh=str(spec), dispatch="padded", page_size=4)
     compiled = compile_step(DryRunArgs(engine=engine, batch=8, context=64), config, spec.build())
     trips = trip_counts(64, 16, 4, {"A_CC_ME": 128}, even_experts(compiled.step, 8))
     text = compiled.main.compiled.as_text()
@@ -252,9 +249,8 @@ def test_what_a_timeline_cannot_be_made_of_is_refused(tmp_path):
 
 def test_even_routing_fills_the_tiles_that_chance_leaves():
     assert expected_tiles(1e-6, 4) == pytest.approx(1e-6, rel=1e-5)  # hardly ever a pair, never two
-    assert expected_tiles(2000, 64) == pytest.approx(
-        2000 / 64 + 0.5, rel=2e-3
-    )  # the last tile is half full on the mean
+    # The last tile is half full on the mean.
+    assert expected_tiles(2000, 64) == pytest.approx(2000 / 64 + 0.5, rel=2e-3)
     assert EvenExperts("cpu", 4.0, 8, 8, 7168).turns(None) == pytest.approx(8 * expected_tiles(4.0, 8))
     assert EvenExperts("gpu", 4.0, 8, 8, 7168).turns(None) == 0  # one round holds the mean and four standard deviations
     assert EvenExperts("gpu", 512.0, 256, 8, 7168).turns(None) == 4  # 603 rows in rounds of 128

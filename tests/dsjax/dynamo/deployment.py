@@ -54,7 +54,6 @@ class Worker(Process):
         super().__init__(folder, name, ["dsjax.dynamo", *options], DYN_SYSTEM_PORT=str(self.port), **variables)
 
     def metric(self, name: str, **labels: str) -> list[float]:
-        """The samples of a family with these labels."""
         return metric(f"http://127.0.0.1:{self.port}", name, **labels)
 
     @property
@@ -108,7 +107,6 @@ class Frontend(Process):
         return f"http://127.0.0.1:{self.port}"
 
     def num_workers(self) -> int:
-        """Workers that it knows."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
                 health = json.load(answer)

@@ -68,7 +68,6 @@ class Alone:
         return [one.outputs[0] for one in self.engine.generate(ids, [SamplingParams(**one) for one in each])]
 
     def texts(self, prompts: list[str], params: list[dict] | dict) -> list[str]:
-        """What each completion says."""
         return [completion.text for completion in self.answers(prompts, params)]
 
 
@@ -102,7 +101,6 @@ class Deployment:
         return self
 
     def __exit__(self, *failed: object) -> None:
-        """End all that still run."""
         for process in (self.frontend, *self.workers.values()):
             process.end(signal.SIGKILL)
 

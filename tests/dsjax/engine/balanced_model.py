@@ -19,6 +19,7 @@ from sharding.layer_placement import exchange_rounds
 
 SIZES = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
 """What `layouts.answer` takes."""
+OFTEN = {"window_size": 4, "step_interval": 4, "payback": 0}
 
 
 def few_buckets(llm: LLM) -> None:

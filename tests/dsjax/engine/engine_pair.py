@@ -11,7 +11,6 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, PrefillRequest
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 
@@ -27,10 +26,6 @@ def prefill_request(transfer, tokens, salt=None):
 
 class PolledLinks(PrefillLinks):
     """Links of an executor that pulls when it is looked at, since nothing runs beside it."""
-
-    def __init__(self, executor, links, **options):
-        super().__init__(links, **options)
-        self.executor = executor
 
     def start(self, executor, config):
         self.executor = executor
@@ -65,8 +60,7 @@ class Pair:
         self.engines = [] if engines is None else engines
         for _ in range(0 if engines else prefills):
             executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True)
-            config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-            self.engines.append(PrefillEngine(executor, config, timeout=timeout, generations=generations))
+            self.engines.append(PrefillEngine(executor, executor.config, timeout=timeout, generations=generations))
         links = [LocalLink(engine) for engine in self.engines]
         self.lost = ()
         self.sent = []
@@ -75,9 +69,8 @@ class Pair:
         executor = FakeExecutor(
             num_ranks=ranks[1], pages_per_rank=pages[1], max_rows_decode=4, transfers=True, **(decode or {})
         )
-        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        self.decode = PolledLinks(executor, links, local_tokens=local_tokens, timeout=timeout)
-        self.core = EngineCore(executor, config, attachments=[*attachments_of(config), self.decode])
+        self.decode = PolledLinks(links, local_tokens=local_tokens, timeout=timeout)
+        self.core = EngineCore(executor, executor.config, attachments=[*attachments_of(executor.config), self.decode])
         self.prefill_runs = True
         self.steps = 0
 

@@ -8,6 +8,7 @@ import numpy as np
 from dsjax.engine.contract import commands
 from dsjax.engine.contract.commands import TOKEN_MADE, Command, Step, from_int32s, names_of
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 from dsjax.engine.transfer.messages import ChunkGoneError, ChunkPort, PulledChunk, Source
 
@@ -100,6 +101,11 @@ class FakeExecutor:
         self._landed: dict[tuple[int, int], list] = {}
         self._disk_work: deque[list] = deque()  # [polls left, "read" or "written", report, what comes of it]
 
+    @property
+    def config(self) -> SchedulerConfig:
+        """A scheduler's sizes for this executor."""
+        return SchedulerConfig.from_limits(self.limits, max_num_batched_tokens=16)
+
     def launch(self, command: Command) -> Pending:
         pending = Pending(command)
         self._queue.append(pending)
@@ -130,7 +136,10 @@ class FakeExecutor:
         return {page for command in on_their_way for page in from_int32s(command.ranks[rank])}
 
     def _run_what_nobody_waits_for(self) -> None:
-        while self._queue and not isinstance(self._queue[0].command, Step | commands.Score | commands.Flush):
+        of_experts = commands.ReadLoads | commands.StageExperts | commands.PlaceExperts
+        while self._queue and not isinstance(
+            self._queue[0].command, Step | commands.Score | commands.Flush | of_experts
+        ):
             self._run(self._queue.popleft().command)
 
     def extension(self, kind):
@@ -412,6 +421,9 @@ class FakeExecutor:
         held_back = {t: until for t, _, until in zip(*[iter(from_int32s(slot.admission.biases))] * 3, strict=True)}
         while count - slot.admission.sampling.num_prompt_tokens < held_back.get(token, 0):
             token = (token + 1) % self.limits.vocab_size
+        return self._allowed(slot, position, token)
+
+    def _allowed(self, slot: Slot, position: int, token: int) -> int:
         if slot.masks is not None and slot.masks[position].any():
             while not slot.masks[position][token // 32] >> np.uint32(token % 32) & 1:
                 token = (token + 1) % self.limits.vocab_size

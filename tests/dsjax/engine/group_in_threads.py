@@ -1,10 +1,11 @@
 """A group of processes that are threads, over real connections and without JAX: executors that remember what they were told."""
 
-import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
+
+from processes import free_port
+from waits import until
 
 from dsjax.engine.contract.commands import RankStep, Step
 from dsjax.engine.elastic.follower import Follower
@@ -18,8 +19,7 @@ from dsjax.messaging.broadcast import BroadcastLog
 
 def options_of(count: int, heartbeat: int = 10, start: int = 60) -> list[HostOptions]:
     """The options of the processes of a group at a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     return [HostOptions(("127.0.0.1", port), count, index, "127.0.0.1", start, heartbeat) for index in range(count)]
 
 
@@ -132,12 +132,6 @@ class Following:
         self.thread.join(60)
         assert not self.thread.is_alive()
 
-    def until(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
 
 class Pair(Following):
     """Process 0 and process 1, the latter's loop in a thread."""
@@ -153,7 +147,7 @@ class Pair(Following):
 
     def take_part(self, count: int):
         """Wait until the follower has launched so many commands: on devices a step's result would not be there before."""
-        self.until(lambda: self.told.launched >= count)
+        until(lambda: self.told.launched >= count)
 
 
 class Group(Following):

@@ -19,7 +19,6 @@ import numpy as np
 from recorded_executor import Clock, LaunchFailedError, Line, ScriptedExecutor, line_of
 
 from dsjax.engine.contract.commands import int32s
-from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
@@ -46,7 +45,7 @@ def make_executor(
     sizes |= {"num_ranks": 1, "max_model_len": 128, "vocab_size": VOCABULARY, **limits}
     stream = run.streams.setdefault(name, [])
     made = ScriptedExecutor(
-        ExecutorLimits(**sizes), stream, run.clock, disk=disk, max_in_flight=max_in_flight, moves_experts=moves_experts
+        stream, run.clock, disk=disk, max_in_flight=max_in_flight, moves_experts=moves_experts, **sizes
     )
     run.executors.append(made)
     return made
@@ -96,7 +95,6 @@ class PolledLinks(PrefillLinks):
     """Links of an executor that reports when it is looked at, since nothing runs beside it."""
 
     def start(self, executor, config):
-        """Look at this executor from now on."""
         self.executor = executor
         super().start(executor, config)
 
@@ -105,7 +103,6 @@ class PolledLinks(PrefillLinks):
         return bool(self.source.num_under_way)
 
     def begin_step(self, now):
-        """Look at the executor, and hand on what there is."""
         if not self.executor.limits.disk_pages:
             self.executor.page_reports()
         super().begin_step(now)
@@ -213,7 +210,6 @@ class Digits:
         return np.array(masks), None
 
     def take(self, token):
-        """Follow a token."""
         fits = token // 20 == 1 + self._made % 3
         self._made += 1
         return None if fits else f"token {token} is not allowed at {self._made}"
@@ -227,7 +223,6 @@ class EventStream:
         self._events: list[bytes] = []
 
     def publish(self, rank: int, events) -> None:
-        """These happened on a rank."""
         for event in events:
             self._events.append(msgspec.msgpack.encode((rank, event)))
             if len(self._events) == 64:
@@ -253,18 +248,15 @@ class Engine:
 
     @property
     def executor(self) -> ScriptedExecutor:
-        """The one of now."""
         return self._core.executor
 
     @property
     def busy(self) -> bool:
-        """Whether it has anything to do."""
         return self._core.has_unfinished or bool(self._late)
 
     def add(
         self, name: str, tokens: list[int], kind: str = "greedy", max_tokens: int = 6, seed: int = 0, **options
     ) -> Request:
-        """Give it a request."""
         request = make_request(name, tokens, kind, max_tokens, seed, self._run.clock(), **options)
         try:
             self._core.add(request)
@@ -274,35 +266,27 @@ class Engine:
         return request
 
     def add_meanwhile(self, *arguments, **options) -> None:
-        """Give it a request while the next step computes."""
         self._late.append(lambda: self.add(*arguments, **options))
 
     def abort(self, name: str) -> None:
-        """End a request, if it has not ended."""
         self._core.abort(name)
 
     def abort_meanwhile(self, name: str) -> None:
-        """End a request while the next step computes."""
         self._late.append(lambda: self.abort(name))
 
     def flush(self) -> None:
-        """Empty the prefix cache."""
         self._core.flush_prefix_cache()
 
     def rebalance(self) -> None:
-        """Move experts now."""
         self._core.part(ExpertBalancer).rebalance_now()
 
     def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
-        """Go on with another executor."""
         self._core.change(lambda: Generation(executor, config))
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
-        """Go on with another executor when a step fails."""
         self._core.generations.next = Generation(executor, config)
 
     def turn(self) -> None:
-        """A step of it."""
         ahead = self._core.has_unfinished
         with contextlib.suppress(LaunchFailedError):  # whoever steps goes on after an interrupt
             self._core.step(self._meanwhile, ahead=ahead)
@@ -332,13 +316,7 @@ class Prefill:
         self._run, self.engine, self._goes_on = run, engine, True
         run.prefills.append(self)
 
-    @property
-    def executor(self) -> ScriptedExecutor:
-        """The one of now."""
-        return self.engine.core.executor
-
     def turn(self) -> None:
-        """Take what was said, and a step."""
         self._goes_on = self._goes_on and self.engine.turn(wait=False)
 
     def hand(self, transfer: str, tokens: list[int]) -> None:
@@ -347,7 +325,6 @@ class Prefill:
         self.engine.post(PrefillRequest(transfer, int32s(tokens[: pages * 4 + 1]), 0, pages), None)
 
     def survive_with(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
-        """Go on with another executor when a step fails."""
         self.engine.core.generations.next = Generation(executor, config)
 
     def end(self) -> None:
@@ -371,12 +348,10 @@ class ScriptedLink:
         self.lost: tuple[type, ...] = ()
 
     def connect(self, receive) -> None:
-        """Have messages handed over."""
         self._receive = receive
         self._link.connect(receive)
 
     def send(self, message) -> None:
-        """Tell the prefill engine something."""
         if not isinstance(message, self.lost):
             self._link.send(message)
 
@@ -424,12 +399,10 @@ class Run:
         raise AssertionError("nothing moves any more")
 
     def pump(self) -> None:
-        """Move chunks that are due."""
         for executor in self.executors:
             executor.pump()
 
     def turn(self) -> None:
-        """A step of each engine."""
         self.pump()
         for prefill in self.prefills:
             prefill.turn()
@@ -438,7 +411,6 @@ class Run:
         self.clock.advance(0.003)
 
     def end(self) -> None:
-        """End all engines."""
         for engine in self.engines:
             engine.end()
         for _ in range(5):  # what was given up comes to its end
@@ -455,7 +427,6 @@ def _at_once(self, function, /, *arguments, **options) -> Future:
 
 
 def record(scenario: Callable[[Run], None]) -> dict[str, list[Line]]:
-    """The streams of a scenario."""
     run = Run()
     with mock.patch.object(time, "monotonic", run.clock), mock.patch.object(ThreadPoolExecutor, "submit", _at_once):
         scenario(run)

@@ -42,7 +42,6 @@ class Crowd:
         self._beginnings = [[self._draw.randrange(VOCABULARY) for _ in range(longest)] for _ in range(beginnings)]
 
     def prompt(self) -> list[int]:
-        """Another prompt."""
         draw = self._draw
         if self._last and draw.randrange(5) == 0:  # all of it is cached, to the end of a page
             return self._last[: len(self._last) // 4 * 4] or self._last
@@ -90,7 +89,6 @@ class Crowd:
 
 
 def together(*every: Actions) -> Actions:
-    """All of these actions."""
     found: Actions = {}
     for actions in every:
         for turn, ones in actions.items():
@@ -137,7 +135,7 @@ def plain(
         crowd.arrivals(engine, 24 * ranks, every=1 / ranks, longest_output=40),
         sessions(engine, crowd, range(5, 60, 11)),
         {20: [put(executor, non_finite={4711: 9})], 21: [lambda: engine.add("poisoned", [5] * 7, "greedy", 9, 4711)],
-         24: [put(executor, impossible={4712}), lambda: engine.add("impossible", [5] * 30, "biased", 9, 4712)],
+         24: [put(executor, impossible={4712: "no token is allowed"}), lambda: engine.add("impossible", [5] * 30, "biased", 9, 4712)],
          30: [engine.flush]},
     ))  # fmt: skip
     engine.flush()
@@ -363,7 +361,7 @@ def changed_mesh(run: Run) -> None:
     """Steps that are lost, meshes that change, launches that fail, with tiers and a prefill engine whose own mesh is lost too."""
     first = make_executor(run, "prefill", num_ranks=2, transfers=True)
     prefill = make_prefill(run, "prefill", first, make_config(first))
-    first.lost_at_step = 45
+    first.fail_at_step = 45
     later = make_executor(run, "prefill", num_ranks=3, transfers=True)
     later.keeps_elsewhere = {0, 1}
     prefill.survive_with(later, make_config(later))
@@ -392,7 +390,7 @@ def changed_mesh(run: Run) -> None:
         events=True,
         local_tokens=13,
     )
-    executor.lost_at_step = 70
+    executor.fail_at_step = 70
     engine.survive_with(*sized(2, 21))
     crowd = Crowd(8)
     run.play(together(

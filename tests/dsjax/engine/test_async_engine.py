@@ -22,7 +22,7 @@ from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason
 from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.text.input_processor import InputProcessor, PromptError
 from dsjax.engine.text.outputs import CompletionOutput, EngineClosingError, EngineDeadError, RequestOutput
 from dsjax.errors import UserError
@@ -32,8 +32,7 @@ FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINA
 
 def make(generations=None, **options) -> tuple[AsyncEngine, FakeExecutor]:
     executor = FakeExecutor(**options)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), config, generations=generations)), executor
+    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), executor.config, generations=generations)), executor
 
 
 def unchanging() -> SimpleNamespace:
@@ -75,10 +74,6 @@ def in_loop(*, start: bool = True, **options):
         return of_pytest
 
     return decorate
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
 @in_loop(num_ranks=2)
@@ -323,55 +318,53 @@ def output(request_id: str, text: str, *, last: bool = False) -> RequestOutput:
     return RequestOutput(request_id, None, [1], [CompletionOutput(0, text, [3])], last)
 
 
-def test_a_reader_that_waits_takes_outputs_at_once_and_is_woken_for_what_it_refuses_and_for_the_last():
-    async def main():
-        stream, seen, willing = OutputStream(["a", "b"], lambda ids: None), [], True
+@in_loop(start=False)
+async def test_a_reader_that_waits_takes_outputs_at_once_and_is_woken_for_what_it_refuses_and_for_the_last(
+    engine, executor
+):
+    stream, seen, willing = OutputStream(["a", "b"], lambda ids: None), [], True
 
-        def at_once(outputs) -> bool:
-            if willing:
-                seen.append([(index, each.outputs[0].text) for index, each in outputs])
-            return willing
+    def at_once(outputs) -> bool:
+        if willing:
+            seen.append([(index, each.outputs[0].text) for index, each in outputs])
+        return willing
 
+    reading = asyncio.create_task(stream.ready(at_once))
+    await asyncio.sleep(0)
+    stream.add(output("a", "1"))
+    stream.add(output("b", "2"))
+    assert seen == []
+    stream.tell()
+    stream.put(output("a", "3"))
+    assert seen == [[(0, "1"), (1, "2")], [(0, "3")]]
+    assert not reading.done()
+    willing = False
+    stream.put(output("b", "4"))
+    willing = True
+    stream.put(output("b", "5"))  # behind what has not been read yet
+    assert [(index, each.outputs[0].text) for index, each in await reading] == [(1, "4"), (1, "5")]
+    for request_id in "ab":
         reading = asyncio.create_task(stream.ready(at_once))
         await asyncio.sleep(0)
-        stream.add(output("a", "1"))
-        stream.add(output("b", "2"))
-        assert seen == []
-        stream.tell()
-        stream.put(output("a", "3"))
-        assert seen == [[(0, "1"), (1, "2")], [(0, "3")]]
-        assert not reading.done()
-        willing = False
-        stream.put(output("b", "4"))
-        willing = True
-        stream.put(output("b", "5"))  # behind what has not been read yet
-        assert [(index, each.outputs[0].text) for index, each in await reading] == [(1, "4"), (1, "5")]
-        for request_id in "ab":
-            reading = asyncio.create_task(stream.ready(at_once))
-            await asyncio.sleep(0)
-            stream.put(output(request_id, "end", last=True))
-            assert [each.outputs[0].text for _, each in await reading] == ["end"]
-        assert await stream.ready(at_once) == []
-        assert len(seen) == 2
-
-    run(main())
+        stream.put(output(request_id, "end", last=True))
+        assert [each.outputs[0].text for _, each in await reading] == ["end"]
+    assert await stream.ready(at_once) == []
+    assert len(seen) == 2
 
 
-def test_what_a_reader_raises_while_it_takes_outputs_at_once_is_its_own_to_hear():
-    async def main():
-        stream = OutputStream(["a"], lambda ids: None)
-        reading = asyncio.create_task(stream.ready(lambda outputs: [][1]))
-        await asyncio.sleep(0)
-        stream.put(output("a", "1"))
-        with pytest.raises(IndexError):
-            await reading
-        reading = asyncio.create_task(stream.ready())
-        await asyncio.sleep(0)
-        stream.fail(PromptError("over"))
-        with pytest.raises(PromptError):
-            await reading
-
-    run(main())
+@in_loop(start=False)
+async def test_what_a_reader_raises_while_it_takes_outputs_at_once_is_its_own_to_hear(engine, executor):
+    stream = OutputStream(["a"], lambda ids: None)
+    reading = asyncio.create_task(stream.ready(lambda outputs: [][1]))
+    await asyncio.sleep(0)
+    stream.put(output("a", "1"))
+    with pytest.raises(IndexError):
+        await reading
+    reading = asyncio.create_task(stream.ready())
+    await asyncio.sleep(0)
+    stream.fail(PromptError("over"))
+    with pytest.raises(PromptError):
+        await reading
 
 
 @in_loop(start=False, generations=unchanging(), pages_per_rank=33, step_seconds=0.01)
@@ -379,13 +372,12 @@ async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_t
     engine, executor
 ):
     smaller = FakeExecutor(pages_per_rank=5)
-    config = SchedulerConfig.from_limits(smaller.limits, max_num_batched_tokens=16)
     engine.start()
     params = SamplingParams(max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
     given_up, kept = [await engine.submit(name, [[1, 2, 3]], params) for name in ("given up", "kept")]
     await anext(given_up)
     await anext(kept)
-    new = Generation(smaller, config, larger_is_wanted=True)
+    new = Generation(smaller, smaller.config, larger_is_wanted=True)
     await engine.call(lambda core: engine._thread.change(lambda: new))
     parked = engine.core.parked
     await until(lambda: len(parked) == 2)
@@ -415,8 +407,7 @@ async def test_a_change_of_the_mesh_that_nobody_waits_for_any_more_while_it_is_c
     def to(wanted):
         made.append(wanted)
         executor = FakeExecutor()
-        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        return Generation(executor, config)
+        return Generation(executor, executor.config)
 
     engine.core.generations.ask, engine.core.generations.to = ask, to
     engine.start()

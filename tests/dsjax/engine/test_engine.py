@@ -12,7 +12,7 @@ from tiny_tokenizer import EOS, tiny_tokenizer
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.schedule.request import RequestOptions
-from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
+from dsjax.engine.schedule.scheduler_config import AdmissionError
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.text.input_processor import PromptError
 from dsjax.errors import UserError
@@ -20,10 +20,9 @@ from dsjax.errors import UserError
 
 def make_engine(tokenizer=None, eos=(), stream_interval=1, generations=None, **executor_options) -> LLMEngine:
     executor = FakeExecutor(**executor_options)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     tokenizer = tokenizer or tiny_tokenizer()
     args, options = EngineArgs(stream_interval=stream_interval), {"eos_token_ids": eos, "generations": generations}
-    return LLMEngine(EngineParts(executor, tokenizer, config, args, **options))
+    return LLMEngine(EngineParts(executor, tokenizer, executor.config, args, **options))
 
 
 def finish(engine: LLMEngine) -> dict:

@@ -16,7 +16,6 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import Request, RequestOptions
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
     CHUNK_PAGES,
     MOST_KEPT,
@@ -278,8 +277,7 @@ def test_when_decode_takes_nothing_prefill_keeps_so_much_and_no_more():
 def test_a_prefill_engine_goes_on_with_more_or_fewer_ranks_and_decode_computes_what_it_had(sizes, turns):
     before, after = sizes
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, transfers=True)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    changed = SimpleNamespace(due=True, regroup=lambda: Generation(executor, config, larger_is_wanted=True))
+    changed = SimpleNamespace(due=True, regroup=lambda: Generation(executor, executor.config, larger_is_wanted=True))
     pair = Pair(ranks=(before, 1), pages=(33, 129), generations=changed)
     [engine] = pair.engines
     pair.core.executor.chunks_take = 5  # some prompts are computed whole, and their chunks still kept

@@ -208,15 +208,9 @@ def test_text_ends_at_a_stop_token_and_a_stop_string_within_a_run(llm, watch):
     drafting(llm, 0)
     (whole,) = told(llm.generate(prompts(1), GREEDY))
     (text, tokens, _, _) = whole[0]
-    params = [
-        SamplingParams(temperature=0, max_tokens=TOKENS, stop_token_ids=[token], ignore_eos=True)
-        for token in tokens[:8]
-    ]
+    params = [dataclasses.replace(GREEDY, stop_token_ids=[token]) for token in tokens[:8]]
     params += [
-        SamplingParams(
-            temperature=0, max_tokens=TOKENS, stop=[text[at : at + 2]], include_stop_str_in_output=at % 2 == 0
-        )
-        for at in range(8)
+        dataclasses.replace(GREEDY, stop=[text[at : at + 2]], include_stop_str_in_output=at % 2 == 0) for at in range(8)
     ]
     without, drafted = both(llm, prompts(1) * 16, params)
     assert told(drafted) == told(without)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fp4_weights import encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,12 +31,6 @@ def whole_of(form, library):
 def stored_scales(form, library):
     scales = GOLDENS[f"{library}_{form.name}_scale"]
     return scales.view(E4M3) if form.has_global else scales
-
-
-def encoded(matrix, form):
-    whole = host.global_scale(matrix) if form.has_global else np.float32(1)
-    scales = host.block_scales(matrix, form, whole)
-    return host.encode(matrix, form, scales, whole), scales, whole
 
 
 def test_the_sixteen_codes_are_those_of_the_specification():

@@ -1,6 +1,6 @@
 """One process of a group behind `LLM`, for the one that started it: each line that process 0 reads has all prompts generated again.
 
-With the line `record` the experts' loads of it are recorded.
+With the line `record` the experts' loads of it are recorded. With `others` it is other prompts, and with `sampled` tokens are drawn.
 """
 
 import argparse
@@ -14,10 +14,19 @@ from dsjax import LLM, SamplingParams
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], [11] * 9, [30, 2, 77, 12, 60], [3])]
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+OTHERS = [{"prompt_token_ids": [40 + i] * 16} for i in range(8)]
+"""As many as push the pages of `PROMPTS` out of a small cache."""
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=1)
 
 
-def generate(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+def generate(llm: LLM, prompts: list[dict] = PROMPTS) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS)]
+
+
+def sample(llm: LLM) -> list[list[int]]:
+    completions = [output.outputs[0] for output in llm.generate(PROMPTS, SAMPLED)]
+    assert all(len(one.logprobs) == len(one.token_ids) for one in completions)
+    return [one.token_ids for one in completions]
 
 
 def record(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
@@ -49,16 +58,18 @@ def main() -> None:
     llm = LLM(**given.pop("options"), **given)  # returns in process 0 alone
     print("ready", flush=True)
     for line in sys.stdin:
-        tokens, *loads = record(llm) if line.strip() == "record" else (generate(llm),)
-        said = {"tokens": tokens, "mesh": llm.facts.mesh}
-        if loads:
-            said["loads"] = loads[0]
+        said = {"mesh": llm.facts.mesh}
+        if line.strip() == "record":
+            said["tokens"], said["loads"] = record(llm)
+        else:
+            make = {"others": lambda llm: generate(llm, OTHERS), "sampled": sample}.get(line.strip(), generate)
+            said["tokens"] = make(llm)
         balance = llm.engine.core.statistics().get("balance")  # None where experts stay where they are
         if balance is not None:
             said |= {"rebalances": balance.rebalances, "failures": balance.failures}
-        host = llm.engine.core.loads()[0].tiers.get("host")  # None without host memory below the cache
-        if host is not None:
-            said["fetched"] = host.fetched
+        loads = llm.engine.core.loads()
+        if "host" in loads[0].tiers:  # host memory below the cache
+            said["fetched"] = sum(load.tiers["host"].fetched for load in loads)
         print(json.dumps(said), flush=True)
     llm.shutdown()
 

@@ -1,11 +1,11 @@
 """Questions that all processes of a generation answer, here as threads over real connections."""
 
 import threading
-import time
 
 import pytest
 from group_in_threads import groups
 from processes import free_port
+from waits import until
 
 from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import GroupError, HostGroup
@@ -81,8 +81,7 @@ def test_a_load_of_a_generation_with_a_lost_process_or_with_a_successor_does_not
     first.on_change = lambda error: None
     second.endpoint.close()
     first.present = first.members
-    while 1 not in first.lost:
-        time.sleep(0.01)
+    until(lambda: 1 in first.lost)
     with pytest.raises(GroupError, match="has gone away"):
         first.check_generation(1, "its weights were loaded")
 

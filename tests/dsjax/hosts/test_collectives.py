@@ -24,10 +24,7 @@ class Peer:
 
 
 def listener() -> socket.socket:
-    found = socket.socket()
-    found.bind(("127.0.0.1", 0))
-    found.listen()
-    return found
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def is_open(connection: socket.socket) -> bool:

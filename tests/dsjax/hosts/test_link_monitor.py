@@ -1,35 +1,16 @@
 """How links between processes are watched: over real connections, one of which goes away, and by the host's own counters."""
 
-import contextlib
 import sys
 
 import pytest
-from deployments import KEY, OTHER
+from deployments import OTHER, request
 
 from dsjax.hosts import link_monitor
 from dsjax.hosts.interfaces import Interface, read_interfaces
 from dsjax.hosts.link_monitor import LinkMonitor, LinkState
 from dsjax.hosts.links import unreached
-from dsjax.hosts.wire import JoinRequest
-from dsjax.messaging import Endpoint
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_links import add_link_metrics
-
-
-def request(process_id: int, port: int, pid: int = 10) -> JoinRequest:
-    return JoinRequest(process_id, 4, "host", pid, "127.0.0.1", "machine", port)
-
-
-@pytest.fixture
-def endpoints():
-    with contextlib.ExitStack() as opened:
-
-        def make(credentials=KEY) -> Endpoint:
-            made = Endpoint("127.0.0.1", credentials)
-            opened.callback(made.close)
-            return made
-
-        yield make
 
 
 @pytest.fixture

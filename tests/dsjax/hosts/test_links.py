@@ -1,31 +1,12 @@
 """Who is reached, and who is gone on without where two processes do not reach each other."""
 
-import contextlib
 import socket
 from itertools import combinations
 
 import pytest
-from deployments import KEY, OTHER
+from deployments import OTHER, request
 
 from dsjax.hosts.links import left_out, unreached
-from dsjax.hosts.wire import JoinRequest
-from dsjax.messaging import Endpoint
-
-
-@pytest.fixture
-def endpoints():
-    with contextlib.ExitStack() as opened:
-
-        def make(credentials=KEY) -> Endpoint:
-            made = Endpoint("127.0.0.1", credentials)
-            opened.callback(made.close)
-            return made
-
-        yield make
-
-
-def request(process_id: int, port: int) -> JoinRequest:
-    return JoinRequest(process_id, 4, "host", 10, "127.0.0.1", "machine", port)
 
 
 def test_who_answers_is_reached_and_neither_who_is_gone_hangs_nor_has_another_key(endpoints):

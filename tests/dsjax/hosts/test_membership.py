@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 from group_in_threads import enter, groups
+from waits import until
 
 from dsjax.hosts import group as group_module
 from dsjax.hosts.group import GroupError
@@ -22,13 +23,6 @@ from dsjax.messaging import RefusedError
 def three(monkeypatch):
     monkeypatch.setattr(group_module, "_TOGETHER_SECONDS", 0.3)
     return groups(3)
-
-
-def until(holds) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_those_that_ask_to_leave_at_once_are_told_of_once(three):

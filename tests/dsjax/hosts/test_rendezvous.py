@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 from group_in_threads import enter, opened, options_of
+from waits import until
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, coordination, rendezvous
@@ -199,13 +200,6 @@ def held(processes: list[HostOptions], left: list) -> list[HostGroup]:
     groups = sorted(opened, key=lambda group: group.options.process_id)
     groups[0].on_change = left.append
     return groups
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_member_that_goes_is_seen_at_once_and_may_come_back_under_its_id(forgotten):

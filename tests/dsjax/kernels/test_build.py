@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -144,15 +145,8 @@ def test_another_machines_library_is_tried_and_left_alone(kernels, tmp_path):
     assert "do not work on this machine" in why_plain(cache=tmp_path)
 
 
-def raising(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
 def os_error(number):
-    return raising(OSError(number, os.strerror(number)))
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 def zeroed(patch, path):
@@ -164,11 +158,11 @@ AFTER_IT_WORKED = {
     "overwritten": zeroed,
     "cut": lambda patch, path: path.write_bytes(path.read_bytes()[:5000]),
     "of another libc": lambda patch, path: patch.setattr(
-        native_calls.ctypes, "CDLL", raising(OSError(f"{path}: version `GLIBC_2.99' not found"))
+        native_calls.ctypes, "CDLL", Mock(side_effect=OSError(f"{path}: version `GLIBC_2.99' not found"))
     ),
     "without a kernel": lambda patch, path: patch.setattr(native_calls.ctypes, "CDLL", lambda name: object()),
     "refused by JAX": lambda patch, path: patch.setattr(
-        native_calls.jax.ffi, "register_ffi_target", raising(RuntimeError("FFI API version\nmismatch"))
+        native_calls.jax.ffi, "register_ffi_target", Mock(side_effect=RuntimeError("FFI API version\nmismatch"))
     ),
     "deleted meanwhile": lambda patch, path: patch.setattr(
         build, "_tried", lambda path: shutil.rmtree(path.parent) or True
@@ -193,12 +187,14 @@ def test_a_library_that_worked_once_and_does_not_load_now_costs_one_line(kernels
 
 BEFORE_IT_IS_BUILT = {
     "no temporary folder": lambda patch: patch.setattr(
-        tempfile, "gettempdir", raising(FileNotFoundError(errno.ENOENT, "No usable temporary directory found"))
+        tempfile, "gettempdir", Mock(side_effect=FileNotFoundError(errno.ENOENT, "No usable temporary directory found"))
     ),
     "no process can be started": lambda patch: patch.setattr(build.subprocess, "Popen", os_error(errno.EAGAIN)),
     "no descriptor is left": lambda patch: patch.setattr(build.os, "memfd_create", os_error(errno.EMFILE)),
     "no sources": lambda patch: patch.setattr(build, "SOURCES", Path("missing")),
-    "no headers of JAX": lambda patch: patch.setattr(build.jax.ffi, "include_dir", raising(AttributeError("gone"))),
+    "no headers of JAX": lambda patch: patch.setattr(
+        build.jax.ffi, "include_dir", Mock(side_effect=AttributeError("gone"))
+    ),
     "no interpreter": lambda patch: patch.setattr(build.sys, "executable", None),
 }
 

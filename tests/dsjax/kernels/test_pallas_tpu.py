@@ -34,7 +34,6 @@ pytestmark = pytest.mark.slow  # all together
 
 FEW = settings(max_examples=2, deadline=None, derandomize=True)
 
-
 TILES = tpu_attention.TpuAttentionTiles(rows=16, positions=16)
 
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import zmq
+from waits import until
 
 from dsjax.errors import UserError
 from dsjax.messaging import Credentials, Endpoint, NotAMemberError, PeerLostError, RefusedError
@@ -56,7 +57,7 @@ def test_a_reply_may_come_later_and_from_any_thread(pair):
     server.serve("wait", held.append, roles=("member",), kind=int)
     peer = client.connect(server.address, "member")
     replies = [peer.request("wait", number) for number in range(3)]
-    wait_until(lambda: len(held) == 3)
+    until(lambda: len(held) == 3)
     for request in reversed(held):
         threading.Thread(target=request.reply, args=(request.body,)).start()
     assert [reply.result(SECONDS) for reply in replies] == [0, 1, 2]
@@ -70,7 +71,7 @@ def test_messages_come_in_the_order_in_which_they_were_sent_however_long_they_ar
     peer = client.connect(server.address, "member")
     for one in said:
         peer.send("say", one)
-    wait_until(lambda: len(heard) == len(said))
+    until(lambda: len(heard) == len(said))
     assert heard == said
 
 
@@ -119,7 +120,7 @@ def test_what_was_answered_last_arrives_though_the_process_ends(endpoints):
         server, client, held = endpoints(), endpoints(), []
         server.serve("wait", held.append, roles=("member",))
         reply = client.connect(server.address, "member").request("wait")
-        wait_until(lambda: held)  # noqa: B023
+        until(lambda: held)  # noqa: B023
         held[0].reply("last words")
         server.close(linger=SECONDS)
         assert reply.result(SECONDS) == "last words"
@@ -140,7 +141,7 @@ def test_a_process_with_another_key_gets_nowhere_and_is_counted(endpoints):
     stranger = endpoints(Credentials(ClusterKey("x" * 32, "a test")))
     with pytest.raises(NotAMemberError, match="another cluster key"):
         stranger.connect(server.address, "member")
-    wait_until(lambda: server.turned_away)
+    until(lambda: server.turned_away)
     assert list(server.turned_away) == ["with another cluster key"]
 
 
@@ -199,7 +200,7 @@ def test_a_flood_of_strangers_keeps_no_member_out_and_fills_no_log(endpoints, ca
             if number % 2:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
         assert client.connect(server.address, "member").request("ping").result(SECONDS) is None
-        wait_until(lambda: sum(server.turned_away.values()) >= 150)
+        until(lambda: sum(server.turned_away.values()) >= 150)
     assert len([record for record in caplog.records if "turned away" in record.message]) == 1
 
 
@@ -223,13 +224,13 @@ def test_both_sides_hear_of_a_connection_that_ends(pair):
     server.serve("hold", lambda request: peers.append(request.peer), roles=("member",))
     peer = client.connect(server.address, "member")
     reply = peer.request("hold")
-    wait_until(lambda: peers)
+    until(lambda: peers)
     peers[0].on_lost(lambda: lost.append("server"))
     peer.on_lost(lambda: lost.append("client"))
     peer.close()
     with pytest.raises(PeerLostError):
         reply.result(SECONDS)
-    wait_until(lambda: sorted(lost) == ["client", "server"])
+    until(lambda: sorted(lost) == ["client", "server"])
     with pytest.raises(PeerLostError):
         peers[0].request("anything").result(SECONDS)
 
@@ -249,7 +250,7 @@ def test_what_a_process_says_last_is_heard_before_its_connection_is_lost(pair):
     for number in range(200):
         peer.send("say", number)
     client.close(linger=SECONDS)
-    wait_until(lambda: "lost" in heard)
+    until(lambda: "lost" in heard)
     assert heard == [*range(200), "lost"]
     assert not server._accepted
 
@@ -268,11 +269,11 @@ def test_what_the_process_that_was_connected_to_says_last_is_heard_too(pair):
     peer = client.connect(server.address, "member")
     peer.on_lost(lambda: heard.append("lost"))
     peer.send("begin")
-    wait_until(lambda: asked)
+    until(lambda: asked)
     for number in range(200):
         asked[0].peer.send("say", number)
     server.close(linger=SECONDS)
-    wait_until(lambda: "lost" in heard)
+    until(lambda: "lost" in heard)
     assert heard == [*range(200), "lost"]
 
 
@@ -283,7 +284,7 @@ def test_the_process_that_was_connected_to_can_end_a_connection(pair):
     peer = client.connect(server.address, "member")
     peer.request("here").result(SECONDS)
     peers[0].close()
-    wait_until(lambda: peer.lost)
+    until(lambda: peer.lost)
     assert client.connect(server.address, "member").request("ping").result(SECONDS) is None
 
 
@@ -310,30 +311,33 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("number", "most"), [(signal.SIGKILL, 0.7), (signal.SIGSTOP, 3.0)])
-def test_a_process_that_is_killed_or_stopped_is_lost(endpoints, number, most):
-    server, peers = endpoints(silence=1.0), []
+@contextlib.contextmanager
+def connected_process(server):
+    """A process that is connected to a server, and the peers that this one has heard of."""
+    peers = []
     server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
-    process = subprocess.Popen([sys.executable, "-c", PROCESS, server.address], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "here\n"
+    command = [sys.executable, "-c", PROCESS, server.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "here\n"
+            yield process, peers
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_killed_or_stopped_is_lost(endpoints, number):
+    with connected_process(endpoints(silence=1.0)) as (process, peers):
         os.kill(process.pid, number)
-        wait_until(lambda: peers[0].lost)
+        until(lambda: peers[0].lost)
         if number == signal.SIGSTOP:
             process.send_signal(signal.SIGCONT)
             assert process.stdout.readline() == "lost\n"  # a continued process finds its connection closed
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_members_stay_though_strangers_come_while_nobody_looks(endpoints):
     """Of each libzmq tells the messaging thread, which may not get the GIL for seconds; when a queue was full it waited, heartbeats too."""
-    server, peers = endpoints(silence=1.0), []
-    server.serve("here", lambda request: (peers.append(request.peer), request.reply()), roles=("member",))
-    process = subprocess.Popen([sys.executable, "-c", PROCESS, server.address], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "here\n"
+    with connected_process(server := endpoints(silence=1.0)) as (_, peers):
         looks = threading.Event()
         server.post(lambda: looks.wait(SECONDS))
         for _ in range(1500):
@@ -341,12 +345,9 @@ def test_members_stay_though_strangers_come_while_nobody_looks(endpoints):
                 stranger.sendall(b"\xff" * 70)
         time.sleep(1.5)  # in which heartbeats would be missing
         looks.set()
-        wait_until(lambda: server.turned_away.total() >= 1400)
+        until(lambda: server.turned_away.total() >= 1400)
         assert not peers[0].lost
         assert peers[0].request(PING).exception(SECONDS) is None
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_an_ipv6_address_may_be_given_by_name(endpoints, monkeypatch):
@@ -357,10 +358,3 @@ def test_an_ipv6_address_may_be_given_by_name(endpoints, monkeypatch):
     for address in (server.address, f"six:{server.port}"):
         assert endpoints().connect(address, "member").request("ping").result(SECONDS) is None
     server.close()
-
-
-def wait_until(holds):
-    end = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)

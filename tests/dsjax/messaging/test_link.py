@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -94,14 +95,13 @@ def test_a_link_that_ends_is_told_of_once_by_its_name(ends, listener, link):
 
 
 def test_who_waits_hears_that_the_other_side_or_its_own_has_closed_the_link(listener, link):
-    for close in (listener.close, link.close):
-        caught = []
-        waiting = threading.Thread(target=lambda: caught.append(raised(link.receive)))  # noqa: B023
-        waiting.start()
-        time.sleep(0.1)
-        close()
-        waiting.join(SECONDS)
-        assert isinstance(caught[0], PeerLostError)
+    with ThreadPoolExecutor(1) as pool:
+        for close in (listener.close, link.close):
+            waiting = pool.submit(link.receive)
+            time.sleep(0.1)
+            close()
+            with pytest.raises(PeerLostError):
+                waiting.result(SECONDS)
 
 
 def test_who_waits_is_woken_without_a_message_once(listener, link):
@@ -153,10 +153,3 @@ def test_an_endpoint_ends_though_a_link_is_open(ends, listener, link):
     assert time.monotonic() - began < 10
     with pytest.raises(PeerLostError):
         link.receive(SECONDS)
-
-
-def raised(call):
-    try:
-        call()
-    except Exception as error:
-        return error

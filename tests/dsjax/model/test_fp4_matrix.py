@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp4_weights import in_fp4
+from fp4_weights import encoded, in_fp4
 
 from dsjax.fp4 import host
 from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
@@ -89,9 +89,7 @@ def test_w4a8_multiplies_activations_in_fp8_with_the_decoded_numbers(form, imple
 
 def in_nvfp4(row: np.ndarray) -> np.ndarray:
     """A row as the tensor of one row that NVFP4's definition quantises, on the host."""
-    whole = host.global_scale(row[None])
-    scales = host.block_scales(row[None].astype(np.float32), NVFP4, whole)
-    packed = host.encode(row[None].astype(np.float32), NVFP4, scales, whole)
+    packed, scales, whole = encoded(row[None], NVFP4)
     return host.decode(packed, NVFP4, scales, whole)[0].astype(np.float64)
 
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import mtp_reference
 import numpy as np
 import pytest
-from goldens.our_model import COMPILE_QUICKLY, bound, hf_tensors
-from goldens.random_weights import RandomWeights
+from goldens.our_model import COMPILE_QUICKLY, bound
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import TINY
-from step_model import pack_rows, placed
+from step_model import pack_rows, placed, tensors
 
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
@@ -36,11 +35,6 @@ G, PAGES, TABLE = 4, 12, 4  # slots of a page, pages of a rank, pages of a row's
 ROWS, CHUNK = 2, 4
 
 
-@functools.cache
-def tensors():
-    return hf_tensors(CONFIG, RandomWeights(3, bias_center=-0.2))
-
-
 class Module:
     """A tiny model with its MTP module on a mesh; one program serves prompts' chunks and decodes."""
 
@@ -50,7 +44,7 @@ class Module:
         step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
         dispatch = dataclasses.replace(step.dispatch, report=True)
         self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch)
-        self.params = placed(step, from_hf_tensors(CONFIG, tensors()))
+        self.params = placed(step, from_hf_tensors(CONFIG, tensors(CONFIG)))
         self.ranks, self.on_ranks = spec.dp_size, NamedSharding(step.mesh, P(spec.batch_axes))
         self.shape = GroupShape(ROWS, CHUNK, TABLE, form)
         self.copies = step.placement.tables
@@ -110,7 +104,7 @@ def module(mesh="dp=2", form="A_CC_ME", block_tokens=None):
 @functools.cache
 def dense_passes():
     """The model and the module on whole sequences."""
-    table, params = parameter_table(CONFIG, weights="f32"), jax.device_put(from_hf_tensors(CONFIG, tensors()))
+    table, params = parameter_table(CONFIG, weights="f32"), jax.device_put(from_hf_tensors(CONFIG, tensors(CONFIG)))
 
     def forward(tokens):
         return dense.forward(params, table, CONFIG, tokens).hidden
@@ -126,7 +120,7 @@ def dense_passes():
 def reference(sequence, end, holes=()):
     """The module's states of a sequence's first tokens in NumPy, with holes in its cache."""
     arguments = sequence.hidden[:end], sequence.next_tokens[:end], frozenset(holes)
-    return mtp_reference.mtp_states(CONFIG, tensors(), *arguments)
+    return mtp_reference.mtp_states(CONFIG, tensors(CONFIG), *arguments)
 
 
 class Sequence:

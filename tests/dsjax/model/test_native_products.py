@@ -118,6 +118,5 @@ def test_the_forward_of_a_gradient_gives_them_too_and_the_gradient_is_that_of_th
     for name, gradient in gradients.items():
         most = float(jnp.abs(plain[name]).max())
         assert float(jnp.abs(gradient - plain[name]).max()) <= 1e-4 * most, name
-        assert most > 0 or name.endswith("router.bias") or ".indexer." in name, (
-            name
-        )  # these choose, and have no gradient
+        # These choose, and have no gradient.
+        assert most > 0 or name.endswith("router.bias") or ".indexer." in name, name

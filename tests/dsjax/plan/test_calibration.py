@@ -39,7 +39,6 @@ from tools.plan_data.other_dates import rows as other_rows
 
 @pytest.fixture(scope="module")
 def every():
-    """All blind predictions."""
     return blind()
 
 

@@ -20,14 +20,10 @@ network_gbps = "ours"
 """
 
 
-@pytest.fixture
-def written(tmp_path):
-    def write(text, name="cluster.toml"):
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
+def loaded(folder, text):
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return load_cluster(path)
 
 
 @pytest.mark.parametrize("name", bundled_clusters())
@@ -38,8 +34,8 @@ def test_bundled_clusters_have_the_devices_of_their_names(name):
     assert cluster.latency_low <= cluster.latency <= cluster.latency_high
 
 
-def test_cards_are_shared_by_the_devices_of_a_host(written):
-    cluster = load_cluster(written(GOOD))
+def test_cards_are_shared_by_the_devices_of_a_host(tmp_path):
+    cluster = loaded(tmp_path, GOOD)
     assert cluster.devices_per_host == 8
     assert cluster.network_bandwidth == 100e9 / 8 * 2 / 8
     assert cluster.domains_of(9) == 2
@@ -59,6 +55,6 @@ def test_cards_are_shared_by_the_devices_of_a_host(written):
         (("hosts = 2", "hosts = = 2"), "not valid TOML"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(written, change, message):
+def test_a_wrong_file_says_what_is_wrong(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
-        load_cluster(written(GOOD.replace(*change)))
+        loaded(tmp_path, GOOD.replace(*change))

@@ -27,7 +27,6 @@ STILL_WRITTEN = {
 
 @cache
 def accepted(engine):
-    """`configs/engines/options/ENGINE.json`."""
     path = resources.files("configs") / "engines" / "options" / f"{engine}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 

@@ -28,7 +28,6 @@ from sharding.mesh import MeshSpec
 # What the engines that publish their kernels can do, in front of what dsjax serve can.
 BASE = ["plan", "--cluster", "h200-8", "--input", "1000", "--output", "200", "--mode", "aggregated"]
 
-
 ONE_LAYOUT = ("--mesh", "tp=8,ep=1")
 """Where a test is not about the search."""
 

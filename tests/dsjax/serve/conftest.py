@@ -22,6 +22,13 @@ def server():
 
 
 @pytest.fixture
+def at_full_speed(server):
+    """Whatever pace a test gives the module's server, the next one finds it without."""
+    yield
+    server.executor.step_seconds = 0
+
+
+@pytest.fixture
 def start_server():
     """Starts servers with options of their own."""
     started: list[LiveServer] = []

@@ -1,12 +1,12 @@
 """A real server on a real port, over the fake executor of the engine's tests."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +15,7 @@ import httpx
 from fake_executor import FakeExecutor
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_tokenizer import tiny_tokenizer
+from waits import until as wait_until
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.engine import EngineParts
@@ -147,8 +148,8 @@ def started(script: str, *arguments: object) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
+def events(text: str) -> list[dict]:
+    """What a stream that came to its end has sent."""
+    *lines, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
+    assert end == "[DONE]"
+    return [json.loads(line) for line in lines]

@@ -17,6 +17,8 @@ from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.profiler import sum_of
 
+pytestmark = pytest.mark.usefixtures("at_full_speed")
+
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": list(range(20, 60)), "max_tokens": 200, "temperature": 0}
 ADMIN = {"Authorization": "Bearer root"}
@@ -34,13 +36,6 @@ def server(profiles):
     options = ServeOptions(admin_api_key="root", profile_dir=str(profiles))
     with LiveServer(tokenizer=tokenizer, executor=executor, options=options, metrics=metrics) as live:
         yield live
-
-
-@pytest.fixture(autouse=True)
-def at_full_speed(request):
-    yield
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").executor.step_seconds = 0
 
 
 def admin(server, path: str, body=None):

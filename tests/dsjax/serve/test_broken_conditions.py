@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -28,26 +29,7 @@ from dsjax.serve.serving import Phase
 
 
 def raising(number):
-    def fail(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-@pytest.fixture
-def cache_settings():
-    """JAX's settings of its cache, which a test may change."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_enable_compilation_cache",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_enable_xla_caches",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    process.compilation_cache.reset_cache()
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 def enabled() -> tuple[Path | None, str]:

@@ -129,12 +129,8 @@ def make_parts() -> EngineParts:
     return EngineParts(executor, tiny_tokenizer(), config)
 
 
-def make_engine() -> LLMEngine:
-    return LLMEngine(make_parts())
-
-
 def test_generate_writes_prompts_and_continuations_in_order_and_says_which_failed():
-    out, engine = io.StringIO(), make_engine()
+    out, engine = io.StringIO(), LLMEngine(make_parts())
     engine.core.executor.non_finite.add(7)
     add_request, seeds = engine.add_request, {"1": 7}
 
@@ -152,7 +148,7 @@ def test_generate_writes_prompts_and_continuations_in_order_and_says_which_faile
 
 
 def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
-    engine = make_engine()
+    engine = LLMEngine(make_parts())
     monkeypatch.setattr("dsjax.engine.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
     failed = {0: "the values are not finite"}
     monkeypatch.setattr("dsjax.cli.generate.write_continuations", lambda *_, **__: failed)
@@ -179,7 +175,7 @@ def test_generate_refuses_a_standard_input_that_has_no_text(monkeypatch, prompts
 
 
 def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none():
-    out, engine = io.StringIO(), make_engine()
+    out, engine = io.StringIO(), LLMEngine(make_parts())
     params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
     write_continuations(out, engine, ["hi"], params, chat=True)
     tokenizer = engine.tokenizer

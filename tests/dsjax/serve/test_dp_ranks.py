@@ -22,7 +22,6 @@ def server():
 
 
 def samples(server, name: str) -> dict[str, float]:
-    """Read a metric's samples by their label `engine`."""
     return {labels["engine"]: value for labels, value in server.samples(name)}
 
 

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from fake_executor import FakeExecutor
-from live_server import LiveServer, started, wait_until
+from live_server import LiveServer, events, started, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 from test_admin import test_a_flushed_cache_gives_no_hits, test_a_request_can_be_aborted_by_either_of_its_ids
+from test_dp_ranks import test_a_router_outside_names_the_rank_by_its_number
 from test_lifecycle import (
     test_a_signal_lets_running_requests_finish_and_admits_no_more,
     test_after_the_shutdown_timeout_what_still_runs_ends_with_an_error,
@@ -40,7 +41,7 @@ from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.server import bind_shared
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("at_full_speed")]
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 SHORT = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -65,13 +66,6 @@ def keyed():
     options = ServeOptions(api_keys=("one",), admin_api_key="root")
     with LiveServer(front_ends=1, stream_interval=3, options=options, **sizes) as live:
         yield live
-
-
-@pytest.fixture(autouse=True)
-def at_full_speed(request):
-    yield
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").executor.step_seconds = 0
 
 
 @pytest.fixture
@@ -134,9 +128,8 @@ def test_tool_calls_prompt_logprobs_and_structured_output_come_through(keyed):
     wrong = post("/v1/completions", {**form, "structured_outputs": {"regex": "("}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "structured_outputs.regex")
     pieces = {"prompt": "ab", "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    lines = post("/v1/completions", pieces).text.split("\n\n")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert [len(event["choices"][0]["token_ids"]) for event in events] == [1, 3, 3, 1]
+    sent = events(post("/v1/completions", pieces).text)
+    assert [len(event["choices"][0]["token_ids"]) for event in sent] == [1, 3, 3, 1]
 
 
 def test_what_waits_is_limited_over_all_processes(start_server):
@@ -152,9 +145,8 @@ def test_what_waits_is_limited_over_all_processes(start_server):
     assert sorted(answer.status_code for answer in answers) == [200] * 3 + [429] * 5
     assert all(answer.json()["error"]["code"] == "queue_full" and answer.headers["retry-after"] for answer in refused)
     assert server.total("dsjax_requests_rejected_total", reason="queue_full") == 5
-    assert (
-        server.total("vllm:request_success_total", finished_reason="abort") == 0
-    )  # what was refused never was a request
+    # What was refused never was a request.
+    assert server.total("vllm:request_success_total", finished_reason="abort") == 0
 
 
 def test_the_mesh_of_now_is_what_requests_are_checked_by_and_what_a_new_front_end_hears_of(start_server, monkeypatch):
@@ -221,14 +213,6 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
     assert server.total("vllm:generation_tokens_total") == made, "and what the next one had"
 
 
-def test_a_rank_that_a_router_names_is_the_one_that_computes(server):
-    made = server.total("vllm:generation_tokens_total", engine="3")
-    for rank, status in (("3", 200), ("4", 400)):
-        answer = server.post("/v1/completions", SHORT, headers={"X-Data-Parallel-Rank": rank})
-        assert answer.status_code == status
-    assert server.total("vllm:generation_tokens_total", engine="3") == made + 6
-
-
 SCRIPT = """
 import io, sys, types
 from live_server import FakeExecutor, EngineParts, SchedulerConfig, bind_shared, tiny_tokenizer
@@ -253,7 +237,7 @@ def test_when_the_engine_s_process_is_killed_all_end():
     """Through the command's own `serve_model`."""
     with started(SCRIPT) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        wait_until(lambda: is_ready(url), 120)
+        wait_until(lambda: is_ready(url))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 1
         body = {"model": "tiny", "prompt": "a", "max_tokens": 2}

@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 import time
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -36,9 +37,6 @@ def raw(server, head: str, body: bytes = b"") -> bytes:
         return received
 
 
-# Keys.
-
-
 @pytest.fixture(scope="module")
 def module_servers():
     with contextlib.ExitStack() as stack:
@@ -64,7 +62,6 @@ PATHS = [
     ("GET", "//v1/models"),
     ("GET", "/health/../v1/models"),
 ]
-
 
 WRONG = [{}, bearer("wrong"), bearer("one two"), {"Authorization": "one"}, basic("wrong"), bearer("öne")]
 
@@ -145,9 +142,6 @@ def test_no_key_is_ever_shown():
     assert "secret" not in repr(options) + json.dumps(options.to_json())
 
 
-# Size and time.
-
-
 @pytest.fixture(scope="module")
 def tight(module_servers):
     return module_servers(max_body_bytes=2000, request_timeout=1.0)
@@ -184,9 +178,6 @@ def test_a_connection_serves_one_request_after_another(tight):
         for _ in range(4):
             assert client.get("/health").status_code == 200
             time.sleep(0.4)  # all together they take longer than one may
-
-
-# The queue.
 
 
 @pytest.mark.parametrize(
@@ -237,9 +228,6 @@ def test_completions_that_cannot_be_count_among_none_that_wait(start_server, mon
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
 
-# Readiness.
-
-
 def test_it_listens_while_it_warms_up(start_server):
     may_end = threading.Event()
     server = start_server(warm_up=lambda check: may_end.wait(60))
@@ -271,10 +259,6 @@ def test_it_listens_while_it_drains_and_admits_nothing(start_server):
 
 
 def test_what_warm_up_raises_ends_the_server(start_server):
-    def fail(check):
-        raise UserError("no such device")
-
-    server = start_server(warm_up=fail)
-    server._thread.join(60)
-    assert not server._thread.is_alive()
+    server = start_server(warm_up=Mock(side_effect=UserError("no such device")))
+    server.join()
     assert isinstance(server.failure, UserError)

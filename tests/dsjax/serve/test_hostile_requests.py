@@ -391,9 +391,6 @@ def test_hostile_heads_are_answered_as_they_should_be(server, method, path, head
         check(answer, status)
 
 
-# On bare sockets.
-
-
 def message(body: dict, extra: str = "") -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {C} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{extra}Content-Length: {len(content)}\r\n\r\n"
@@ -435,31 +432,27 @@ STAGES = ["head", "end of head", "body", "whole", "first bytes", "events"]
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_client_that_goes_away_at_any_stage_leaves_nothing(server, stage, stream):
-    reset = stream ^ (
-        STAGES.index(stage) % 2 == 0
-    )  # closed and reset: both with every stage, and with both kinds of answer
+def test_a_client_that_goes_away_at_any_stage_leaves_nothing(server, at_full_speed, stage, stream):
+    # Closed and reset: both with every stage, and with both kinds of answer.
+    reset = stream ^ (STAGES.index(stage) % 2 == 0)
     server.executor.step_seconds = 0.01
-    try:
-        sent = message({**LONG_STREAM, "stream": stream})
-        head = sent.index(b"\r\n\r\n") + 4
-        cut = {"head": head // 2, "end of head": head, "body": len(sent) - 5}.get(stage, len(sent))
-        steps = server.executor.steps
-        connection = server.connect(sent[:cut])
-        if cut == len(sent):
-            wait_until(lambda: server.pages_in_use > 0)
-        if stream and stage in ("first bytes", "events"):
-            assert connection.recv(10 if stage == "first bytes" else 2000).startswith(b"HTTP/1.1 2")
-        under_way = server.executor.steps
-        if reset:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.close()
-        wait_until(lambda: server.pages_in_use == 0)
-        # One step may run while the disconnect arrives, then at most two; a head without its body computes nothing.
-        begun = server.executor.steps - steps if cut < len(sent) else server.executor.steps - under_way
-        assert begun <= 3, "it did not run to its end"
-    finally:
-        server.executor.step_seconds = 0
+    sent = message({**LONG_STREAM, "stream": stream})
+    head = sent.index(b"\r\n\r\n") + 4
+    cut = {"head": head // 2, "end of head": head, "body": len(sent) - 5}.get(stage, len(sent))
+    steps = server.executor.steps
+    connection = server.connect(sent[:cut])
+    if cut == len(sent):
+        wait_until(lambda: server.pages_in_use > 0)
+    if stream and stage in ("first bytes", "events"):
+        assert connection.recv(10 if stage == "first bytes" else 2000).startswith(b"HTTP/1.1 2")
+    under_way = server.executor.steps
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    wait_until(lambda: server.pages_in_use == 0)
+    # One step may run while the disconnect arrives, then at most two; a head without its body computes nothing.
+    begun = server.executor.steps - steps if cut < len(sent) else server.executor.steps - under_way
+    assert begun <= 3, "it did not run to its end"
     nothing_is_left(server)
 
 

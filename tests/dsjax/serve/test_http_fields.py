@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from live_server import events
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 
 from dsjax.serve.tool_calls import FORMATS
@@ -21,12 +22,6 @@ TOOLS = [
     for name in ("get_weather", "get_time")
 ]
 CALL = FORMATS["deepseek_v31"].calls([("get_weather", '{"city": "Köln"}'), ("get_time", '{"city": "Ulm"}')])
-
-
-def events(text: str) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def together(chunks: list[dict]) -> dict:
@@ -124,9 +119,6 @@ def test_text_offsets_of_an_echo_count_the_special_tokens_that_its_text_has(star
     assert choice["logprobs"]["text_offset"] == offsets
 
 
-# Ids, usage, sessions.
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_token_ids_are_given_when_asked_for(start, path):
     server = start()
@@ -193,9 +185,6 @@ def test_request_ids_are_taken_from_the_header_or_the_field_and_echoed(start, st
     unknown = server.get("/nothing")
     assert unknown.headers["x-request-id"]
     assert unknown.json()["error"]["type"] == "not_found_error"
-
-
-# Reasoning.
 
 
 def test_reasoning_comes_apart_streamed_and_whole(start):
@@ -273,9 +262,6 @@ def test_every_way_to_ask_for_a_form_reaches_the_engine(start, monkeypatch, fiel
     assert answer.status_code == 200, answer.text
     asked = seen[0].structured_outputs
     assert (asked and asked.form) == form
-
-
-# Tools.
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -365,9 +351,6 @@ def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):
         assert expected in text
     message = server.post(CHAT, {"messages": MESSAGES, "temperature": 0, "tools": TOOLS[:1], "max_tokens": 60}).json()
     assert message["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-
-
-# Prompts.
 
 
 def test_the_final_message_can_be_continued(start):

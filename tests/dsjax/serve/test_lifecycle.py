@@ -4,21 +4,17 @@ import contextlib
 import json
 import re
 import threading
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from live_server import LiveServer, wait_until
+from live_server import LiveServer, events, wait_until
 
 from dsjax.errors import UserError
 from dsjax.serve import connections
 from dsjax.serve.server import bind
 
 LONG = {"prompt": "ab", "max_tokens": 110, "temperature": 0}
-
-
-def events(text: str) -> list:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def test_pieces_written_at_once_are_the_bytes_that_uvicorn_sends(start_server, monkeypatch):
@@ -54,8 +50,7 @@ def test_a_signal_lets_running_requests_finish_and_admits_no_more(start_server):
     wait_until(lambda: server.pages_in_use > 0)
     server.signal()
     assert server.join() == 0
-    *_, last, end = events(answer.result(60).text)
-    assert (last["choices"][0]["finish_reason"], end) == ("length", "[DONE]")
+    assert events(answer.result(60).text)[-1]["choices"][0]["finish_reason"] == "length"
     with pytest.raises(httpx.ConnectError):
         server.post("/v1/completions", LONG)
     assert server.executor.closed
@@ -68,8 +63,8 @@ def test_after_the_shutdown_timeout_what_still_runs_ends_with_an_error(start_ser
     server.signal()
     assert server.join() == 0
     streamed, whole = (answer.result(60) for answer in pending)
-    *_, error, end = events(streamed.text)
-    assert (error["error"]["code"], error["error"]["type"], end) == ("shutting_down", "server_error", "[DONE]")
+    error = events(streamed.text)[-1]["error"]
+    assert (error["code"], error["type"]) == ("shutting_down", "server_error")
     assert whole.status_code == 503
     assert server.pages_in_use == 0
 
@@ -82,8 +77,7 @@ def test_when_the_engine_dies_every_client_hears_of_it_and_the_exit_code_is_1(st
     assert server.join() == 1
     for index, response in enumerate(answer.result(60) for answer in pending):
         if index % 2 == 0:
-            assert "error" in events(response.text)[-2]
-            assert events(response.text)[-1] == "[DONE]"
+            assert "error" in events(response.text)[-1]
         else:
             assert response.status_code == 500
         assert "fake device" not in response.text, "messages hold no internals"
@@ -112,7 +106,7 @@ def test_one_request_fails_as_the_servers_or_the_clients_error_and_the_next_is_a
     assert (answer.status_code, error["code"]) == (status, code)
     assert status == 500 or (error["message"], error["type"]) == ("the reason", "invalid_request_error")
     streamed = server.post("/v1/completions", {**LONG, **fields, "seed": 17, "stream": True})
-    assert events(streamed.text)[-2]["error"]["code"] == code
+    assert events(streamed.text)[-1]["error"]["code"] == code
     assert server.post("/v1/completions", well).json()["choices"] == choices
     assert server.get("/health").json() == {"status": "ok"}
 
@@ -129,11 +123,7 @@ def test_an_address_in_use_is_known_before_anything_is_loaded():
 def test_a_server_that_cannot_begin_to_serve_ends_with_the_reason_instead_of_listening_for_ever(monkeypatch):
     warmed = threading.Event()
     server = LiveServer(warm_up=lambda check: warmed.wait(60))
-
-    def cannot():
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(server.engine, "start", cannot)
+    monkeypatch.setattr(server.engine, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     warmed.set()
     server.join()
     assert "can't start new thread" in str(server.failure)

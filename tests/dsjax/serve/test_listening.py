@@ -40,12 +40,10 @@ def load_nothing(*args, **options):
 @pytest.fixture
 def serve(monkeypatch):
     """Runs `dsjax serve` up to where it would load a model, or follow; gives the message of a refusal, or None."""
-    load = load_nothing
-    monkeypatch.setattr("dsjax.engine.llm.LLM", load)
-    monkeypatch.setattr(
-        "dsjax.serve.logs.configure_logging", lambda *args, **options: None
-    )  # it is the whole process's
-    monkeypatch.setattr(Headless, "serve", load)
+    monkeypatch.setattr("dsjax.engine.llm.LLM", load_nothing)
+    # It is the whole process's.
+    monkeypatch.setattr("dsjax.serve.logs.configure_logging", lambda *args, **options: None)
+    monkeypatch.setattr(Headless, "serve", load_nothing)
 
     def run(*arguments, **variables):
         result = CliRunner(env={"DSJAX_API_KEY": None, "DSJAX_ADMIN_API_KEY": None} | variables).invoke(
@@ -186,9 +184,6 @@ def test_a_follower_of_dynamo_is_open_to_other_machines_at_the_system_port_alone
     with pytest.raises(UserError, match="no key was given"):
         follow(port)
     assert follow(port, KEYED) == follow(port, allowed=True) == "0.0.0.0"
-
-
-# Open connections.
 
 
 @pytest.fixture

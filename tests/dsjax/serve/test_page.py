@@ -38,19 +38,10 @@ def browser():
         launched.close()
 
 
-@pytest.fixture(scope="module")
-def live():
-    watched = WatchedServer()
-    yield watched
-    watched.close()
-
-
 @pytest.fixture
-def server(live):
-    live.answers, live.pause, live.asked, live.api_key, live.status = [("", "hello")], 0.0, [], None, 200
-    live.ranks = [load(rank) for rank in range(4)]
-    live.metrics = Metrics("tiny", 4, 4096, experts_per_device=2)
-    return live
+def server():
+    with contextlib.closing(WatchedServer()) as watched:
+        yield watched
 
 
 @contextlib.contextmanager
@@ -157,19 +148,16 @@ def test_the_tiers_below_the_cache_are_shown_where_there_are_any(browser, server
     with opened(browser, server) as page:
         sync_api.expect(tile(page, "cache held")).to_have_text("0 %")
         assert tile(page, "disk").count() == 0
-    ranks, host = server.ranks, TierCounts(10, 40, 0, 0, 0)
+    host = TierCounts(10, 40, 0, 0, 0)
     server.ranks = [
         load(n)._replace(tiers={"host": host}, hits={"device": 10, "host": 20, "disk": 5}, queried=100)
         for n in range(4)
     ]
     server.disk = DiskCounts(30, 60)._asdict()
-    try:
-        with opened(browser, server) as page:
-            sync_api.expect(tile(page, "host memory")).to_have_text("25 %")
-            sync_api.expect(tile(page, "disk")).to_have_text("50 %")
-            sync_api.expect(tile(page, "hits below")).to_have_text("25 %")
-    finally:
-        server.ranks, server.disk = ranks, None
+    with opened(browser, server) as page:
+        sync_api.expect(tile(page, "host memory")).to_have_text("25 %")
+        sync_api.expect(tile(page, "disk")).to_have_text("50 %")
+        sync_api.expect(tile(page, "hits below")).to_have_text("25 %")
 
 
 def test_the_charts_show_what_the_registry_holds(browser, server):

@@ -23,7 +23,6 @@ ready = lambda: print(port, flush=True)
 sys.exit(Server(serving, shutdown_timeout=float(sys.argv[2]), log_level="error", on_ready=ready).serve_on(listener))
 """
 
-
 # Compiles 500 shapes of `argv[1]` seconds each, through the command's own `serve_model`.
 WARMING_SCRIPT = """
 import io, sys, time, types

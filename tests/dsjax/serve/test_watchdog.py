@@ -4,6 +4,7 @@ import io
 import tempfile
 import threading
 import time
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -48,11 +49,8 @@ def watch(step_started, out) -> tuple[Watchdog, list]:
 
 
 def test_a_watchdog_that_cannot_look_ends_the_process_since_nobody_else_would_see_a_hang():
-    def cannot():
-        raise RuntimeError("no steps here")
-
     with tempfile.TemporaryFile("w+") as out:
-        _, done = watch(cannot, out)
+        _, done = watch(Mock(side_effect=RuntimeError("no steps here")), out)
         wait_until(lambda: done)
         assert done == [HANG_EXIT_CODE]
         out.seek(0)

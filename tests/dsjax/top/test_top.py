@@ -40,9 +40,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def server():
-    watched = WatchedServer()
-    yield watched
-    watched.close()
+    with contextlib.closing(WatchedServer()) as watched:
+        yield watched
 
 
 def reading(server: WatchedServer, at: float) -> StatusReading:

@@ -129,9 +129,6 @@ def test_who_lets_nobody_in_is_waited_for_if_it_was_there_before(caplog):
             done.result(60)
         assert (own.calls, own.losses) == (2, 1)
     assert caplog.text.count(reason + "); it is waited for") == 1
-    mistake = pytest.raises(UserError, match=reason)
-    with contextlib.closing(Experts(opens=refuse)) as process, linked(process.port) as first, mistake:
-        first.connect()
 
 
 @pytest.mark.parametrize("end", [Experts.close, lambda process: None], ids=["goes", "says nothing"])

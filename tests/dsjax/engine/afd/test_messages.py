@@ -73,7 +73,6 @@ class Attention:
         return failure(lambda: self.peer.request(service, body).result(SECONDS))
 
     def send(self, call, *rows):
-        """Make a call."""
         self.link.send(msgspec.msgpack.encode(call), *rows)
 
     def answer(self, *arrays):

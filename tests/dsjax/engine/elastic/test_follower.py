@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from group_in_threads import Group, Told, groups, step
+from waits import until
 
 from dsjax.engine.elastic import generations as generations_module
 from dsjax.engine.elastic.follower import Follower
@@ -30,22 +31,22 @@ from dsjax.messaging import RefusedError
 def group():
     """A group whose process 1 has loaded the first generation."""
     group = Group()
-    group.until(lambda: group.loaded)
+    until(lambda: group.loaded)
     return group
 
 
 def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_without_it(group):
     first = LeaderExecutor(Told(), group.leader)
     first.launch(step(1))
-    group.until(lambda: group.loaded and group.loaded[0].launched == 1)
+    until(lambda: group.loaded and group.loaded[0].launched == 1)
     group.announce(1, 0)
-    group.until(lambda: group.follower.phase == "standing by")
+    until(lambda: group.follower.phase == "standing by")
     assert group.released == group.loaded[:1]
     assert group.follower.executor is None
     group.announce(2, 0, 1)
     second = LeaderExecutor(Told(), group.leader)
     second.launch(step(2))
-    group.until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
+    until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
     assert group.loaded[1].generation == 2
     assert group.follower.executor is group.loaded[1]
     # The stream of a generation begins anew, and so do the results that were collected.
@@ -57,10 +58,10 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
 def test_weights_are_dropped_for_a_mesh_without_this_process():
     dropped = []
     group = Group(drop=lambda: dropped.append(group.second.generation))
-    group.until(lambda: group.loaded)
+    until(lambda: group.loaded)
     group.announce(1, 0, 1)
     group.announce(2, 0)
-    group.until(lambda: dropped)
+    until(lambda: dropped)
     group.end()
     assert dropped == [2]
 
@@ -70,14 +71,14 @@ def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group)
     leader.set_recording(True)
     leader.collect(leader.launch(step(1)))
     leader.expert_counts()
-    group.until(lambda: group.loaded and ("read record",) in group.loaded[0].events)
+    until(lambda: group.loaded and ("read record",) in group.loaded[0].events)
     events = group.loaded[0].events
     assert events[0] == ("record", True)
     assert events.index(("collect", 1)) < events.index(("read record",))
     leader.set_recording(False)
     assert leader.expert_counts() is None  # and nobody is asked
     leader.launch(step(2))
-    group.until(lambda: group.loaded[0].launched == 2)
+    until(lambda: group.loaded[0].launched == 2)
     assert group.loaded[0].events.count(("read record",)) == 1
     group.end()
 
@@ -95,7 +96,7 @@ def test_all_say_whom_they_reach_when_process_0_asks_and_who_is_left_out_ends_wi
     ((pid, reason),) = group.leader.links.left_out.values()
     assert pid == os.getpid()
     group.leader.announce(Announcement(3, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid + 1, reason)}))
-    group.until(lambda: group.second.generation == 3)  # another process is meant, which had its id
+    until(lambda: group.second.generation == 3)  # another process is meant, which had its id
     group.leader.announce(Announcement(4, [0], [0], {"mesh": "dp=1"}, left_out={1: (pid, reason)}))
     group.thread.join(60)
     assert str(group.error) == str(error)
@@ -132,10 +133,10 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
     group.second.collectives.cut_with(0, lambda: cut.append(group.follower.phase))
     group.loaded[0].launch = failing
     LeaderExecutor(Told(), group.leader).launch(step(1))
-    group.until(lambda: group.follower.phase == "regrouping")
+    until(lambda: group.follower.phase == "regrouping")
     assert cut == ["ready"], "those that wait for it in that step have heard at once that it will not come"
     group.announce(1, 0, 1)
-    group.until(lambda: len(group.loaded) == 2)
+    until(lambda: len(group.loaded) == 2)
     group.loaded[1].launch = failing
     LeaderExecutor(Told(), group.leader).launch(step(2))
     group.thread.join(60)
@@ -145,7 +146,7 @@ def test_a_follower_whose_step_fails_waits_for_the_next_generation_and_not_for_e
 
 def test_a_follower_whose_step_fails_ends_at_once_where_no_other_generation_can_come():
     group = Group(regroups=False)
-    group.until(lambda: group.loaded)
+    until(lambda: group.loaded)
     group.second.next_announcement = None  # it would be waited for
     group.loaded[0].launch = failing
     LeaderExecutor(Told(), group.leader).launch(step(1))
@@ -177,7 +178,7 @@ def test_what_a_generation_is_told_is_heard_though_it_begins_in_the_moment_in_wh
     group.second._announced = Slow()
     group.announce(1, 0, 1)
     LeaderExecutor(Told(), group.leader).launch(step(1))
-    group.until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
+    until(lambda: len(group.loaded) == 2 and group.loaded[1].launched == 1)
     group.end()
 
 
@@ -190,13 +191,13 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
         executor = LeaderExecutor(Told(), leader)
         if 1 in processes:
             executor.collect(executor.launch(step(1)))
-            group.until(lambda: group.loaded and group.loaded[-1].launched == 1)
+            until(lambda: group.loaded and group.loaded[-1].launched == 1)
             answer = second.agreement.tell("stage", number)
             assert leader.agreement.ask("stage", number) == answer.result(60)
             if number % 10 == 0:
                 leader.links.look(-1)
         else:
-            group.until(lambda: second.generation == number and group.follower.phase == "standing by")
+            until(lambda: second.generation == number and group.follower.phase == "standing by")
         group.loaded.clear()
         group.released.clear()
 
@@ -219,7 +220,7 @@ def test_two_hundred_changes_of_the_mesh_leave_nothing_behind(group):
         change(number, 0)
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    group.until(lambda: state() == before)
+    until(lambda: state() == before)
     assert len(second._inboxes) <= 1
     assert sum(inbox.qsize() for inbox in second._inboxes.values()) == second._announced.qsize() == 0
     assert not leader.agreement._gathers
@@ -259,12 +260,12 @@ class Leaving:
     def __init__(self):
         self.group = Group()
         self.generations = SmallGenerations(self.group)
-        self.group.until(lambda: self.group.loaded)
+        until(lambda: self.group.loaded)
 
     def ask(self):
         self.thread = threading.Thread(target=self.group.follower.leave, daemon=True)
         self.thread.start()
-        self.group.until(lambda: self.generations.told)
+        until(lambda: self.generations.told)
         assert self.generations.told == [None], "the engine looks at its processes, once"
         self.generations.told.clear()
         return self
@@ -289,7 +290,7 @@ def test_a_follower_that_asks_to_leave_goes_when_there_is_a_generation_without_i
     assert leaving.left(1)
     assert group.released == group.loaded
     assert generations._leavers == [], "nothing more is to be changed"
-    group.until(lambda: group.leader.lost)  # its connection ends
+    until(lambda: group.leader.lost)  # its connection ends
     assert not generations._is_broken, "its exit is no loss"
 
 
@@ -317,8 +318,7 @@ def test_of_those_that_ask_to_leave_at_once_the_last_that_is_needed_stays(mesh_o
     for each in several[1:]:
         asked.append(each.leader.request("leave", kind=bool))
         each.leader.request("ping").result(60)  # one after the other
-    while not generations.told:
-        time.sleep(0.01)
+    until(lambda: generations.told)
     generations._decide_on_leavers()
     assert generations._leavers == leader.members[1:3]
     with pytest.raises(RefusedError, match="without it 1 devices are left, too few"):
@@ -353,7 +353,7 @@ def test_a_member_that_has_come_back_while_nobody_looked_is_still_gone_from_the_
     group.announce(1, 0, 1)
     assert not generations._is_broken
     assert group.leader.check() is None
-    group.until(lambda: group.second.members == group.leader.members)  # by which it looks at links
+    until(lambda: group.second.members == group.leader.members)  # by which it looks at links
 
 
 def test_a_member_may_come_back_while_its_loss_is_looked_at(group):

@@ -20,7 +20,6 @@ from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import ChangeUnderWayError, UserError
 from dsjax.hosts.group import GroupError
 from sharding import MeshError, MeshSpec
@@ -50,7 +49,7 @@ class FakeGenerations:
 
     def to(self, wanted):
         executor = self.executors.pop(0)
-        return Generation(executor, config_of(executor))
+        return Generation(executor, executor.config)
 
     def after(self, error):
         self.errors.append(error)
@@ -85,10 +84,6 @@ def test_who_asks_for_a_mesh_before_a_process_is_lost_hears_that_it_was_not_chan
     asked._reserve()
 
 
-def config_of(executor: FakeExecutor) -> SchedulerConfig:
-    return SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-
-
 PROMPTS = {str(i): [1 + i, 2, 3 * i][: 1 + i % 3] + [5] * i for i in range(16)}
 
 
@@ -98,7 +93,7 @@ class Serving:
     def __init__(self, *executors: FakeExecutor):
         first, *others = executors
         self.generations = FakeGenerations(others)
-        parts = EngineParts(first, tiny_tokenizer(), config_of(first), generations=self.generations)
+        parts = EngineParts(first, tiny_tokenizer(), first.config, generations=self.generations)
         self.engine = LLMEngine(parts)
         self.token_ids: dict[str, list[int]] = {}
         params = SamplingParams(temperature=0, max_tokens=20, output_kind=OutputKind.DELTA)
@@ -184,7 +179,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
 def test_an_error_that_nothing_survives_is_raised_as_it_was():
     executor = FakeExecutor()
     executor.fail_at_step = 1
-    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor)))
+    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), executor.config))
     engine.add_request("0", PROMPTS["0"], SamplingParams(temperature=0, max_tokens=20))
     engine.step()
     with pytest.raises(RuntimeError, match="the fake device is lost"):
@@ -194,7 +189,7 @@ def test_an_error_that_nothing_survives_is_raised_as_it_was():
 def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_one_without_max_tokens_is_shortened():
     executor = FakeExecutor(pages_per_rank=33)
     generations = FakeGenerations([FakeExecutor(pages_per_rank=5)])
-    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), config_of(executor), generations=generations))
+    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), executor.config, generations=generations))
     params = {"temperature": 0, "ignore_eos": True, "output_kind": OutputKind.FINAL_ONLY}
     engine.add_request("long", [1] * 10, SamplingParams(max_tokens=40, **params))
     engine.add_request("open", [2] * 3, SamplingParams(max_tokens=None, **params))

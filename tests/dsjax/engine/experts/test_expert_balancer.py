@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from balanced_model import experts_stay, failing, generate, load, random_row, slots_of
+from balanced_model import OFTEN, experts_stay, failing, generate, load, random_row, slots_of
 from layouts import prompts, write_checkpoint
 
 from dsjax import SamplingParams
@@ -35,7 +35,6 @@ from sharding.layer_placement import exchange_rounds
 
 pytestmark = pytest.mark.slow  # all together
 
-OFTEN = {"window_size": 4, "step_interval": 4, "payback": 0}
 TOKENS = 30
 
 

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-from balanced_model import load
+from balanced_model import OFTEN, load
 
 from dsjax import LLM
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
-
-OFTEN = {"window_size": 4, "step_interval": 4, "payback": 0}
 
 
 def load_stages(checkpoint: Path) -> LLM:

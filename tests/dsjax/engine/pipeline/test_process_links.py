@@ -78,12 +78,6 @@ def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(link
         assert found.dtype == expected.dtype
 
 
-def interrupted(take):
-    """Call what is interrupted (Ctrl-C)."""
-    with pytest.raises(KeyboardInterrupt):
-        take()
-
-
 def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):
     first, _, last = links
     for number in range(3):
@@ -98,7 +92,8 @@ def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypa
     assert tokens(0) == [0]
     with monkeypatch.context() as patch:
         patch.setattr(process_links, "Made", interrupt)
-        interrupted(lambda: first.hear(1))
+        with pytest.raises(KeyboardInterrupt):
+            first.hear(1)
     assert tokens(1) == [1]
     assert tokens(2) == [2]
 
@@ -113,7 +108,8 @@ def test_after_an_interrupt_what_others_had_found_before_is_passed_over(links):
         raise KeyboardInterrupt
 
     found = [first.gather(lambda: ([0], []))]
-    interrupted(lambda: first.gather(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        first.gather(interrupt)
     found.append(first.gather(lambda: ([2], [])))
     assert [[values for values, _ in each] for each in found] == [[[0], [10], [20]], [[2], [12], [22]]]
 

@@ -3,8 +3,6 @@
 import gc
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -123,20 +121,6 @@ def test_one_at_a_time_has_the_turn_to_make_a_program(folder, tmp_path):
     del lost
     gc.collect()
     assert another.turn(NAME) is not None
-
-
-def test_a_process_that_is_killed_in_its_turn_leaves_it_to_others(folder):
-    program = (
-        "import sys, time; from pathlib import Path; from dsjax.engine.program_cache.folder import ProgramFolder\n"
-        "turn = ProgramFolder(Path(sys.argv[1])).turn(sys.argv[2]); print('has it', flush=True); time.sleep(600)"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(folder.path), NAME]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout.readline() == "has it\n"
-        assert folder.turn(NAME) is None
-        process.kill()
-    assert folder.turn(NAME) is not None
 
 
 def test_where_no_turn_can_be_had_everybody_has_one(folder):

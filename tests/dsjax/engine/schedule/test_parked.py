@@ -15,7 +15,6 @@ from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.request import FinishReason, Request
 from dsjax.engine.schedule.scheduler import Scheduler
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 LONG, SHORT = ([1] * 10, 40), ([3], 4)
 SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
@@ -24,11 +23,7 @@ SIZES = {"large": 33, "small": 5}  # pages of a rank's cache
 def mesh(size: str) -> SimpleNamespace:
     """A mesh whose executor has a large cache or a small one."""
     executor = FakeExecutor(pages_per_rank=SIZES[size])
-    return SimpleNamespace(executor=executor, config=config_of(executor), larger_is_wanted=size != "large")
-
-
-def config_of(executor: FakeExecutor) -> SchedulerConfig:
-    return SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
+    return SimpleNamespace(executor=executor, config=executor.config, larger_is_wanted=size != "large")
 
 
 class Engine:
@@ -39,7 +34,7 @@ class Engine:
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
         monkeypatch.setattr("dsjax.engine.core.time", clock)
         executor = FakeExecutor(pages_per_rank=SIZES[size])
-        parts = EngineParts(executor, tiny_tokenizer(), config_of(executor))
+        parts = EngineParts(executor, tiny_tokenizer(), executor.config)
         self.core, self.inputs = parts.core, parts.inputs
         self.core.parked.seconds = seconds
         self.listener = SimpleNamespace(
@@ -194,7 +189,7 @@ def test_a_page_source_forgets_one_that_waits_and_hears_of_it_again(engine):
             self.told.append(f"ended {request.request_id}")
 
     source = Source()
-    large, small = (config_of(FakeExecutor(pages_per_rank=SIZES[size])) for size in ("large", "small"))
+    large, small = (FakeExecutor(pages_per_rank=SIZES[size]).config for size in ("large", "small"))
     scheduler = Scheduler(large, 1, source=source)
     scheduler.add(long := engine.request("long", *LONG))
     smaller, refused = scheduler.successor(small, 1)

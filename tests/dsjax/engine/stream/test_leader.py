@@ -2,6 +2,7 @@
 
 import pytest
 from group_in_threads import Pair, step
+from waits import until
 
 from dsjax.engine.contract.commands import Clear, Copy, Flush
 from dsjax.engine.stream.leader import Landings
@@ -74,7 +75,7 @@ def test_emulated_devices_are_waited_for_until_nothing_more_is_under_way():
     pair = Pair(max_in_flight=1)
     pair.leader.launch(step(1))
     pair.leader.launch(step(2))
-    pair.until(lambda: ("wait", 2) in pair.told.events)
+    until(lambda: ("wait", 2) in pair.told.events)
     assert [event for event in pair.told.events if event[0] == "wait"] == [("wait", 1), ("wait", 2)]
     end(pair)
 

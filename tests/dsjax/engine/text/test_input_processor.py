@@ -5,7 +5,6 @@ from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.text.input_processor import EncodedPrompt, InputProcessor, PromptError, RuleMaker, bad_word_runs
 
 V = 70  # no multiple of 32
@@ -39,8 +38,7 @@ def test_tokens_outside_the_vocabulary_are_refused_in_every_field(field, params)
 @pytest.mark.parametrize(("vocab_size", "refused"), [(V, True), (10_000, False)])
 def test_token_ids_of_the_model_s_tokenizer_are_taken_as_they_are_unless_the_model_has_fewer(vocab_size, refused):
     tokenizer = tiny_tokenizer()
-    config = SchedulerConfig.from_limits(FakeExecutor().limits, max_num_batched_tokens=16)
-    inputs = InputProcessor(tokenizer, config, vocab_size)
+    inputs = InputProcessor(tokenizer, FakeExecutor().config, vocab_size)
     ids = [tokenizer.vocab_size - 1, 1]
     if refused:
         with pytest.raises(PromptError, match="token 0"):

@@ -24,7 +24,6 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, LLMEngine, attachments_of
 from dsjax.engine.schedule.page_events import BlockRemoved
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.tiers import event_publisher
 from dsjax.engine.tiers.event_publisher import EventPublisher, KvEventsConfig, endpoint_of
@@ -66,8 +65,7 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 def core(publisher, **sizes):
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return EngineCore(executor, config, attachments=attachments_of(config, sink=publisher))
+    return EngineCore(executor, executor.config, attachments=attachments_of(executor.config, sink=publisher))
 
 
 def run(engine, *prompts, together=False):
@@ -219,8 +217,7 @@ def test_an_engine_publishes_what_its_options_say_and_gives_the_endpoint_back(tm
     subscriber = client("SUB", options["endpoint"], subscribe=b"")
     for turn in range(2):
         executor, numbers = FakeExecutor(), itertools.count()
-        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        engine = LLMEngine(EngineParts(executor, None, config, args))
+        engine = LLMEngine(EngineParts(executor, None, executor.config, args))
         while not subscriber.poll(20):
             run(engine.core, [turn, next(numbers) % 256, 2, 3, 4])
         batch = DECODER.decode(subscriber.recv_multipart()[2])

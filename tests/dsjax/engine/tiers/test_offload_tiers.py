@@ -15,15 +15,13 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule import landing_area
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers import offload_tiers
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 
 
 def core(**sizes):
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return EngineCore(executor, config, attachments=attachments_of(config))
+    return EngineCore(executor, executor.config, attachments=attachments_of(executor.config))
 
 
 def tiers(engine):

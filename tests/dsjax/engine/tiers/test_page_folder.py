@@ -250,11 +250,3 @@ def test_a_full_disk_that_has_its_lock_takes_it_without_the_number_and_a_file_sy
     monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", partial(failing, errno.ENOLCK))
     with pytest.raises(UserError, match="No locks available"):
         PageFolder(tmp_path).lock()
-
-
-def test_a_closed_folder_is_an_error_and_no_other_file(tmp_path):
-    """A reader that is late must not meet a descriptor that has been given to something else meanwhile."""
-    files = written(tmp_path, FIRST)
-    files.folder.close()
-    with pytest.raises(OSError, match="closed"):
-        files.read(FIRST)

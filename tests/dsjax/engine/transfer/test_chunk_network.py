@@ -10,7 +10,6 @@ from fake_executor import FakeExecutor
 
 from dsjax.engine.elastic.transfer_processes import FollowerTransfers
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import FollowerSendBuffers
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
@@ -82,8 +81,7 @@ def test_chunks_of_a_generation_that_has_ended_are_waited_for_no_longer():
 
 def test_process_0_offers_what_another_process_keeps_and_has_it_dropped_there_when_it_was_pulled():
     executor = FakeExecutor(transfers=True)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    engine = PrefillEngine(executor, config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
+    engine = PrefillEngine(executor, executor.config, timeout=60, keepers=lambda executor: [Keeper("there:1", True)])
     offers = []
     receive = offers.append
     engine.post(prefill_request("a", range(9)), receive)

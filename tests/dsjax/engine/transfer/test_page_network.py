@@ -30,7 +30,6 @@ from dsjax import LLM
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.elastic.transfer_processes import endpoint_of, host_of
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
@@ -184,8 +183,7 @@ def dialer(transport=None, space=None, credentials=None):
 def served(lease: float = 60, **fields):
     """Make a server in front of an engine without JAX, and its transport. lease: seconds for which it keeps what nobody asks for."""
     executor = FakeExecutor(transfers=True)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    engine = PrefillEngine(executor, config, timeout=lease)
+    engine = PrefillEngine(executor, executor.config, timeout=lease)
     transport, space = FakeTransport(), {"page_size": 4, **fields}
     endpoint = opened()
     chunks = ChunkServer(endpoint, engine.buffers.open, transport, lease)
@@ -213,7 +211,6 @@ class Linked:
         )
 
     def ask(self, name="a", tokens=33):
-        """Ask for a prompt's pages."""
         self.link.send(prefill_request(name, range(tokens)))
 
     def offered(self):
@@ -309,9 +306,7 @@ def test_what_finds_no_room_in_chunks_is_said_to_be_under_way_again_and_again(li
 @pytest.mark.parametrize(("chosen", "computes"), [(0, [3, 0]), (1, [0, 3]), (2, [2, 1]), (None, [2, 1])])
 def test_a_prompt_is_computed_by_the_rank_that_a_router_has_chosen(chosen, computes):
     executor = FakeExecutor(num_ranks=2, transfers=True)
-    engine = PrefillEngine(
-        executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16), timeout=60
-    )
+    engine = PrefillEngine(executor, executor.config, timeout=60)
     server = PrefillServer(engine, None, {}, opened())
     for number in range(3):
         server.prefill([number] * 33, dp_rank=chosen)

@@ -17,7 +17,6 @@ from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.page_source import Lookup, RankPages
 from dsjax.engine.schedule.pages import PagePool, extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.transfer.messages import (
     CHUNK_PAGES,
     CancelTransfer,
@@ -168,8 +167,7 @@ def test_decode_goes_on_with_more_or_fewer_ranks_and_has_the_rest_computed_there
     for _ in range(turns):
         pair.turn()
     executor = FakeExecutor(num_ranks=after, pages_per_rank=33, max_rows_decode=4, transfers=True)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    pair.core.change(lambda: Generation(executor, config))
+    pair.core.change(lambda: Generation(executor, executor.config))
     asked = len(pair.asked())
     pair.run()
     assert [request.output_token_ids for request in requests] == [expected_tokens(tokens, 6) for tokens in given]
@@ -347,7 +345,7 @@ def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it()
     pair.decode.scheduled(SimpleNamespace(landed=lambda *arguments: landed.append(arguments)))
     pair.decode.report(PulledChunk(rank=0, link=0, number=12345, pages=[3], ok=True))
     executor = FakeExecutor(num_ranks=1, pages_per_rank=33, transfers=True)
-    pair.decode.start(executor, SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16))
+    pair.decode.start(executor, executor.config)
     pair.decode.begin_step(0.0)
     assert landed == []
     assert pair.sent == [ReleaseChunk(12345)], "its prefill engine need not keep it"

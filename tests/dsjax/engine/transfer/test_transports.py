@@ -53,11 +53,6 @@ def ends(request):
     return [open_transport(request.param, jax.devices()[0], "127.0.0.1") for _ in range(2)]
 
 
-@pytest.fixture
-def nixl_ends():
-    return [open_transport("nixl", jax.devices()[0], "127.0.0.1") for _ in range(2)]
-
-
 def test_chunks_come_as_they_were_in_any_order_from_and_to_any_device(ends):
     sender, receiver = ends
     devices = jax.devices()
@@ -169,8 +164,9 @@ def test_nothing_is_kept_of_a_process_that_could_not_be_read_and_a_withdrawn_chu
 
 
 @NIXL
-def test_nixl_returns_no_chunk_that_was_withdrawn(nixl_ends):
-    sender, receiver = nixl_ends
+@pytest.mark.parametrize("ends", ["nixl"], indirect=True)
+def test_nixl_returns_no_chunk_that_was_withdrawn(ends):
+    sender, receiver = ends
     withdrawn, device = chunk(1), jax.devices()[0]
     old = sender.publish(1, withdrawn)
     sender.withdraw(1, withdrawn, pulled=False)
@@ -183,8 +179,9 @@ def test_nixl_returns_no_chunk_that_was_withdrawn(nixl_ends):
 
 
 @NIXL
-def test_nixl_registers_as_many_buffers_as_are_needed_at_the_same_time(nixl_ends):
-    sender, receiver = nixl_ends
+@pytest.mark.parametrize("ends", ["nixl"], indirect=True)
+def test_nixl_registers_as_many_buffers_as_are_needed_at_the_same_time(ends):
+    sender, receiver = ends
     device = jax.devices()[0]
     for number in range(1, 60, 2):
         pair = {each: chunk(each) for each in (number, number + 1)}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -155,10 +156,7 @@ def test_a_context_that_is_chosen_whole_gives_the_bits_of_dense_attention(form, 
 
 
 def test_where_no_context_can_be_longer_nothing_is_scored(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("the choice was made")
-
-    monkeypatch.setattr(attention_module, "attend_to_chosen", refuse)
+    monkeypatch.setattr(attention_module, "attend_to_chosen", Mock(side_effect=AssertionError("the choice was made")))
     run(attention("CC", topk=36), "CC", 9, 7, 6)
     with pytest.raises(AssertionError, match="the choice was made"):
         run(attention("CC", topk=35), "CC", 9, 7, 6)
