@@ -1,6 +1,6 @@
 """Whether the processes of a group reach each other, and which of them to go on without where two do not.
 
-Signs of life go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. Nobody looks at
+Heartbeats go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. Nobody looks at
 links while all is well: all look at all at the start, a process looks before it comes back, and all look when a collective has failed
 although every process lives. To be reached is to answer a `ping` at the process's endpoint: one that hangs accepts a connection, and says
 nothing.

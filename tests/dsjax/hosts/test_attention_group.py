@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 HEARTBEAT = 5
 """Seconds after which a collective fails that a process has not joined."""
-BEGINNING = '{"tokens"'
+BEGINNING = '{"mesh"'
 """How the line begins that process 0 prints for all prompts."""
 
 
