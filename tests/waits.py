@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 
-def until(holds: Callable[[], object]) -> None:
-    """Wait for a minute at most."""
-    end = time.monotonic() + 60
+def until(holds: Callable[[], object], seconds: float = 60) -> None:
+    """Wait so long at most."""
+    end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.002)

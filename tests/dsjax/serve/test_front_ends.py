@@ -237,7 +237,7 @@ def test_when_the_engine_s_process_is_killed_all_end():
     """Through the command's own `serve_model`."""
     with started(SCRIPT) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        wait_until(lambda: is_ready(url))
+        wait_until(lambda: is_ready(url), 120)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 1
         body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
