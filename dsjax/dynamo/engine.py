@@ -42,7 +42,7 @@ class DsjaxEngine(Worker):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
-        """Make the engine that a command line asks for, also one that only computes prompts; as of `parse`."""
+        """Make the engine for a command line: a `DsjaxEngine`, or a `DsjaxPrefillEngine` in prefill mode. Errors: those of `parse`."""
         prepared = parse(argv)
         return make_engine(prepared.options), prepared.worker
 

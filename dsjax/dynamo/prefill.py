@@ -33,10 +33,10 @@ class DsjaxPrefillEngine(Worker):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, WorkerConfig]:
-        """Make the engine that a command line asks for; as of `parse`.
+        """Make the prefill engine for a command line. Errors: those of `parse`, and:
 
         Raises:
-            UserError: it asks for one that makes text.
+            UserError: the command line does not say `--disaggregation-mode prefill`.
         """
         options, worker = parse(argv)
         if options.args.disaggregation_mode != "prefill":

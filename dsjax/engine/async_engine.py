@@ -60,12 +60,12 @@ class ThreadedEngine:
 
     @property
     def num_waiting(self) -> int:
-        """As of `EngineThread`, as is `waiting_tokens`."""
+        """Completions that wait for a slot or for pages; may lag behind by a step."""
         return self._thread.num_waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """As of `EngineThread`."""
+        """Known tokens of the completions that wait; may lag behind by a step."""
         return self._thread.waiting_tokens
 
     @property

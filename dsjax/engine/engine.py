@@ -41,7 +41,7 @@ class EngineParts:
         eos_token_ids: tokens that end a completion unless it ignores them.
         prefills: the links to engines that compute prompts for this one; None: there are none.
         event_sink: receives the events of pages too, in the engine's thread.
-        generations: as of `EngineCore`.
+        generations: changes the mesh; None: the mesh stays as it is.
 
     Attributes:
         inputs, outputs: they may belong to another thread than the core.
@@ -204,7 +204,7 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 def attachments_of(
     config: SchedulerConfig, args: EngineArgs | None = None, sink: EventSink | None = None
 ) -> list[Attachment]:
-    """The parts of a core that its sizes and the engine's options ask for. sink: is told of pages; None: nobody wants to know."""
+    """List the attachments that the sizes and options ask for. sink: receives page events; None: there are no subscribers."""
     args = args or EngineArgs()
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:

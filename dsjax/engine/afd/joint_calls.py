@@ -56,7 +56,7 @@ class JointCalls:
         self._connected[name] = process
 
     def leave(self, name: str) -> None:
-        """Take notice that a link has ended, so that nobody waits for what would have come over it, or is answered there."""
+        """Forget a process whose link has ended: no call waits for its part, and it gets no answer."""
         process = self._connected.pop(name)
         if process in self._waiting and self._waiting[process].name == name:
             del self._waiting[process]

@@ -1,8 +1,8 @@
 """What the two sides say to each other where they are processes of their own.
 
-The attention side opens a control connection with `Open`, and is told of the link over which it makes its calls: a `Call` with its rows,
-answered by an `Answered` with the answers. What takes long is asked for over the control connection: `Compile`, `Stage` and `Place`. A
-call depends on nothing that was said before, so that it can be made again to another process.
+The attention side sends `Open` over a control connection. The reply, `Opened`, names the link for its calls: a `Call` with rows, answered
+by an `Answered` with the results. Slow requests (`Compile`, `Stage`, `Place`) use the control connection. A call depends on no earlier
+message, so it can be repeated to another process.
 """
 
 from __future__ import annotations

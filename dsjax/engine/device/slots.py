@@ -191,7 +191,7 @@ def _on_each_rank(step: ModelStep, function: Callable, *arguments):
 def _change_slots(
     step: ModelStep, function: Callable, state: DeviceState, names: Sequence[str], *arguments
 ) -> tuple[DeviceState, Any]:
-    """The state with what ``function(fields, *arguments) -> (changed fields, more)`` makes of these fields on each rank, and more."""
+    """Apply ``function(fields, *arguments) -> (changed fields, extra)`` to these fields on each rank; return the new state and extra."""
     changed, more = _on_each_rank(step, function, {name: getattr(state, name) for name in names}, *arguments)
     return dataclasses.replace(state, **changed), more
 

@@ -18,15 +18,6 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)
 
 
-@pytest.fixture(autouse=True)
-def closed_groups():
-    """Ends the connections of the groups that a test has formed."""
-    yield
-    module = sys.modules.get("group_in_threads")
-    if module is not None:
-        module.close_groups()
-
-
 @pytest.fixture
 def interrupts_are_raised():
     """As in a shell's foreground: a job in the background begins with interrupts ignored."""

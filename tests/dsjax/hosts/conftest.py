@@ -31,12 +31,3 @@ def endpoints():
             return made
 
         yield make
-
-
-@pytest.fixture(autouse=True)
-def closed_groups():
-    """Ends the connections of the groups that a test has formed."""
-    yield
-    module = sys.modules.get("group_in_threads")
-    if module is not None:
-        module.close_groups()
