@@ -148,8 +148,8 @@ class DsjaxEngine(Worker):
                 stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
-        """Say whether no request is left."""
-        return self._engine is None or not self._engine.num_unfinished
+        """Say whether every answer has been handed to Dynamo to its end; an engine that has finished a request may be ahead of its stream."""
+        return not self._streams and (self._engine is None or not self._engine.num_unfinished)
 
     async def cleanup(self) -> None:
         """Let what runs finish for `shutdown_timeout` seconds, then end the engine. Also after a start that failed, and twice."""
@@ -161,7 +161,7 @@ class DsjaxEngine(Worker):
             self._group.needs_all = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.shutdown_timeout
-        while engine.num_unfinished and loop.time() < deadline:
+        while (engine.num_unfinished or self._streams) and loop.time() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
         self._loads.stop()
         self._events.close()

@@ -1,6 +1,7 @@
 """The workers as Dynamo calls them, without its runtime, over fake devices: what is cancelled, and what comes while a worker ends."""
 
 import asyncio
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,32 @@ def test_a_decode_worker_waits_no_longer_for_the_end_of_a_request_that_has_ended
         assert chunks[-1]["finish_reason"] == "length"
         assert stopped.cancelled()
         await worker._engine.shutdown()
+
+    run(main())
+
+
+def test_a_worker_ends_only_when_dynamo_has_taken_the_last_of_every_answer():
+    """The engine has finished the request by then, and its chunks wait to be read."""
+    from dynamo._core import Context
+
+    async def main():
+        worker = decode_worker("agg")
+        worker._options = dataclasses.replace(worker._options, shutdown_timeout=30.0)
+        worker._loads = SimpleNamespace(stop=lambda: None)
+        engine = worker._engine
+        engine.start()
+        answer = worker.generate(PROMPT | {"stop_conditions": {"max_tokens": 30}}, Context("slow reader"))
+        chunks = [await anext(answer)]
+        while engine.num_unfinished:
+            await asyncio.sleep(0.001)
+        assert not await worker.is_quiescent()
+        ends = asyncio.ensure_future(worker.cleanup())
+        await asyncio.sleep(0.2)
+        assert not ends.done()
+        chunks += [chunk async for chunk in answer]
+        assert sum(len(chunk["token_ids"]) for chunk in chunks) == 30
+        await ends
+        assert await worker.is_quiescent()
 
     run(main())
 
