@@ -148,7 +148,7 @@ class DsjaxEngine(Worker):
                 stream.fail(Cancelled("the request was cancelled"))
 
     async def is_quiescent(self) -> bool:
-        """Say whether every answer has been handed to Dynamo to its end; an engine that has finished a request may be ahead of its stream."""
+        """Say whether Dynamo has taken the last chunk of every answer. The engine may have finished a request before that."""
         return not self._streams and (self._engine is None or not self._engine.num_unfinished)
 
     async def cleanup(self) -> None:
