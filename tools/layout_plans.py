@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dsjax.errors import UserError
-from dsjax.plan.arguments import PlanArgs
+from dsjax.plan.arguments import PlanArgs, StepArgs
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
@@ -45,21 +45,22 @@ BATCHES = (8, 16, 32, 48, 64, 96, 128, 256)
 CONTEXT = 4096
 
 
-def plan_of(arguments: str) -> PlanArgs:
+def plan_of(arguments: str) -> PlanArgs | StepArgs:
     """Options as a command line has them."""
     words, given = arguments.split(), {}
-    kinds = {field.name: field for field in dataclasses.fields(PlanArgs)}
+    made = StepArgs if "static_gen" in words else PlanArgs
+    kinds = {field.name: field for field in dataclasses.fields(made)}
     for flag, value in zip(words[::2], words[1::2], strict=True):
         name = {"--input": "input_tokens", "--output": "output_tokens"}.get(flag, flag[2:].replace("-", "_"))
         kind = str(kinds[name].type)
         given[name] = int(value) if "int" in kind else float(value) if "float" in kind else value
-    return PlanArgs(**given)
+    return made(**given)
 
 
 def best(arguments: str) -> Candidate | None:
     """The winner of a plan; None where no layout fits, or none meets the objectives."""
     try:
-        question, _ = plan_of(arguments).question()
+        question = plan_of(arguments).question()
         return search(question).winner
     except (UserError, MeshError):  # the mesh is none of this model's
         return None
@@ -114,7 +115,7 @@ def largest(instance: Instance, bound: float) -> int:
 
 def fastest(arguments: str, bound: float) -> tuple[float, Instance, int] | None:
     """(tokens a second a device, layout, batch) of the decode steps within a bound that make most of a device."""
-    question, _ = plan_of(arguments).question()
+    question = plan_of(arguments).question()
     rates = []
     for instance in instances(question)[1]:
         if batch := largest(instance, bound):
@@ -152,7 +153,7 @@ def _static(base: str, found: tuple[float, Instance, int] | None) -> str:
         if layout.experts
         else f"--mesh {layout.mesh}"
     )
-    return f"`dsjax plan {base} {mesh} --redundant-experts {layout.redundant} --batch {batch}`"
+    return f"`dsjax plan step {base} {mesh} --redundant-experts {layout.redundant} --batch {batch}`"
 
 
 def halving(cluster: str, mesh: str) -> Iterator[str]:
@@ -161,7 +162,7 @@ def halving(cluster: str, mesh: str) -> Iterator[str]:
         base = (
             f"--cluster {cluster} --mode static_gen --context {CONTEXT} --two-batch-overlap on --precision {precision}"
         )
-        question, _ = plan_of(f"{base} --expert-skew uniform --mesh {mesh}").question()
+        question = plan_of(f"{base} --expert-skew uniform --mesh {mesh}").question()
         instance = question.instance(InstanceLayout(MeshSpec.parse(mesh)), {})
         if len(models := instance.middle.step_models()) < 2:
             continue

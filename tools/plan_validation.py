@@ -90,7 +90,7 @@ measurement was entered can be checked in this repository for {shown} of {figure
 measurements came into it in one commit, and a reader has only our word. *Own interval* combines the ranges of the assumptions;
 *calibrated* is what `dsjax plan` shows as holding 9 of 10, made here without the setting that it is asked about (conformal prediction:
 [calibration.py](../dsjax/plan/calibration.py)): of rates and TPOT below the winner, of TTFT as reported with
-`--simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
+`dsjax plan simulate --request-rate inf` alone ([why](#what-the-intervals-of-a-plan-are-of)).
 *Width* is the median of high ÷ low. A group that has at least 19 figures of *{latest}* is calibrated by this round alone, one that has as
 many of {newest_rounds} together by these, any other by all. No group rests on *all left* alone, as nearly all of its settings had been
 measured at another date. *Older* rounds were predicted by older models, and are held here against older rounds alone. Runs with drafts,
@@ -170,7 +170,7 @@ runs whose prompts were longer than said, and P99 of the TTFT in *all left*, cal
   1.2.0rc2, 2,048 in, 128 out) are its own estimates, and of lengths that InferenceX does not run. Beside them, for 1, 8 and 64 users: TTFT
   196, 340 and 806 ms there, 110 (96 – 142), 129 (115 – 160) and 227 (211 – 258) here; a token 16.2, 18.4 and 62.7 ms there, 8.7, 16.7 and
   53.9 here (`dsjax plan --cluster h200-8 --engine published --mode aggregated --mesh tp=8 --redundant-experts 0 --input 2048 --output 128
-  --concurrency 64 --kv-cache-dtype fp8 --prefill-tokens 8192`).
+  --max-concurrency 64 --kv-cache-dtype fp8 --prefill-tokens 8192`).
   Theirs takes up to four prompts in a step (its column `num_ctx_reqs`).
 - **another device or engine** has nine rates, eight of them of vLLM of March 2025. Such a group borrows from all distances, and its
   intervals reach at least as far as its own predictions missed by. dsjax itself is of this group: no accelerator has run it.
@@ -220,7 +220,7 @@ in *other dates* (O) both are at hand today, and how far they lie apart says whi
 
 Rates and times a token are the same within a few percent in the median, and as far off. The TTFT is another quantity: steady state has no
 wave of all users at the start, and no prompts that wait for 10 to 60 steps until they are looked for. No public measurement is of the TTFT
-in steady state, so that the interval of a plan's TTFT is its own, and not calibrated. `dsjax plan --simulate --request-rate inf` plays the
+in steady state, so that the interval of a plan's TTFT is its own, and not calibrated. `dsjax plan simulate --request-rate inf` plays the
 benchmark with the code that played the rounds ([reported.py](../dsjax/plan/simulation/reported.py)), and shows calibrated ends of its
 mean, median and P99.
 
@@ -388,7 +388,7 @@ Aimed at are 18 of 20 verdicts that are right (90 %). Reached are **{both_right}
 {right} of {counted} in a first set of launches and {second_right} of {second} in a second. Of {all_failed} launches that are known to have
 failed the rule calls {caught} too large; of {all_fitted} that fitted it calls {refused} so.
 
-[`dsjax plan --fit`](plan.md#will-it-fit) beside 28 public launches of DeepSeek models. The rule was committed before the launches were
+[`dsjax plan fit`](plan.md#will-it-fit) beside 28 public launches of DeepSeek models. The rule was committed before the launches were
 looked for, and its verdicts (*said*) before any outcome was entered ([how that can be checked](#order-of-commits)); whoever wrote down the
 options could see in most threads how it ended, so that only the rule is blind. Of {counted} launches whose outcome is known **{right}
 verdicts are right**: {fitted_right} of {fitted} that fitted, {failed_right} of {failed} that did not. It has never called a launch too

@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from dsjax.cli.main import app
 from dsjax.plan.launch import documented
-from tools.make_deploy import options_of, pods_of
+from dsjax.plan.recipe import read_recipe
+from tools.make_deploy import published, sides_of
 
 PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "configs" / "recipes"
 ABSENT = "—"
@@ -41,9 +42,9 @@ and values are also held against the argument parsers of the engines' newest rel
 
 {ABSENT} means that the option is not written. **← `--mesh`** names the argument of the command that a value is passed on from: the recipe
 was asked for there, so that the two agree by construction. All other values are the planner's own: which kernels and buffers a layout
-takes, how much of the memory, and, where the command has no `--concurrency`, how many requests. A few of its constants were taken from
+takes, how much of the memory, and, where the command has no `--max-concurrency`, how many requests. A few of its constants were taken from
 these recipes in the first place: SGLang's bootstrap port, TensorRT-LLM's stream interval and variables, the window of vLLM's balancer.
-`--recipe FILE.sh` writes each host's command whole.
+`dsjax plan recipe FILE.sh …` writes each host's command whole.
 `sharedMemorySize` (/dev/shm), `cpu`, `memory` and `rdma/ib` (network cards) are of the pods, `storage` and `accessModes` of the volume
 that they read the model from, `numNodes` of the ComputeDomain, and `benchmark` of 001's one call of `perf.sh`, which is of every recipe.
 What a recipe's own file does not have is followed by the place that names it.
@@ -90,7 +91,7 @@ def arguments(recipe: dict) -> dict[str, str]:
 
 
 def command(recipe: dict) -> str:
-    """The `dsjax plan` that writes a recipe, without its `--recipe`."""
+    """The `dsjax plan` whose winner a recipe is."""
     return f"dsjax plan --engine {recipe['engine']} {recipe['plan']}"
 
 
@@ -107,11 +108,9 @@ def planned(engine: str, line: str) -> dict[str, dict[str, str]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "recipe.json")
-        app(
-            [*shlex.split(line)[1:], "--recipe", str(path), "--json", str(Path(folder, "plan.json"))],
-            standalone_mode=False,
-        )
-        services = json.loads(path.read_text(encoding="utf-8"))["services"]
+        answer = str(Path(folder, "plan.json"))
+        app(["plan", "recipe", str(path), *shlex.split(line)[2:], "--json", answer], standalone_mode=False)
+        services = read_recipe(path)["services"]
     found = {}
     for service in services:
         launch = service["launches"][engine]
@@ -174,12 +173,34 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def deployed(name: str, role: str) -> dict[str, str]:
+    """What a file of `deploy/dynamo` gives its workers of a role, their pods and its benchmark.
+
+    Options of `dsjax dynamo`; the pods' resources; what the template says of all pods; the volume, nodes of a ComputeDomain, and lengths.
+    """
+    every, template = published(), (ROOT / "deploy" / "templates" / "dynamo.yaml").read_text(encoding="utf-8")
+    both = role == "prefill and decode"
+    sides = sides_of(name)
+    (side,) = [one for one in sides if both or one["kind"] == role]
+    nodes = sum(one["workers"] * one["hosts"] for one in sides if one["domain"])
+    (memory,) = set(re.findall(r"sharedMemorySize: (\S+)", template))
+    (concurrency,) = re.findall(r"--sweep-concurrency (\S+)", template)
+    return (
+        {"--model": every["model"], **side["options"], **side["resources"]["requests"]}
+        | ({} if both else {"--disaggregation-mode": role})
+        | ({"numNodes": str(nodes)} if nodes else {})
+        | {"sharedMemorySize": memory, "storage": every["volume"], "accessModes": "ReadWriteMany"}
+        | {"benchmark.input": str(every["input_tokens"]), "benchmark.output": str(every["output_tokens"])}
+        | {"benchmark.concurrency": concurrency}
+    )
+
+
 def rows(recipe: dict) -> list[Row]:
     """Every option of every side."""
     made, written_by = [], planned(recipe["engine"], command(recipe))
     for side in recipe["sides"]:
         role, ours = side["role"], written_by[side["role"]]
-        own = options_of(recipe["graph"], role) | pods_of(recipe["graph"])
+        own = deployed(recipe["graph"], role)
         for option, there in side["options"].items():
             why, why_own, passed, where = (
                 recipe[table].get(f"{role} {option}", recipe[table].get(option, "")) for table in _SAYS

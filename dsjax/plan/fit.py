@@ -1,4 +1,4 @@
-"""`dsjax plan --fit`: whether one layout starts and serves in its devices' memory, by the rule with which its engine divides it."""
+"""`dsjax plan fit`: whether one layout starts and serves in its devices' memory, by the rule with which its engine divides it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOW_LATENCY_TOKENS = 128
 
 
 DOES_NOT_FIT = 3
-"""Exit status of `dsjax plan --fit` where a launch does not fit."""
+"""Exit status of `dsjax plan fit` where a launch does not fit."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
 
 
 def asked(question: Question, mesh: str, fraction: float | None, longest: int | None) -> Verdict:
-    """Judge the layout that `dsjax plan --fit` is asked about.
+    """Judge the layout that `dsjax plan fit` is asked about.
 
     Raises:
         UserError: more devices than the cluster has, a fraction out of range, or what the engine or the model lacks.

@@ -293,6 +293,27 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     }
 
 
+def write_json_recipe(file: Path, model: str, question: Question, candidate: Candidate, command: str = "") -> None:
+    """The winner's recipe as JSON, which has no place for the command."""
+    text = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """A recipe that `write_json_recipe` wrote.
+
+    Raises:
+        UserError: it is no file, or no recipe.
+    """
+    try:
+        made = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a recipe: {error}; expected what dsjax plan recipe wrote") from error
+    if not isinstance(made, dict) or not {"services", "expected", "workload"} <= made.keys():
+        raise UserError(f"{file} is no recipe; expected what dsjax plan recipe wrote")
+    return made
+
+
 def _service(model: str, instance: Instance, batch: float, tokens: float, role: str, count: int) -> dict[str, Any]:
     if role == "decode":
         tokens = min(tokens, _BESIDE_DECODES)
@@ -397,22 +418,20 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     }
 
 
-def check_recipe(file: Path | None, engine: str) -> None:
+def check_recipe(file: Path, engine: str) -> None:
     """Whether a recipe of that kind can be written for an engine.
 
     Raises:
         UserError: it cannot.
     """
-    if file is None or file.suffix == ".json":
-        return
     if file.suffix == ".sh" and engine not in LAUNCHED:
         raise UserError(
-            f"--recipe {file} holds the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
+            f"{file} would hold the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
             f"{LAUNCHED[-1]}, or FILE.json, which has those of all of them with --engine published"
         )
-    if file.suffix != ".sh" and engine in LAUNCHED:
+    if file.suffix not in (".json", ".sh") and engine in LAUNCHED:
         raise UserError(
-            f"--recipe {file} is a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
+            f"{file} would be a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
         )
 
 

@@ -217,7 +217,7 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     )
     console.print(
         f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
-        "--simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
+        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
         highlight=False,
     )
     moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]
@@ -235,7 +235,8 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         hosts = max((len(one["commands"]) for one in service.get("launches", {}).values()), default=1)
         if hosts > 1 and plan.question.options.engine.name in service["launches"]:
             console.print(
-                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: --recipe FILE.sh has each", highlight=False
+                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: plan recipe FILE.sh has each",
+                highlight=False,
             )
         start = service["cold_start_s"]
         console.print(

@@ -35,8 +35,8 @@ class Lengths:
     even: bool = False
 
     def ranged(self, ratio: float) -> Lengths:
-        """Lengths from `ratio` to 1 times this mean, evenly: what benchmarks make of a length and a `--random-range-ratio`."""
-        return Lengths(self.mean * (1 + ratio) / 2, (1 - ratio) / (1 + ratio) / math.sqrt(3), True)
+        """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""
+        return Lengths(self.mean, ratio / math.sqrt(3), True)
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
@@ -136,11 +136,10 @@ class Workload:
 
     def __post_init__(self):
         if self.concurrency is not None and self.rate is not None:
-            raise UserError("--concurrency and --rate are both given; give one: the other follows from it")
-        for name in ("concurrency", "rate"):
-            value = getattr(self, name)
+            raise UserError("--max-concurrency and --request-rate are both given; give one: the other follows from it")
+        for flag, value in (("--max-concurrency", self.concurrency), ("--request-rate", self.rate)):
             if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name} is {value}, expected a number above 0")
+                raise UserError(f"{flag} is {value}, expected a number above 0")
         if not 0 <= self.prefix_hit < 1:
             raise UserError(f"--prefix-hit is {self.prefix_hit}, expected a share from 0 to below 1")
 

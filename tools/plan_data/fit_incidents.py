@@ -1,4 +1,4 @@
-"""Public launches of DeepSeek models, some of which ran out of memory, beside what `dsjax plan --fit` says of them.
+"""Public launches of DeepSeek models, some of which ran out of memory, beside what `dsjax plan fit` says of them.
 
 The rule (`dsjax/plan/fit.py`) was committed before the launches were looked for, and its verdict on each (`said`, `left_gb`) before its
 outcome (`fitted`, `happened`) was entered. Columns of the CSV: `thread` below https://github.com/; `device` of `DEVICES`; `precision` of

@@ -1,4 +1,4 @@
-"""`--simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
+"""`dsjax plan simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def simulations(
     kept = candidate.throughput.value / work.output.mean
     if work.rate is not None and work.rate > _FLOOD * kept:
         raise UserError(
-            f"--simulate with --rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
-            f"so that queues would grow for as long as it is played; give --rate {kept:.3g} or less, or leave --simulate out"
+            f"--request-rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
+            f"so that queues would grow for as long as it is played; give {kept:.3g} or less"
         )
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         for load in loads(candidate, burstiness, at_once):

@@ -10,8 +10,8 @@ from dsjax.plan.cold_start import cold_start, host_bytes, storage_rate
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import Kind
 from dsjax.plan.instance import Instance
-from dsjax.plan.kubernetes import checkpoint_bytes
 from dsjax.plan.layout import parse_layout
+from dsjax.plan.manifests import checkpoint_bytes
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.workload import PlanOptions

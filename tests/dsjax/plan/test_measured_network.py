@@ -95,7 +95,7 @@ def test_a_sweep_scales_what_was_measured(cluster):
 def test_a_plan_with_a_slow_network_is_slower_and_says_what_it_was_made_of(written):
     slow = [row(c, b, r, s, t) for c in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce") for b, r in ((False, 8), (True, 32))
             for s, t in ((1 << 10, 5e-3), (1 << 26, 1.0))]  # fmt: skip
-    base = ["plan", "--cluster", "h100-32", "--concurrency", "64", "--mesh", "dp=32", "--json", "-"]
+    base = ["plan", "--cluster", "h100-32", "--max-concurrency", "64", "--mesh", "dp=32", "--json", "-"]
 
     def tpot(*more):
         result = CliRunner().invoke(app, [*base, *more])

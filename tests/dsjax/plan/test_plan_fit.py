@@ -78,12 +78,12 @@ def test_the_fullest_stage_of_a_pipeline_has_whole_layers(v3):
 
 
 def test_the_command_says_what_lacks_and_ends_with_3():
-    found = CliRunner().invoke(app, ["plan", "--fit", "--cluster", "h100-32", "--mesh", "tp=8", "--engine", "vllm"])
+    found = CliRunner().invoke(app, ["plan", "fit", "--cluster", "h100-32", "--mesh", "tp=8", "--engine", "vllm"])
     assert found.exit_code == DOES_NOT_FIT
     assert "does not fit" in found.output
     assert "no memory fraction fits" in found.output
     found = CliRunner().invoke(
-        app, ["plan", "--fit", "--cluster", "h200-8", "--mesh", "tp=8", "--engine", "vllm", "--json", "-"]
+        app, ["plan", "fit", "--cluster", "h200-8", "--mesh", "tp=8", "--engine", "vllm", "--json", "-"]
     )
     assert found.exit_code == 0
     body = json.loads(found.output)
@@ -95,15 +95,14 @@ def test_the_command_says_what_lacks_and_ends_with_3():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--fit"], "--fit is about one layout; give it, such as --mesh tp=8"),
-        (["--memory-fraction", "0.8"], "--memory-fraction is of --fit; give it too"),
-        (["--fit", "--mesh", "tp=8", "--rate", "3"], "--rate asks for a plan, --fit about the memory of one layout"),
-        (["--fit", "--mesh", "tp=8", "--max-devices", "4"], "--max-devices says how long steps take or which layouts"),
-        (["--fit", "--mesh", "tp=8", "--compiled", "step.json"], "--compiled says how long"),
-        (["--fit", "--mesh", "tp=8", "--mtp", "1", "--model", "moonlight"], "the model has no MTP module"),
-        (["--fit", "--mesh", "tp=8", "--context", "163841"], "the model has positions for 163840"),
-        (["--fit", "--mesh", "tp=8", "--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8"),
-        (["--fit", "--mesh", "dp=64"], "--mesh dp=64 has 64 devices, and h100-32 has 32"),
+        (["fit"], "plan fit is about one layout; give it, such as --mesh tp=8"),
+        (["--memory-fraction", "0.8"], "No such option: --memory-fraction"),
+        (["fit", "--mesh", "tp=8", "--request-rate", "3"], "No such option: --request-rate"),
+        (["fit", "--mesh", "tp=8", "--max-devices", "4"], "No such option: --max-devices"),
+        (["fit", "--mesh", "tp=8", "--mtp", "1", "--model", "moonlight"], "the model has no MTP module"),
+        (["fit", "--mesh", "tp=8", "--context", "163841"], "the model has positions for 163840"),
+        (["fit", "--mesh", "tp=8", "--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8"),
+        (["fit", "--mesh", "dp=64"], "--mesh dp=64 has 64 devices, and h100-32 has 32"),
     ],
 )
 def test_questions_that_do_not_go_together_are_one_line(options, said):

@@ -33,7 +33,7 @@ def test_what_fits_into_a_higher_tier_is_not_found_twice():
 
 def _plan(*options):
     base = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated"]
-    base += ["--concurrency", "16", "--input", "4000"]
+    base += ["--max-concurrency", "16", "--input", "4000"]
     return CliRunner().invoke(app, [*base, *options])
 
 

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from dsjax.plan.arguments import STATIC_MODES
 from dsjax.plan.static import static
+
+STATIC_MODES = ("static", "static_ctx", "static_gen")
 
 
 def test_static_is_its_two_halves_one_after_the_other(ask):
