@@ -508,7 +508,7 @@ class SimulateArgs(ServiceArgs):
         made, ratio = super()._workload(**load), self.random_range_ratio
         if ratio is None:
             return made
-        return dataclasses.replace(made, input=made.input.ranged(ratio), output=made.output.ranged(ratio))
+        return dataclasses.replace(made, input=made.input.around(ratio), output=made.output.around(ratio))
 
     def _options(self, engine: Engine, measured: Measured | None) -> dict[str, Any]:
         engine = dataclasses.replace(engine, poll_steps=self.scheduler_recv_interval)

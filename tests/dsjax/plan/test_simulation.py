@@ -267,8 +267,11 @@ def test_the_command_shows_and_writes_it():
 
 
 def test_lengths_of_a_range_are_even_between_its_ends_and_have_its_moments():
-    drawn = Lengths(1024).ranged(0.2)
+    drawn = Lengths(1024).around(0.2)
     assert drawn.mean == 1024
+    for moment in ("mean", "variation"):
+        theirs, ours = Lengths(1024).ranged(0.8), Lengths(921.6).around(1 / 9)
+        assert getattr(theirs, moment) == pytest.approx(getattr(ours, moment))
     load, work = OfferedLoad(None, 1), Workload(drawn, drawn)
     asked = [one.prompt for one in itertools.islice(requests(load, work, 10_000, 0), 4000)]
     assert 819 <= min(asked) < 830 < 1218 < max(asked) <= 1229
