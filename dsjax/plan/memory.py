@@ -10,7 +10,7 @@ from dsjax.model.mla_costs import index_key_bytes
 from dsjax.model.parameter_counts import attention_matrices, parameter_counts, router_bias_parameters
 from dsjax.model.stage import stages_of
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, assumed, exact, largest
+from dsjax.plan.figure import assumed
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision, bytes_of
 
@@ -91,7 +91,7 @@ class Memory:
     """One device: weights by component, what is set aside, and what is left for the cache. Bytes."""
 
     weights: dict[str, int]
-    reserve: Figure
+    reserve: float
     device: int
     cache_per_token: int
 
@@ -101,20 +101,18 @@ class Memory:
         return sum(self.weights.values())
 
     @property
-    def cache(self) -> Figure:
+    def cache(self) -> float:
         """Bytes left for the cache; not positive where the weights do not fit."""
-        return (exact(self.device - self.weights_total) - self.reserve).named("cache", "B")
+        return self.device - self.weights_total - self.reserve
 
     @property
-    def cache_tokens(self) -> Figure:
+    def cache_tokens(self) -> float:
         """Tokens of a DP rank's cache."""
-        tokens = (self.cache / self.cache_per_token).named("cache tokens", "tokens")
-        tokens.low = max(0.0, tokens.low) if tokens.value > 0 else tokens.low
-        return tokens
+        return self.cache / self.cache_per_token
 
     def max_batch(self, tokens_each: float) -> int:
-        """Requests of so many tokens that a DP rank holds at once; the middle estimate."""
-        return max(0, int(self.cache_tokens.value // tokens_each))
+        """Requests of so many tokens that a DP rank holds at once."""
+        return max(0, int(self.cache_tokens // tokens_each))
 
 
 def memory(
@@ -140,19 +138,17 @@ def memory(
     if layout.experts:
         there = {"experts": expert_side_bytes(config, layout, precision, mtp)}
         beside = Memory(there, set_aside(expert_device_bytes or device_bytes), expert_device_bytes or device_bytes, 1)
-        if beside.cache.value <= 0:  # what forbids the layout is that side
+        if beside.cache <= 0:  # what forbids the layout is that side
             return beside
     elif balanced:
         reserve = reserve + _staging(config, layout, precision)
     return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
 
 
-def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) -> Figure:
+def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) -> float:
     """Bytes of a device for experts that are on their way to it: one layer's slots."""
     slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
-    return exact(
-        slots * expert_bytes(config, layout.mesh.expert_width_shards, precision), "staging of experts that move", "B"
-    )
+    return slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
 
 
 def _memory_of_stages(
@@ -172,10 +168,10 @@ def _memory_of_stages(
             stages_of(config, count, mtp=mtp), _stages_weights(config, layout, precision, mtp), strict=True
         )
     ]
-    return min(each, key=lambda memory: memory.cache_tokens.value)
+    return min(each, key=lambda memory: memory.cache_tokens)
 
 
-def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:
+def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> float:
     """What is not for weights and cache: assumed, or the larger step's temporaries as compiled and what a compiler cannot see.
 
     With a dry run of one of the two steps only, not less than what is assumed.
@@ -199,7 +195,7 @@ def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:
         "what a compiler does not see",
         "B",
     )
-    temporaries = run.figure(run.temporaries, f"temporaries, the {run.step} step's", "B") + unseen
+    temporaries = run.figure(run.temporaries, "temporaries", "B") + unseen
     if len({one.step for one in dry_runs}) == 1:
-        temporaries = largest(temporaries, usual)
-    return temporaries.named("set aside", "B")
+        temporaries = max(temporaries, usual)
+    return temporaries

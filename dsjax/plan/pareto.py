@@ -41,15 +41,15 @@ def draw_front(plan: Plan, path: Path) -> None:
     others = [c for c in (*plan.ranked, *plan.missed) if not _is_late(plan, c)]
     for points, face, label in ((others, _GREY, "best of a layout"), (late, "none", _late(plan))):
         if points:
-            x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]
+            x, y = [c.per_user for c in points], [c.per_device for c in points]
             axes.scatter(x, y, s=12, facecolors=face, edgecolors=_GREY, linewidths=0.8, label=label)
     for mode, marker, colour in (("aggregated", "o", _BLUE), ("separated", "s", _RED)):
         points = [c for c in plan.frontier if c.mode == mode]
         if points:
-            x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]
+            x, y = [c.per_user for c in points], [c.per_device for c in points]
             up = [
-                [c.per_device.value - c.per_device.low for c in points],
-                [c.per_device.high - c.per_device.value for c in points],
+                [c.per_device - c.per_device.low for c in points],
+                [c.per_device.high - c.per_device for c in points],
             ]
             axes.errorbar(
                 x,
@@ -64,9 +64,9 @@ def draw_front(plan: Plan, path: Path) -> None:
             )
     last = -math.inf
     for candidate in plan.frontier:
-        if math.log(candidate.per_user.value) - last > 0.22:
-            last = math.log(candidate.per_user.value)
-            place = (candidate.per_user.value, candidate.per_device.value)
+        if math.log(candidate.per_user) - last > 0.22:
+            last = math.log(candidate.per_user)
+            place = (candidate.per_user, candidate.per_device)
             axes.annotate(candidate.name(), place, fontsize=6, rotation=35, xytext=(3, 5), textcoords="offset points")
     if objective.tpot:
         label = f"TPOT {objective.tpot * 1e3:g} ms: met to the right"
@@ -94,7 +94,7 @@ def draw_front(plan: Plan, path: Path) -> None:
 
 def _is_late(plan: Plan, candidate: Candidate) -> bool:
     bound = plan.question.objective.ttft
-    return bound is not None and candidate.ttft.value > bound
+    return bound is not None and candidate.ttft > bound
 
 
 def _late(plan: Plan) -> str:
@@ -118,7 +118,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
             points = [(p.value, getattr(getattr(p, field), name)) for p in sweep.points if getattr(p, field)]
             text += "" if len(points) == len(sweep.points) else ", where it can run"
             x = [value for value, _ in points]
-            axes.plot(x, [f.value * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
+            axes.plot(x, [f * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
             axes.fill_between(
                 x, [f.low * scale for _, f in points], [f.high * scale for _, f in points], color=colour, alpha=0.12
             )
@@ -130,7 +130,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
         crowded = len(ticks) > 4 and "\n" not in "".join(ticks)
         axes.set_xticks([p.value for p in sweep.points], ticks, fontsize=8, rotation=40 if crowded else 0)
         axes.minorticks_off()
-        drawn = [getattr(each, name).value for p in sweep.points for each in (p.same, p.best) if each]
+        drawn = [getattr(each, name) for p in sweep.points for each in (p.same, p.best) if each]
         if name == "tpot" and max(drawn, default=1) > 50 * min(drawn, default=1):
             axes.set_yscale("log")
         else:
@@ -177,10 +177,10 @@ def _row(candidate: Candidate) -> str:
     cells = (
         html.escape(f"{candidate.mode}: {candidate.name()}"),
         f"{candidate.batch:g}",
-        f"{candidate.per_user.value:.1f} [{candidate.per_user.low:.1f} … {candidate.per_user.high:.1f}]",
-        f"{candidate.per_device.value:,.0f} [{candidate.per_device.low:,.0f} … {candidate.per_device.high:,.0f}]",
-        f"{candidate.ttft.value:.2f} s",
-        f"{candidate.tpot.value * 1e3:.1f} ms",
+        f"{candidate.per_user:.1f} [{candidate.per_user.low:.1f} … {candidate.per_user.high:.1f}]",
+        f"{candidate.per_device:,.0f} [{candidate.per_device.low:,.0f} … {candidate.per_device.high:,.0f}]",
+        f"{candidate.ttft:.2f} s",
+        f"{candidate.tpot * 1e3:.1f} ms",
     )
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
 
@@ -191,7 +191,7 @@ def _drawing(plan: Plan) -> str:
     if not every:
         return "<p>No layout has room for one request.</p>"
     tpot = plan.question.objective.tpot
-    across = _axis([c.per_user.value for c in every] + ([1 / tpot] if tpot else []), _LEFT, _WIDTH - _RIGHT)
+    across = _axis([c.per_user for c in every] + ([1 / tpot] if tpot else []), _LEFT, _WIDTH - _RIGHT)
     upward = _axis([end for c in every for end in (c.per_device.low, c.per_device.high)], _HEIGHT - _BOTTOM, _TOP)
     lines = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" aria-label="Pareto front">']
     for value in across.ticks:
@@ -205,7 +205,7 @@ def _drawing(plan: Plan) -> str:
     if tpot:
         x = across(1 / tpot)
         lines.append(f'<path d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#000" stroke-dasharray="5 4"/>')
-    path = " ".join(f"{across(c.per_user.value):.1f},{upward(c.per_device.value):.1f}" for c in front)
+    path = " ".join(f"{across(c.per_user):.1f},{upward(c.per_device):.1f}" for c in front)
     lines.append(f'<polyline points="{path}" fill="none" stroke="{_GREY}"/>')
     lines += [_dot(candidate, across, upward, hollow=True) for candidate in plan.late]
     lines += [_dot(candidate, across, upward) for candidate in front]
@@ -218,11 +218,11 @@ def _drawing(plan: Plan) -> str:
 
 def _dot(candidate: Candidate, across: _axis, upward: _axis, hollow: bool = False) -> str:
     """A candidate with what it tells when pointed at; its interval, unless it is not of the front."""
-    x, y = across(candidate.per_user.value), upward(candidate.per_device.value)
+    x, y = across(candidate.per_user), upward(candidate.per_device)
     colour = _BLUE if candidate.mode == "aggregated" else _RED
     told = html.escape(
-        f"{candidate.mode}: {candidate.name()}, batch {candidate.batch:g}: {candidate.per_device.value:,.0f} tokens/s a "
-        f"device, {candidate.per_user.value:.1f} a user, TTFT {candidate.ttft.value:.2f} s"
+        f"{candidate.mode}: {candidate.name()}, batch {candidate.batch:g}: {candidate.per_device:,.0f} tokens/s a "
+        f"device, {candidate.per_user:.1f} a user, TTFT {candidate.ttft:.2f} s"
     )
     title = f"<title>{told}</title></circle>"
     if hollow:

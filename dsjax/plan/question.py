@@ -65,8 +65,8 @@ class Question:
         """What candidates are sorted by, best first: tokens a second; at a given load, which all of them serve, the fewest devices for
         it and then the fastest."""
         if self.workload.rate is not None:
-            return lambda c: (c.devices, c.tpot.value, c.ttft.value)
-        return lambda c: (-c.throughput.value, c.devices, c.tpot.value)
+            return lambda c: (c.devices, c.tpot, c.ttft)
+        return lambda c: (-c.throughput, c.devices, c.tpot)
 
     def instance(self, layout: InstanceLayout, steps: dict) -> Instance:
         """A layout, asked about this workload; steps: shared by all layouts of the same unit."""

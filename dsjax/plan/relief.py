@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsjax.plan.candidate import Candidate, PrefillPool, first_beside, quick_separated, separated_middles
-from dsjax.plan.figure import Middle
+from dsjax.plan.candidate import Candidate, PrefillPool, first_beside, separated, separated_times
 from dsjax.plan.question import SHOWN, Question, users_told_apart
 
 _FINE = 1 << 24
@@ -44,7 +43,7 @@ def relieved(question: Question, busy: list[Busy], known: Sequence[Candidate]) -
     throughput is one), or where times need not grow with the batch (measured modules, dry runs), nothing is left out.
     """
     options, reliefs = question.options, {}
-    busy = [one for one in busy if one.pool.alone.value <= one.bound]
+    busy = [one for one in busy if one.pool.alone <= one.bound]
     if not busy:
         return {}
     if question.bounds.throughput is not None or options.measured or options.compiled:
@@ -52,7 +51,7 @@ def relieved(question: Question, busy: list[Busy], known: Sequence[Candidate]) -
         return {late: answer for late, answer in answers.items() if answer is not None}
     shown = _Shown(question)
     for candidate in known:
-        if candidate.ttft.value <= busy[0].bound:
+        if candidate.ttft <= busy[0].bound:
             shown.note(candidate)
     order, answers = question.order, {}
     hopes = [(_hope(one), one) for one in busy]
@@ -112,7 +111,7 @@ class _Shown:
 
 
 def _both(candidate: Candidate) -> tuple[float, float]:
-    return 1.0 / candidate.tpot.value, candidate.throughput.value / candidate.devices
+    return 1.0 / candidate.tpot, candidate.throughput / candidate.devices
 
 
 @dataclass(frozen=True)
@@ -132,16 +131,16 @@ class _Hope:
     def closer(self) -> _Hope:
         """With the TPOT of the batch that it has at least, rounded down so that deployments have it in common, and the batch that follows
         from so long a step; itself where that is known already."""
-        instance = self.candidate.decode.middle
+        instance = self.candidate.decode
         batch = float(math.floor(self.batch * 4) / 4 if self.batch < 16 else math.floor(self.batch))
         if batch <= 0:
             return self
-        step = instance.decode_step(batch).value
-        tpot = step / instance.options.tokens_a_step.value
-        if tpot <= self.candidate.tpot.value:
+        step = instance.decode_step(batch)
+        tpot = step / instance.options.tokens_a_step
+        if tpot <= self.candidate.tpot:
             return self
         batch = max(self.batch, self.leaving * step - self.part)
-        return dataclasses.replace(self, candidate=dataclasses.replace(self.candidate, tpot=Middle(tpot)), batch=batch)
+        return dataclasses.replace(self, candidate=dataclasses.replace(self.candidate, tpot=tpot), batch=batch)
 
 
 def _may_be_shown(shown: _Shown, hope: _Hope) -> bool:
@@ -163,13 +162,13 @@ def _hope(one: Busy) -> _Hope:
     that rate keeps in the decodes' steps.
     """
     late, pool = one.late, one.pool
-    instance, left = late.decode.middle, late.prefill_count
-    output, made = instance.workload.output.mean, instance.options.tokens_a_step.value
-    most = late.throughput.value / output
+    instance, left = late.decode, late.prefill_count
+    output, made = instance.workload.output.mean, instance.options.tokens_a_step
+    most = late.throughput / output
 
     def rates(batch: float, bound: float) -> tuple[float, float]:
         """(a rate that keeps the bound beside decode steps of that batch, one that does not), close to each other."""
-        first, low, high = first_beside(pool, left, late.decode, instance.decode_step(batch).value), 0.0, most
+        first, low, high = first_beside(pool, left, late.decode, instance.decode_step(batch)), 0.0, most
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             kept = first(middle) <= bound
@@ -181,12 +180,12 @@ def _hope(one: Busy) -> _Hope:
     batch, part = _LEAST, 1 / _parts(late)
     leaving = below * max(output - 1, 1.0) / made / (instance.replicas * late.count) / _SLACK
     for size in (*instance.decode_curve.sizes, math.inf):
-        step = instance.decode_step(batch).value
+        step = instance.decode_step(batch)
         least = max(_LEAST, leaving * step - part)
         if least < size:
             break
         batch = size
-    best = dataclasses.replace(late, ttft=Middle(0.0), tpot=Middle(step / made), throughput=Middle(above * output))
+    best = dataclasses.replace(late, ttft=0.0, tpot=step / made, throughput=above * output)
     return _Hope(best, max(batch, least), leaving, part)
 
 
@@ -201,17 +200,17 @@ def _worked_out(one: Busy) -> Candidate | None:
     users = _parts(one.late)
 
     def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
-        return separated_middles(pool, left, instance, right, part / users, seconds)[0] <= one.bound
+        return separated_times(pool, left, instance, right, part / users, seconds)[0] <= one.bound
 
     most, curve = math.ceil(one.late.batch * users), instance.decode_curve
     # Where it is by the curve of a decode step's seconds, which is at hand; then by that curve where it is moved onto one priced step.
     # So few steps of other batches have to be priced.
     near = _last(0, most, lambda part: keeps(part, curve))
     if near:
-        off = instance.middle.decode_step(near / users).value / curve(near / users)
+        off = instance.decode_step(near / users) / curve(near / users)
         near = _around(near, most, lambda part: keeps(part, lambda batch: off * curve(batch)))
     change = _around(near, most, keeps)
-    return quick_separated(pool, left, instance, right, change / users) if change else None
+    return separated(pool, left, instance, right, change / users) if change else None
 
 
 def _around(near: int, most: int, holds: Callable[[int], bool]) -> int:

@@ -140,7 +140,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             _ranged(candidate.tpot, 1e3, 1),
             _ranged(candidate.throughput, 1, 0),
             _ranged(candidate.per_device, 1, 0),
-            f"{candidate.per_user.value:.1f}",
+            f"{candidate.per_user:.1f}",
             str(bottlenecks(candidate, shared)[0]),
         )
     console.print(table)
@@ -186,7 +186,7 @@ def asked(plan: Plan) -> str:
 
 
 def _ranged(figure: Figure, factor: float, digits: int) -> str:
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
+    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure, figure.high))
     return f"{value}\n{low}–{high}"
 
 
@@ -196,15 +196,15 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     memory = winner.decode.memory
     aside = memory.reserve
     console.print(
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside.value / 1e9:.1f} GB set aside "
-        f"({Kind(aside.kinds).words()}), room for {memory.cache_tokens.value:,.0f} cached tokens "
-        f"[{memory.cache_tokens.low:,.0f} … {memory.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside / 1e9:.1f} GB set aside, "
+        f"room for {winner.decode.cache_tokens:,.0f} cached tokens "
+        f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
         highlight=False,
     )
     if winner.cost:
         cost, price = winner.cost, winner.decode.cluster.hardware.price_per_hour
         console.print(
-            f"a million output tokens cost {cost.value:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
+            f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
             highlight=False,
         )
     held = calibrated(winner)

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, frontier, in_full, quick_aggregated
+from dsjax.plan.candidate import Candidate, aggregated, frontier, with_intervals
 from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
@@ -36,6 +37,9 @@ _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
 
 
+Row = TypeVar("Row")
+
+
 @dataclass(frozen=True)
 class Plan:
     """The answer: candidates that meet the objectives, best first; the others, nearest first; layouts that do not fit.
@@ -49,8 +53,8 @@ class Plan:
     question: Question
     ranked: Sequence[Candidate]
     missed: Sequence[Candidate]
-    frontier: list[Candidate]
-    late: list[Candidate]
+    frontier: Sequence[Candidate]
+    late: Sequence[Candidate]
     considered: list[InstanceLayout]
     fitting: list[Instance]
     too_large: list[Instance]
@@ -175,7 +179,7 @@ def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
 
 def search(question: Question) -> Plan:
     """Answer a question. Deterministic; no JAX."""
-    # Derivations are millions of small tuples without a cycle; looking for cycles among them costs more than making them.
+    # What is kept of prices is millions of small objects without a cycle; looking for cycles among them costs more than making them.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -200,16 +204,15 @@ def _search(question: Question) -> Plan:
     met, missed = [], []
     for candidate in candidates:
         (met if candidate.meets(objective) else missed).append(candidate)
-    ranked = InFull(_best_of_each(sorted(met, key=question.order))[:SHOWN])
-    missed = InFull(
+    ranked = Shown(_best_of_each(sorted(met, key=question.order))[:SHOWN])
+    missed = Shown(
         _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))[:SHOWN]
     )
     every = [] if ranked else candidates
     bound = objective.ttft
-    front = frontier([c for c in candidates if bound is None or c.ttft.value <= bound])
-    late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
-    full = ([in_full(c) for c in some] for some in (front, late))
-    return Plan(question, ranked, missed, *full, layouts, fitting, too_large, every)
+    front = frontier([c for c in candidates if bound is None or c.ttft <= bound])
+    late = [] if bound is None else [c for c in frontier(candidates) if c.ttft > bound]
+    return Plan(question, ranked, missed, Shown(front), Shown(late), layouts, fitting, too_large, every)
 
 
 def _taking_pages(question: Question, fitting: list[Instance]) -> list[Instance]:
@@ -239,25 +242,25 @@ def _without_apart(question: Question) -> tuple[Question, list[Instance]]:
     return other, instances(other)[1]
 
 
-class InFull(Sequence[Candidate]):
-    """Candidates that get their intervals and derivations when they are looked at: most of them never are."""
+class Shown(Sequence[Row]):
+    """Rows that get their intervals when they are looked at: most of them never are."""
 
-    def __init__(self, candidates: Sequence[Candidate]):
-        self._quick, self._full = candidates, {}
+    def __init__(self, rows: Sequence[Row], with_intervals: Callable[[Row], Row] = with_intervals):
+        self._quick, self._full, self._with_intervals = rows, {}, with_intervals
 
     def __len__(self) -> int:
         return len(self._quick)
 
     def __getitem__(self, at):
-        """The candidate at a place, or a list of those of a slice."""
+        """The row at a place, or a list of those of a slice."""
         if isinstance(at, slice):
             return [self[place] for place in range(*at.indices(len(self)))]
         at = range(len(self))[at]
         if at not in self._full:
-            self._full[at] = in_full(self._quick[at])
+            self._full[at] = self._with_intervals(self._quick[at])
         return self._full[at]
 
-    def __add__(self, others: Sequence[Candidate]) -> list[Candidate]:
+    def __add__(self, others: Sequence[Row]) -> list[Row]:
         """All of them and the others."""
         return [*self, *others]
 
@@ -295,7 +298,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
         sizes = _sizes(question, instance)
         for count in _counts(question, instance):
             for batch in _batches(question, instance, count):
-                some = [quick_aggregated(instance, count, batch, size) for size in sizes]
+                some = [aggregated(instance, count, batch, size) for size in sizes]
                 met = [c for c in some if c.meets(question.bounds)]
                 kept.append(min(met or some, key=question.order))
                 every += some
@@ -310,13 +313,13 @@ def _sizes(question: Question, instance: Instance) -> list[float]:
     if question.devices <= FEW_DEVICES:
         return sizes
     bound = question.objective.ttft
-    short = [s for s in sizes if bound is None or instance.middle.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
+    short = [s for s in sizes if bound is None or instance.prefill_step(s) <= 0.5 * bound] or sizes[:1]
     return [best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)]
 
 
 def _of_size(like: Candidate, batch: float) -> Candidate:
     """With another batch, and the same size of a step's prompts."""
-    return quick_aggregated(like.decode, like.count, batch, like.prefill_tokens)
+    return aggregated(like.decode, like.count, batch, like.prefill_tokens)
 
 
 def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], Candidate]]]) -> list[Candidate]:

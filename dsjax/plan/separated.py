@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, PrefillPool, quick_pool, quick_separated
+from dsjax.plan.candidate import Candidate, PrefillPool, prefill_pool, separated
 from dsjax.plan.instance import Instance
 from dsjax.plan.pools import devices_kept
 from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
@@ -37,14 +37,14 @@ def separated_candidates(
         return []
     chosen = _pools(question, prefilling)
     points = [(i, b) for i in decoding for b in _decode_batches(question, prefilling, i)]
-    rate = {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in points}
+    rate = {(id(i), b): b * i.replicas / i.tpot(b) / i.layout.devices for i, b in points}
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
     if question.devices > FEW_DEVICES and question.objective.tpot is not None:
         # Bisected for the best only: there are a thousand layouts.
         top = sorted(decoders, key=lambda p: -rate[id(p[0]), p[1]])[:_BISECTED]
         more = [(i, _largest_batch(question, i)) for i in {id(i): i for i, _ in top}.values()]
         points += more
-        rate |= {(id(i), b): b * i.replicas / i.middle.tpot(b).value / i.layout.devices for i, b in more}
+        rate |= {(id(i), b): b * i.replicas / i.tpot(b) / i.layout.devices for i, b in more}
     if question.devices <= FEW_DEVICES:
         # Where prefill holds back, fewer requests decode than a batch has room for: then each layout's largest counts, not the best rate.
         largest = {id(i): (i, b) for i, b in sorted(points, key=lambda p: p[1])}
@@ -61,9 +61,9 @@ def separated_candidates(
                 if here > instance.max_batch or key in tried:
                     continue
                 tried.add(key)
-                candidates.append(quick_separated(pool, left, instance, right, here))
+                candidates.append(separated(pool, left, instance, right, here))
                 bound = question.objective.ttft
-                if users is None and bound is not None and candidates[-1].ttft.value > bound:
+                if users is None and bound is not None and candidates[-1].ttft > bound:
                     busy.append(Busy(pool, candidates[-1], bound))
     more = relieved(question, busy, [*others, *candidates])
     return [each for late in candidates for each in (late, more.get(id(late))) if each is not None]
@@ -95,21 +95,21 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
     best: dict[int, list[PrefillPool]] = {}
     for instance in fitting:
         for size in instance.prefill_sizes():
-            pool = quick_pool(instance, size)
-            if bound is not None and pool.alone.value > bound and size > instance.prefill_sizes()[0]:
+            pool = prefill_pool(instance, size)
+            if bound is not None and pool.alone > bound and size > instance.prefill_sizes()[0]:
                 continue
             best.setdefault(instance.layout.devices, []).append(pool)
     kept = []
     for pools in best.values():
-        pools.sort(key=lambda p: -p.rate.value)
+        pools.sort(key=lambda p: -p.rate)
         front: list[PrefillPool] = []
         for pool in pools:
-            better = (p for p in front if p.seconds.value <= pool.seconds.value and p.alone.value <= pool.alone.value)
+            better = (p for p in front if p.seconds <= pool.seconds and p.alone <= pool.alone)
             if next(better, None) is None:
                 front.append(pool)
         # Without a bound on the TTFT only the rate counts; with one, slower but sooner ones too.
         kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
-    kept.sort(key=lambda p: -p.rate.value / p.instance.layout.devices)
+    kept.sort(key=lambda p: -p.rate / p.instance.layout.devices)
     return kept if question.devices <= FEW_DEVICES else kept[: 4 * _POOLS]
 
 
@@ -131,7 +131,7 @@ def _decode_batches(question: Question, prefilling: list[Instance], instance: In
         return [min(wanted / (instance.replicas * usual), float(instance.max_batch))]
     if bound is None:
         return [float(b) for b in question.rungs(instance)]
-    held = [float(b) for b in question.rungs(instance) if instance.middle.tpot(float(b)).value <= bound]
+    held = [float(b) for b in question.rungs(instance) if instance.tpot(float(b)) <= bound]
     if question.devices <= FEW_DEVICES:
         held.append(_largest_batch(question, instance))
     return sorted(set(held)) or [1.0]
@@ -140,13 +140,13 @@ def _decode_batches(question: Question, prefilling: list[Instance], instance: In
 def _largest_batch(question: Question, instance: Instance) -> float:
     """The largest batch whose decode step alone keeps the TPOT's objective, by bisection; 1 where none does."""
     bound, tried = question.objective.tpot, question.rungs(instance)
-    low = max((b for b in tried if instance.middle.tpot(float(b)).value <= bound), default=0)
+    low = max((b for b in tried if instance.tpot(float(b)) <= bound), default=0)
     high = next((b for b in tried if b > low), low + 1)
     ranks = users_told_apart(instance, 1)
     low, high = low * ranks, high * ranks
     while low and high - low > 1:
         middle = (low + high) // 2
-        if instance.middle.tpot(middle / ranks).value <= bound:
+        if instance.tpot(middle / ranks) <= bound:
             low = middle
         else:
             high = middle
@@ -171,8 +171,8 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
         return []
     if work.concurrency is not None:
         return _beside_each_other(question, prefill_devices, other, _shares(devices, prefill_devices))
-    served = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
-    needed = served / (0.85 * pool.rate.value)  # prefill instances for each decode instance
+    served = batch * instance.replicas / (instance.tpot(batch) * max(work.output.mean - 1, 1.0))
+    needed = served / (0.85 * pool.rate)  # prefill instances for each decode instance
     rights = devices / (other + needed * prefill_devices)
     lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
     return _beside_each_other(question, prefill_devices, other, lefts)
@@ -239,10 +239,10 @@ def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch
     rights = {most_right} if free else {max(1, most_right // part) for part in (1, 2, 4, 8)}
     if pins.decode_count is not None:
         rights = {pins.decode_count} if pins.decode_count <= most_right else set()
-    each = batch * instance.replicas / (instance.middle.tpot(batch).value * max(work.output.mean - 1, 1.0))
+    each = batch * instance.replicas / (instance.tpot(batch) * max(work.output.mean - 1, 1.0))
     splits = []
     for right in sorted(rights):
-        needed = math.ceil(each * right / (0.85 * pool.rate.value))
+        needed = math.ceil(each * right / (0.85 * pool.rate))
         lefts = {min(most_left, max(1, needed)), min(most_left, needed + 1), most_left}
         if pins.prefill_count is not None:
             lefts = {pins.prefill_count} if pins.prefill_count <= most_left else set()

@@ -6,8 +6,7 @@ import heapq
 import math
 from typing import Protocol
 
-from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure
+from dsjax.plan.candidate import Candidate, transfer_seconds
 from dsjax.plan.instance import Instance
 from dsjax.plan.simulation.admission import Admission, Lobby
 from dsjax.plan.simulation.prices import Fastest, Staged
@@ -89,7 +88,7 @@ def _engine(
     seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
     step_tokens = max(seqs, chunk) if one_token else chunk + seqs
     prices = _prices(instance, step_tokens, 0 if one_token else instance.options.drafts)
-    cache = int(instance.memory.cache_tokens.value)
+    cache = int(instance.memory.cache_tokens)
     return SimulatedEngine(
         prices,
         instance.replicas,
@@ -100,7 +99,7 @@ def _engine(
         longest=min(longest, cache),
         sharing=work.prefix_hit > 0,
         one_token=one_token,
-        made=1.0 if one_token else instance.options.tokens_a_step.value,
+        made=1.0 if one_token else instance.options.tokens_a_step,
         mixes=instance.options.engine.mixes,
     )
 
@@ -117,8 +116,8 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Stag
     return instance.steps[key]
 
 
-def _ratio(pace: Figure | None) -> float:
-    return 1.0 if pace is None else pace.value
+def _ratio(pace: float | None) -> float:
+    return 1.0 if pace is None else pace
 
 
 def admission(instance: Instance, step_tokens: float) -> Admission:
@@ -175,12 +174,12 @@ class SeparatedService:
         replicas = candidate.decode.replicas
         self._decode = [
             _Clocked(
-                Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step.value),
+                Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step),
                 candidate.decode.ahead,
             )
             for _ in range(candidate.count)
         ]
-        self._transfer = candidate.ttft.part("cache transfer").value
+        self._transfer = transfer_seconds(candidate.decode, candidate.prefill)
         self._moving: list[tuple[float, int, Served]] = []
 
     def add(self, served: Served, now: float) -> None:
