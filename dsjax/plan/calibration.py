@@ -60,13 +60,17 @@ class Blind:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Quantiles of measured ÷ predicted: the ends that hold `LEVEL`, and the median. count: predictions; of: which, in words."""
+    """Quantiles of measured ÷ predicted: the ends that hold `LEVEL`, and the median.
+
+    count: predictions; of: which, in words; errors: logarithms of measured ÷ predicted, of ratios.
+    """
 
     low: float
     median: float
     high: float
     count: int
     of: str
+    errors: Sequence[float] = ()
 
     def interval(self, predicted: float) -> Figure:
         """The corrected prediction with its interval."""
@@ -96,11 +100,14 @@ def calibrate(blind: Sequence[Blind], kind: str, distance: str) -> Calibration:
     raise ValueError(f"{len(blind)} blind predictions, expected at least {LEAST}")
 
 
-def calibrate_ratio(blind: Sequence[Blind], kind: str) -> Calibration:
+def calibrate_ratio(blind: Sequence[Blind], kind: str, distance: str | None) -> Calibration:
     """What ratios of two predictions missed by: two runs of one round, engine and distance, whose common error cancels.
 
-    Runs of one engine and source begin with the same letters. count: runs.
+    Runs of one engine and source begin with the same letters. distance: of both, where there are enough runs at it; else those of all
+    that stand for others count. count: runs.
     """
+    own = [b for b in blind if b.kind == kind and b.distance == distance]
+    blind = own if len(own) >= LEAST else [b for b in blind if b.distance not in ALONE]
     alike: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for b in blind:
         if b.kind == kind:
@@ -110,7 +117,7 @@ def calibrate_ratio(blind: Sequence[Blind], kind: str) -> Calibration:
     ]
     low, _, high = (math.exp(error) for error in _quantiles(pairs))
     count = sum(len(group) for group in alike.values() if len(group) > 1)
-    return Calibration(low, 1.0, high, count, f"ratios of two, {kind}")
+    return Calibration(low, 1.0, high, count, f"ratios of two, {kind}", pairs)
 
 
 def _quantiles(errors: Sequence[float]) -> tuple[float, float, float]:
@@ -140,9 +147,9 @@ def calibration(kind: str, distance: str) -> Calibration:
 
 
 @functools.cache
-def ratio_calibration(kind: str) -> Calibration:
+def ratio_calibration(kind: str, distance: str | None) -> Calibration:
     """Of ratios, by all blind predictions that there are."""
-    return calibrate_ratio(blind_predictions(), kind)
+    return calibrate_ratio(blind_predictions(), kind, distance)
 
 
 def distance_of(candidate: Candidate) -> str:

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float64
+
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import DRAWS, as_json, spread, through
+from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer
@@ -28,7 +31,8 @@ _BUSY = 0.85
 class Candidate:
     """A deployment: `count` instances that decode (and, aggregated, prefill too), and `prefill_count` that prefill.
 
-    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole.
+    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole. draws: of what is shown,
+    throughput, TPOT and TTFT in each draw.
     """
 
     mode: str
@@ -41,6 +45,7 @@ class Candidate:
     ttft: float
     tpot: float
     throughput: float
+    draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def devices(self) -> int:
@@ -222,10 +227,11 @@ def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
 
     def compute() -> tuple[float, float, float]:
         again = moved(candidate)
-        return again.ttft, again.tpot, again.throughput
+        return again.throughput, again.tpot, again.ttft
 
-    ttft, tpot, throughput = spread(compute, draws)
-    return dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput)
+    seen = samples(compute, draws)
+    throughput, tpot, ttft = spread(compute, seen)
+    return dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class Figure(float):
         figure.kinds, figure.name, figure.unit, figure.source = int(kinds), name, unit, source
         return figure
 
+    @property
+    def value(self) -> float:
+        """The middle, as a plain float."""
+        return float(self)
+
     def __getnewargs_ex__(self) -> tuple[tuple, dict[str, str]]:
         about = {"name": self.name, "unit": self.unit, "source": self.source}
         return (float(self), self.low, self.high, self.kinds), about
@@ -160,10 +165,10 @@ def assumed(value: float, low: float, high: float, name: str, why: str, unit: st
     return drawn(Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit))
 
 
-def spread(compute: Callable[[], Sequence[float]], draws: int = DRAWS) -> list[Figure]:
+def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRAWS) -> list[Figure]:
     """Run a computation at the middle values and with so many draws, and give each of its results an interval.
 
-    compute: must keep nothing from one call to the next that hangs on an assumption.
+    compute: must keep nothing from one call to the next that hangs on an assumption. draws: how many, or what `samples` gave.
     """
     with drawing(Draw()) as middle:
         values = compute()
@@ -172,7 +177,8 @@ def spread(compute: Callable[[], Sequence[float]], draws: int = DRAWS) -> list[F
         kinds |= Kind(figure.kinds)
     if not any(figure.low < figure.high for figure in middle.seen.values()):
         return [Figure(value, kinds=kinds) for value in values]
-    low, high = np.quantile(samples(compute, draws), ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
+    seen = samples(compute, draws) if isinstance(draws, int) else draws
+    low, high = np.quantile(seen, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
     ends = zip(values, low, high, strict=True)
     return [Figure(value, min(float(a), value), max(float(b), value), kinds) for value, a, b in ends]
 

@@ -54,7 +54,8 @@ class Instance:
             shared.setdefault(key, known)
         steps = shared.setdefault(("steps", self.layout.unit), {"shared": shared}) if concurrency is None else {}
         if cluster is self.cluster and "decode curve" in self.steps:
-            steps.setdefault("usual curve", self.steps["decode curve"])
+            most = float(max(self.max_batch, 1))
+            steps.setdefault("usual curve", (self.steps["decode curve"], most, self.decode_step(most)))
         return dataclasses.replace(self, cluster=cluster, workload=work, steps=steps)
 
     @cached_property
@@ -209,8 +210,8 @@ class Instance:
     def decode_curve(self) -> Curve:
         """Seconds of a decode step over the batch, straight between those that are tried."""
         if "usual curve" in self.steps:  # of the same instance before a draw, which moves it up or down
-            most = float(max(self.max_batch, 1))
-            return self.steps["usual curve"].times(self.decode_step(most) / self.steps["usual curve"](most))
+            curve, most, usual = self.steps["usual curve"]
+            return curve.times(self.decode_step(most) / usual)
         if "decode curve" not in self.steps:
             tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch)) for batch in tried)

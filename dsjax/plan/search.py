@@ -243,13 +243,13 @@ def _without_apart(question: Question) -> tuple[Question, list[Instance]]:
 
 
 class Shown(Sequence[Row]):
-    """Rows that get their intervals when they are looked at: most of them never are."""
+    """Rows that get their intervals when they are looked at: most of them never are. rows: those without."""
 
     def __init__(self, rows: Sequence[Row], with_intervals: Callable[[Row], Row] = with_intervals):
-        self._quick, self._full, self._with_intervals = rows, {}, with_intervals
+        self.rows, self._full, self._with_intervals = rows, {}, with_intervals
 
     def __len__(self) -> int:
-        return len(self._quick)
+        return len(self.rows)
 
     def __getitem__(self, at):
         """The row at a place, or a list of those of a slice."""
@@ -257,7 +257,7 @@ class Shown(Sequence[Row]):
             return [self[place] for place in range(*at.indices(len(self)))]
         at = range(len(self))[at]
         if at not in self._full:
-            self._full[at] = self._with_intervals(self._quick[at])
+            self._full[at] = self._with_intervals(self.rows[at])
         return self._full[at]
 
     def __add__(self, others: Sequence[Row]) -> list[Row]:

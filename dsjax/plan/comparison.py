@@ -1,0 +1,232 @@
+"""`compare`: two layouts or more for one workload: each one's figures, their ratio with an interval of its own, and what decides it.
+
+Layouts share most of what is not known: kernels, links, the unevenness of experts. With shared draws what they share cancels in their
+ratio, so that two figures whose intervals overlap may still be told apart. What no assumption knows of is told by blind predictions: how far
+measured ratios of two runs of one engine were from predicted ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsjax.errors import UserError, why_unreadable
+from dsjax.plan.calibration import RATE, TPOT, distance_of, ratio_calibration
+from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.explain import effects
+from dsjax.plan.figure import LEVEL, Figure
+from dsjax.plan.instance import Instance
+from dsjax.plan.network import exchanged_rows
+from dsjax.plan.precision import BF16
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
+from dsjax.plan.workload import Pins
+from sharding.mesh import MeshSpec
+
+DRAWS = 96
+METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
+"""Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
+_DECIDING = 3
+_SETTLED_BY = (
+    (("products", "attention", "kernels of a layer", "experts'", "launches"), "dsjax bench modules --model MODEL --json modules.json",
+     "--measured modules.json"),
+    (("link", "network", "collective", "all-reduce", "copies", "connection", "kernels", "message"), "dsjax bench network --json network.json",
+     "--network network.json"),
+    (("busiest rank",), "dsjax serve --enable-eplb … (its expert loads at GET /expert_load)", "--expert-skew FILE"),
+    (("tokens a step",), "dsjax bench serve … (spec_decode_acceptance)", "--mtp-acceptance"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """First layout ÷ second of one metric. better: probability that the first is better. by: what the interval rests on."""
+
+    metric: str
+    value: Figure
+    better: float
+    by: str
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return not self.value.low <= 1 <= self.value.high
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """An input that moves the ratio of rates: the ratio with it at its low and at its high end, and what would settle it."""
+
+    figure: Figure
+    low: float
+    high: float
+    command: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The first layout against one other."""
+
+    other: Candidate
+    ratios: tuple[Ratio, ...]
+    deciding: tuple[Deciding, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """candidates: in the order that was asked for, with intervals; pairs: the first against each other one."""
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    pairs: tuple[Pair, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        sides = [
+            {"deployment": c.name(), **c.to_json(), "bytes_a_step": link_bytes(c.decode, c.batch)}
+            for c in self.candidates
+        ]
+        pairs = [
+            {
+                "against": pair.other.name(),
+                "ratios": {r.metric: {**r.value.to_json(), "better": r.better, "by": r.by} for r in pair.ratios},
+                "deciding": [
+                    {
+                        "input": d.figure.name,
+                        "low": d.low,
+                        "high": d.high,
+                        "source": d.figure.source,
+                        "settle": d.command,
+                    }
+                    for d in pair.deciding
+                ],
+            }
+            for pair in self.pairs
+        ]
+        return {"cluster": self.question.cluster.name, "layouts": sides, "pairs": pairs}
+
+
+def estimate(question: Question, layout: str) -> Candidate:
+    """The best deployment of one layout for a question, without intervals.
+
+    layout: a mesh (`dp=32`), a prefill and a decode mesh (`tp=8|dp=24`), or a file of `dsjax plan recipe`, whose batch is taken too.
+
+    Raises:
+        UserError, MeshError: it is no layout of this cluster and model, or does not fit.
+    """
+    if layout.endswith(".json"):
+        return _of_recipe(question, Path(layout))
+    first, apart, second = (part.strip() for part in layout.partition("|"))
+    options = dataclasses.replace(question.options, mesh=None, pins=Pins())
+    if apart:
+        pins = Pins(MeshSpec.parse(first), MeshSpec.parse(second))
+        options = dataclasses.replace(options, pins=pins, modes=("separated",))
+    else:
+        options = dataclasses.replace(options, mesh=MeshSpec.parse(first), modes=("aggregated",))
+    return _best(dataclasses.replace(question, options=options), layout)
+
+
+def _best(question: Question, layout: str) -> Candidate:
+    plan = search(question)
+    found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
+    if not found:
+        why = "its weights leave no room for one request" if plan.too_large else "it holds too few requests at once"
+        raise UserError(f"{layout} does not fit {question.cluster.name}: {why}; give a wider mesh, or shorter requests")
+    return found[0]
+
+
+def _of_recipe(question: Question, file: Path) -> Candidate:
+    try:
+        expected = json.loads(file.read_text(encoding="utf-8"))["expected"]
+        options = dataclasses.replace(
+            question.options, redundant=expected["redundant_experts"], modes=(expected["mode"],)
+        )
+        mesh, first = MeshSpec.parse(expected["mesh"]), expected.get("prefill")
+        if first:
+            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], expected["instances"])
+            options = dataclasses.replace(options, pins=pins)
+        else:
+            options = dataclasses.replace(options, mesh=mesh)
+        batch, count = float(expected["batch_per_dp_rank"]), int(expected["instances"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: {why_unreadable(error)}; expected a file that dsjax plan recipe wrote") from error
+    best = _best(dataclasses.replace(question, options=options), str(file))
+    return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
+
+
+def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
+    """Compare the first layout with each of the others.
+
+    Raises:
+        UserError, MeshError: those of `estimate`; fewer than two layouts.
+    """
+    if len(layouts) < 2:
+        raise UserError(f"{len(layouts)} layout given, expected at least two: dsjax plan compare dp=32 dp=4,tp=8")
+    candidates = tuple(with_intervals(estimate(question, layout), draws) for layout in layouts)
+    first, *others = candidates
+    return Comparison(question, candidates, tuple(_pair(first, other) for other in others))
+
+
+def _pair(first: Candidate, other: Candidate) -> Pair:
+    def ratio() -> float:
+        return moved(first).throughput / moved(other).throughput
+
+    ranked = effects(ratio)[:_DECIDING]
+    usual = first.throughput / other.throughput
+    deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
+    return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)
+
+
+def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
+    """First ÷ other with its interval: that of shared draws, or of what blind ratios missed by, whichever is wider."""
+    at = list(METRICS).index(metric)
+    value = getattr(first, metric) / getattr(other, metric)
+    drawn = first.draws[:, at] / other.draws[:, at]
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(drawn, (tail, 1 - tail))
+    by, ends, ratios = f"{len(drawn)} draws of all assumptions", (low, high), drawn
+    distances = {distance_of(first), distance_of(other)}
+    kind = METRICS[metric]
+    known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
+    if known and known.high / known.low > high / low:
+        by, ends = f"ratios of {known.count} blind runs", (value * known.low, value * known.high)
+        ratios = value * np.exp(known.errors)
+    better = float(np.mean(ratios > 1 if metric == "throughput" else ratios < 1))
+    return Ratio(metric, Figure(value, min(ends[0], value), max(ends[1], value), first.throughput.kinds), better, by)
+
+
+def settling(name: str) -> str:
+    """The command that measures an input, and the option that takes the measurement."""
+    for words, command, option in _SETTLED_BY:
+        if any(word in name for word in words):
+            return f"{command}; then {option}"
+    return "dsjax bench serve … of both layouts"
+
+
+def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
+    """Bytes that a device sends in one decode step over its scale-up link, and through its share of the network.
+
+    Experts' rows there and back in all layers, with even routing, and the sums over `tp` as rings send them.
+    """
+    config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
+    model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
+    sent = {"scale_up": 0.0, "network": 0.0}
+    if mesh.tp_size > 1 and not model.sums_experts:
+        summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16 * (mesh.tp_size - 1) / mesh.tp_size
+        sent["network" if mesh.tp_size > cluster.domain else "scale_up"] += summed
+    ranks = instance.layout.experts or mesh.ep_size
+    if ranks > 1 and config.is_moe and not model.sums_experts:
+        rows, top_k = tokens / mesh.tp_size, config.num_experts_per_tok
+        method = model.dispatch if model.dispatch == "deepep" else model.own_method(rows)
+        each = rows * top_k / ranks if method == "deepep" else exchanged_rows(method, rows, top_k, ranks)
+        layer = each * config.hidden_size * (instance.options.precision.wire + BF16)
+        near = min(cluster.domain, ranks)
+        sent["scale_up"] += layer * (near - 1) * config.num_moe_layers
+        sent["network"] += layer * (ranks - near) * config.num_moe_layers
+    return {link: size for link, size in sent.items() if math.isfinite(size)}
