@@ -31,8 +31,8 @@ _BUSY = 0.85
 class Candidate:
     """A deployment: `count` instances that decode (and, aggregated, prefill too), and `prefill_count` that prefill.
 
-    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole. draws: of what is shown,
-    throughput, TPOT and TTFT in each draw.
+    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole. draws: of what is
+    shown, throughput, TPOT and TTFT in each draw.
     """
 
     mode: str
@@ -317,10 +317,10 @@ def separated(
 ) -> Candidate:
     """Prefill and decode on instances of their own; the latent cache travels between them.
 
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most; where that is prefill's, fewer than `batch`
-    requests of a rank decode at once. With a given concurrency the loop is closed: of `batch` requests a rank some decode and the others
-    are at their prompts, and by Little's law all of them are the rate × their stay. seconds: of a decode step of a batch, or as it is priced. between:
-    a batch that prefill leaves no room for is priced between those that are tried, which is faster, and up to 6 % off.
+    The rate is the smaller of what the two sides sustain, prefill at 85 % at most; where that is prefill's, fewer than `batch` requests
+    of a rank decode at once. With a given concurrency the loop is closed: of `batch` requests a rank some decode and the others are at
+    their prompts, and by Little's law all of them are the rate × their stay. seconds: of a decode step of a batch, or as it is priced.
+    between: a batch that prefill leaves no room for is priced between those that are tried, which is faster, and up to 6 % off.
     """
     ends = separated_times(pool, prefill_count, instance, count, batch, seconds, between=between)
     return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)

@@ -78,8 +78,8 @@ class Chip:
     """One device and the precision of its weights. operators: tables of operations.
 
     fp8_mla: decode multiplies an FP8 cache as FP8 on an H20, too. fp8_rate: operations a second (value, low, high) that dense FP8
-    products reach at most with the engine's kernel; None: those of the tables. known: curves, which all users share; priced: seconds, in the
-    draw at hand.
+    products reach at most with the engine's kernel; None: those of the tables. known: curves, which all users share; priced: seconds, in
+    the draw at hand.
     """
 
     hardware: Hardware

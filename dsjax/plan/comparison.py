@@ -1,8 +1,8 @@
 """`compare`: two layouts or more for one workload: each one's figures, their ratio with an interval of its own, and what decides it.
 
 Layouts share most of what is not known: kernels, links, the unevenness of experts. With shared draws what they share cancels in their
-ratio, so that two figures whose intervals overlap may still be told apart. What no assumption knows of is told by blind predictions: how far
-measured ratios of two runs of one engine were from predicted ones.
+ratio, so that two figures whose intervals overlap may still be told apart. What no assumption covers is told by blind predictions: how
+far measured ratios of two runs of one engine were from predicted ones.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ DRAWS = 96
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
 """Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
 _DECIDING = 3
-_SETTLED_BY = (
-    (("products", "attention", "kernels of a layer", "experts'", "launches"), "dsjax bench modules --model MODEL --json modules.json",
-     "--measured modules.json"),
-    (("link", "network", "collective", "all-reduce", "copies", "connection", "kernels", "message"), "dsjax bench network --json network.json",
-     "--network network.json"),
-    (("busiest rank",), "dsjax serve --enable-eplb … (its expert loads at GET /expert_load)", "--expert-skew FILE"),
-    (("tokens a step",), "dsjax bench serve … (spec_decode_acceptance)", "--mtp-acceptance"),
-)  # fmt: skip
+_MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
+_NETWORK = "dsjax bench network --json network.json; then --network network.json"
+_SETTLED_BY = {
+    _MODULES: ("products", "attention", "kernels of a layer", "experts'", "launches"),
+    _NETWORK: ("link", "network", "collective", "all-reduce", "copies", "connection", "kernels", "message"),
+    "two recordings of expert loads; then --expert-skew FILE": ("busiest rank",),
+    "dsjax bench serve with drafts; then --mtp-acceptance": ("tokens a step",),
+}
+"""What measures an input, and the option that takes the measurement → words in the input's name."""
 
 
 @dataclass(frozen=True)
@@ -203,10 +204,8 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
 
 def settling(name: str) -> str:
     """The command that measures an input, and the option that takes the measurement."""
-    for words, command, option in _SETTLED_BY:
-        if any(word in name for word in words):
-            return f"{command}; then {option}"
-    return "dsjax bench serve … of both layouts"
+    found = (command for command, words in _SETTLED_BY.items() if any(word in name for word in words))
+    return next(found, "dsjax bench serve of both layouts")
 
 
 def link_bytes(instance: Instance, batch: float) -> dict[str, float]:

@@ -198,7 +198,8 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     console.print(
         f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside / 1e9:.1f} GB set aside, "
         f"room for {winner.decode.cache_tokens:,.0f} cached tokens "
-        f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
+        f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; "
+        f"at most {winner.decode.max_batch} requests",
         highlight=False,
     )
     if winner.cost:

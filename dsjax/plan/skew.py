@@ -49,7 +49,8 @@ class Skew:
         """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
         slots: where experts may lie; rows: mean rows of a rank, whose chance variation comes on top; balanced: placed by
-        an earlier load, so that only its drift is felt, else as the engine starts. Of chance alone the expected largest of n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves
+        an earlier load, so that only its drift is felt, else as the engine starts. Of chance alone the
+        expected largest of n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves
         as squares add.
         """
         if slots.ranks == 1:

@@ -215,7 +215,7 @@ def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[
 
 def _projections(parts: dict[str, float]) -> float:
     """Seconds of expanding cached positions; included in a measured attention's own time."""
-    return parts["projections"] if "projections" in parts else 0.0
+    return parts.get("projections", 0.0)
 
 
 def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float, float]:
