@@ -199,7 +199,7 @@ def _search(question: Question) -> Plan:
         if fitting and not decoding and "aggregated" not in question.options.possible_modes:
             raise UserError(_NO_PAGES)
         first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
-        candidates += separated_candidates(question, decoding, first, candidates) if decoding else []
+        candidates += separated_candidates(question, decoding, first) if decoding else []
     objective = question.bounds
     met, missed = [], []
     for candidate in candidates:

@@ -6,26 +6,23 @@ import math
 from collections.abc import Sequence
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, PrefillPool, prefill_pool, separated
+from dsjax.plan.candidate import Candidate, PrefillPool, prefill_pool, separated, separated_times
 from dsjax.plan.instance import Instance
 from dsjax.plan.pools import devices_kept
 from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
-from dsjax.plan.relief import Busy, relieved
 from sharding.mesh import MeshSpec
 
 _POOLS, _DECODERS = 6, 400
 """Best prefill pools and decode instances that are paired; below the best of their size, others cannot win a pair."""
 _BISECTED = 60
+_RELIEVED, _HALVINGS = 400, 16
 """On many devices, decode instances whose batch is bisected."""
 
 
-def separated_candidates(
-    question: Question, fitting: list[Instance], prefilling: list[Instance], others: Sequence[Candidate] = ()
-) -> list[Candidate]:
+def separated_candidates(question: Question, fitting: list[Instance], prefilling: list[Instance]) -> list[Candidate]:
     """Every way to pair prefill pools with decode instances that may be the best, with middle values only.
 
-    fitting: instances that fit into memory; prefilling: those that may compute prompts, the same ones unless the cluster has two kinds;
-    others: candidates that these have to be better than.
+    fitting: instances that fit into memory; prefilling: those that may compute prompts, the same ones unless the cluster has two kinds.
 
     Raises:
         UserError: a mesh was given that is none of theirs.
@@ -51,7 +48,7 @@ def separated_candidates(
         decoders += [point for point in largest.values() if point not in decoders]
     # Of each size the fastest layout at the largest batch that keeps the objective, whatever rung it stands on.
     decoders += _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: p[0].layout.devices, _DECODERS)
-    candidates, busy, tried = [], [], set()
+    candidates, late, tried = [], [], set()
     for pool in chosen:
         for instance, batch in decoders:
             for left, right in _splits(question, pool, instance, batch):
@@ -64,9 +61,8 @@ def separated_candidates(
                 candidates.append(separated(pool, left, instance, right, here))
                 bound = question.objective.ttft
                 if users is None and bound is not None and candidates[-1].ttft > bound:
-                    busy.append(Busy(pool, candidates[-1], bound))
-    more = relieved(question, busy, [*others, *candidates])
-    return [each for late in candidates for each in (late, more.get(id(late))) if each is not None]
+                    late.append((pool, candidates[-1]))
+    return candidates + _relieved(question, late)
 
 
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
@@ -248,3 +244,28 @@ def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch
             lefts = {pins.prefill_count} if pins.prefill_count <= most_left else set()
         splits += [(left, right) for left in sorted(lefts)]
     return splits
+
+
+def _relieved(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> list[Candidate]:
+    """Of deployments whose prefill is too busy for the TTFT, the same with the most requests that leave it time enough.
+
+    The most requests are found between the decode steps that are tried, and then priced. Most of the deployments with the best rates are
+    looked at; the others could not win with fewer requests.
+    """
+    bound, found, seen = question.objective.ttft, [], set()
+    for pool, busy in sorted(late, key=lambda one: -one[1].throughput)[:_RELIEVED]:
+        instance, left, right = busy.decode, busy.prefill_count, busy.count
+        key = (id(pool), left, id(instance), right)
+        if key in seen or pool.alone > bound:
+            continue
+        seen.add(key)
+        low, high, curve = 0.0, busy.batch, instance.decode_curve
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            kept = separated_times(pool, left, instance, right, middle, curve)[0] <= bound
+            low, high = (middle, high) if kept else (low, middle)
+        # Where prefill has hosts of its own, no other split makes up for a user who is rounded away.
+        users = users_told_apart(instance, right) if instance.cluster.prefill is None else 1 << 24
+        if batch := math.floor(low * users) / users:
+            found.append(separated(pool, left, instance, right, batch))
+    return found
