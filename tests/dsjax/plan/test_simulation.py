@@ -92,6 +92,20 @@ def test_steps_of_even_ranks_cost_what_the_step_model_says(step_model, mesh, ove
     assert prices.seconds([RankWork()] * ranks) == 0
 
 
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_further_round_of_two_halves_costs_what_the_step_model_says(step_model, monkeypatch, decode):
+    model = step_model("dp=8", dispatch="padded", overlap=True, eager=False)
+    work = RankWork(decodes=128, context=128 * 2000) if decode else RankWork(prompts=4096, pairs=4096 * 2048.5)
+    priced, expected = [], []
+    for rounds in (0, 1):
+        monkeypatch.setattr("dsjax.plan.halves.further_rounds", lambda *_, rounds=rounds: rounds)
+        monkeypatch.setattr("dsjax.plan.simulation.prices.further_rounds", lambda *_, rounds=rounds: rounds)
+        priced.append(StepPrices(model, 8192).seconds([work] * 8))
+        step = model.decode(128, 2000) if decode else model.prefill(4096, prompt=4096)
+        expected.append(step.value / (1.0 if decode else 1.03))
+    assert priced[1] - priced[0] == pytest.approx(expected[1] - expected[0], rel=0.01)
+
+
 def test_steps_are_played_at_the_pace_of_programs(step_model):
     models, work = [step_model("dp=8")], [RankWork(decodes=8, context=9000)] * 8
     usual, slow = (Fastest(models, 1024, paces=[(1.0, pace)]).seconds(work) for pace in (1.0, 5.0))
