@@ -27,7 +27,7 @@ class RankWork:
     """
 
     decodes: int = 0
-    context: int = 0
+    context: float = 0
     prompts: int = 0
     pairs: float = 0.0
     cached: int = 0

@@ -22,7 +22,7 @@ from dsjax.plan.simulation.load import Asked, OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Served
+from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 pytestmark = pytest.mark.slow  # all together
@@ -138,6 +138,52 @@ def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
     none, one, every = (prices.seconds([prompt] * n + [idle] * (8 - n)) for n in (0, 1, 8))
     assert none < one < every
     assert one - none > 0.5 * (every - none)
+
+
+class Recorded:
+    """Prices that keep what they were asked, and let every step take a second."""
+
+    def __init__(self):
+        self.asked: list[RankWork] = []
+
+    def seconds(self, ranks):
+        self.asked += ranks
+        return 1.0
+
+
+@pytest.mark.parametrize("separated_from_prefill", [False, True])
+def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
+    """1,000 tokens after a prompt of 1,000, with drafts 2.5 a step: the last of 400 steps attends to nearly 2,000."""
+    prices, sizes = (
+        Recorded(),
+        {"seqs": 8, "step_tokens": 4096, "cache_tokens": 8192, "longest": 4096, "sharing": False},
+    )
+    one = (
+        Decoder(prices, 1, seqs=8, made=2.5)
+        if separated_from_prefill
+        else SimulatedEngine(prices, 1, made=2.5, **sizes)
+    )
+    one.add(Served(0, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
+    while not one.idle:
+        one.begin(0.0)
+        one.end(0.0)
+    contexts = [work.context for work in prices.asked if work.decodes]
+    assert len(contexts) == 400
+    assert contexts == pytest.approx([1001 + 2.5 * step for step in range(400)], abs=1)
+
+
+def test_the_cache_fills_with_what_steps_make():
+    prices = Recorded()
+    engine = SimulatedEngine(
+        prices, 1, seqs=8, step_tokens=4096, cache_tokens=3200, longest=3200, sharing=False, made=2.5
+    )
+    for number in range(2):
+        engine.add(Served(number, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
+    while not engine.idle:
+        engine.begin(0.0)
+        engine.end(0.0)
+    # The second gives way when both have made 600, and computes its prompt anew.
+    assert sum(work.prompts for work in prices.asked) == pytest.approx(2000 + 1600, abs=50)
 
 
 def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
