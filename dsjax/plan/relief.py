@@ -203,7 +203,7 @@ def _worked_out(one: Busy) -> Candidate | None:
     def keeps(part: int, seconds: Callable[[float], float] | None = None) -> bool:
         return separated_middles(pool, left, instance, right, part / users, seconds)[0] <= one.bound
 
-    most, curve = math.ceil(one.late.batch * users), instance.decode_curve
+    most, curve = math.ceil(one.late.batch * users), lambda batch: instance.decode_curve(instance.rows(batch))
     # Where it is by the curve of a decode step's seconds, which is at hand; then by that curve where it is moved onto one priced step.
     # So few steps of other batches have to be priced.
     near = _last(0, most, lambda part: keeps(part, curve))
