@@ -176,7 +176,9 @@ class StepPrices:
         if self._windows:
             first, experts = first + self._more[0], experts + self._more[1]
             pairs = itertools.product((first * self._beside[decode], experts * self._beside[decode]), (there, back))
-            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (experts * self._beside[decode] + talk)
+            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (
+                experts * self._beside[decode] + talk
+            )
         elif self._overlap:
             work = work * self._beside[decode] + (self._copies * talk if decode else 0.0)
             layers = max(work, talk) + min(work, talk) * self._unhidden

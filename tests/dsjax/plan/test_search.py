@@ -18,6 +18,7 @@ from sharding.mesh import MeshSpec
 
 # Fewer layouts, where a test is not about them.
 FEW = PlanOptions(modes=("aggregated",), redundant=0, overlap="off")
+PREFILL_BY_TP = Pins(MeshSpec.parse("tp=8,ep=1"), MeshSpec.parse("dp=8"))
 ONE_RANK_EACH = dataclasses.replace(FEW, mesh=MeshSpec.parse("dp=8"))
 
 
@@ -104,6 +105,32 @@ def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
     plan = search(ask("h200-16", objective=Objective(tpot=0.05), rate=5.0))
     assert plan.winner.throughput.value >= 5 * 500
     assert plan.winner.devices == min(c.devices for c in plan.ranked) < 16
+
+
+@pytest.mark.parametrize(
+    ("rate", "ttft", "options", "devices"),
+    [
+        (10.2, 4.0, {"mesh": MeshSpec.parse("tp=8,ep=1")}, 24),
+        (1.0, 4.0, {"modes": ("separated",)}, 16),
+        (20.0, 4.0, {"modes": ("separated",), "widest": 8}, 16),
+        # Two instances with prompts keep the rate, and only a third one the TTFT.
+        (18.0, 0.2, {"modes": ("separated",), "pins": PREFILL_BY_TP}, 32),
+    ],
+)
+def test_a_rate_takes_the_fewest_devices_that_hold_the_objectives(ask, rate, ttft, options, devices):
+    question = ask(
+        "h200-32",
+        prompt=2000,
+        objective=Objective(ttft=ttft, tpot=0.05),
+        options=dataclasses.replace(FEW, **options),
+        hosts=8,
+        rate=rate,
+    )
+    winner = search(question).winner
+    assert winner.throughput.value >= rate * 500
+    assert winner.devices == devices
+    fewer = dataclasses.replace(question.options, max_devices=devices - 1)
+    assert not search(dataclasses.replace(question, options=fewer)).ranked
 
 
 def test_separated_rates_match_both_sides(ask):
