@@ -342,7 +342,7 @@ def separated_times(
     closed = work.concurrency is not None
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, seconds)
     exactly = decoding_at_once == batch or not between
-    step = seconds(decoding_at_once) if exactly else instance.decode_curve(decoding_at_once)
+    step = seconds(decoding_at_once) if exactly else instance.decode_curve(instance.rows(decoding_at_once))
     tpot = step / made
     users = decoding_at_once * instance.replicas * count
     room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
@@ -396,7 +396,7 @@ def _decoding(
     low, high, curve = 0.0, batch, instance.decode_curve
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        step = curve(middle)
+        step = curve(instance.rows(middle))
         rate = middle * slots / (outputs * step)
         full = rate >= most
         if closed and not full:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -119,6 +120,10 @@ class Instance:
         """Requests of a DP rank that the cache holds."""
         return self.memory.max_batch(self.workload.held)
 
+    def rows(self, batch: float) -> float:
+        """Requests of the fullest DP rank, for which a step's other ranks wait; a lone rank's batch may be a mean of whole ones."""
+        return max(1.0, batch) if self.layout.mesh.dp_size == 1 else float(math.ceil(batch - 1e-9))
+
     def batches(self) -> list[int]:
         """Batches of a DP rank to try, up to what memory holds."""
         most = min(self.max_batch, _LADDER[-1])
@@ -169,6 +174,7 @@ class Instance:
 
     def decode_step(self, batch: float) -> float:
         """Seconds of one decode step, with the overlap that makes it faster."""
+        batch = self.rows(batch)
         key = ("decode", batch)
         if key not in self.steps and self.stage is not None:
             drafts = self.options.drafts
@@ -191,7 +197,7 @@ class Instance:
         if self.stage is not None:
             parts = self.stage.decode_parts(batch)
         else:
-            model: StepModel = self.steps["decode", batch][1]
+            model: StepModel = self.steps["decode", self.rows(batch)][1]
             parts = model.decode_parts(batch, work.context, drafts=self.options.drafts, uneven=work.uneven)
         return _with_rest(parts, step)
 
@@ -253,7 +259,7 @@ class Instance:
         if self.stage is not None:
             return self.stage.batches_in_turn(batch)
         self.decode_step(batch)
-        model: StepModel = self.steps["decode", batch][1]
+        model: StepModel = self.steps["decode", self.rows(batch)][1]
         return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 
     def halved_from(self, most: int) -> int | None:

@@ -81,7 +81,7 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> f
     Tokens that are verified are computed as prompts' are, and drafts are made whatever else the step has. Where programs take longer than
     their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
     """
-    low, high, way = busy
+    (low, high, way), batch = busy, instance.rows(batch)
     kinds = ((False, instance.halved(tokens)), (True, instance.overlapped(batch)))
     paces = [1.0 if (pace := instance.pace(*kind)) is None else pace for kind in kinds]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)

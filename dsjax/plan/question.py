@@ -66,7 +66,7 @@ class Question:
         it and then the fastest."""
         if self.workload.rate is not None:
             return lambda c: (c.devices, c.tpot, c.ttft)
-        return lambda c: (-c.throughput, c.devices, c.tpot)
+        return lambda c: (-c.throughput, c.devices, c.tpot, c.batch)
 
     def instance(self, layout: InstanceLayout, steps: dict) -> Instance:
         """A layout, asked about this workload; steps: shared by all layouts of the same unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import gc
 import itertools
@@ -22,7 +23,7 @@ from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
 from dsjax.plan.stages import cut_stage
-from dsjax.plan.workload import PlanOptions
+from dsjax.plan.workload import Objective, PlanOptions
 from sharding import MeshSpec
 
 _NO_PAGES = (
@@ -284,10 +285,13 @@ def _batches(question: Question, instance: Instance, count: int) -> list[float]:
     return [batch] if batch <= instance.max_batch else []
 
 
-def _counts(question: Question, instance: Instance) -> list[int]:
-    """Numbers of instances: all that fit; with a given load also fewer."""
+def _counts(question: Question, instance: Instance, fullest: Sequence[Candidate]) -> list[int]:
+    """Numbers of instances: all that fit; with a given rate the fewest that serve it; with a given concurrency also fewer."""
     most = most_instances(question, instance.layout)
-    if question.workload.rate is None and question.workload.concurrency is None:
+    if question.workload.rate is not None and fullest:
+        needed = question.bounds.throughput / max(one.throughput for one in fullest)
+        return [min(most, math.ceil(needed))]
+    if question.workload.concurrency is None:
         return [most]
     return sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)
 
@@ -296,7 +300,11 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     kept, every = [], []
     for instance in fitting:
         sizes = _sizes(question, instance)
-        for count in _counts(question, instance):
+        fullest = _fullest(question, instance, sizes) if question.workload.rate is not None else []
+        for count in _counts(question, instance, fullest):
+            some = [aggregated(instance, count, one.batch, one.prefill_tokens) for one in fullest]
+            kept += some
+            every += some
             for batch in _batches(question, instance, count):
                 some = [aggregated(instance, count, batch, size) for size in sizes]
                 met = [c for c in some if c.meets(question.bounds)]
@@ -305,6 +313,27 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     if question.workload.concurrency is None:
         kept += _filled(question, [(c, partial(_of_size, c)) for c in every])
     return kept
+
+
+def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
+    """Of each size of a step's prompts that has any: one instance with the largest batch that keeps the objectives of each request."""
+    found, parts = [], users_told_apart(instance, most_instances(question, instance.layout))
+    bounds = dataclasses.replace(question.objective, throughput=None)
+    for size in sizes:
+        keeps = partial(_keeps, instance, size, bounds)
+        tried = [0, *question.rungs(instance)]
+        at = bisect.bisect_left(tried, True, 1, key=lambda batch: not keeps(batch)) - 1
+        low, high = tried[at] * parts, tried[min(at + 1, len(tried) - 1)] * parts
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if keeps(middle / parts) else (low, middle)
+        if low:
+            found.append(aggregated(instance, 1, low / parts, size))
+    return found
+
+
+def _keeps(instance: Instance, size: float, bounds: Objective, batch: float) -> bool:
+    return aggregated(instance, 1, batch, size).meets(bounds)
 
 
 def _sizes(question: Question, instance: Instance) -> list[float]:

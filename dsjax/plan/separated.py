@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, PrefillPool, prefill_pool, separated, separated_times
+from dsjax.plan.candidate import Candidate, PrefillPool, first_token, prefill_pool, separated, separated_times
 from dsjax.plan.instance import Instance
 from dsjax.plan.pools import devices_kept
 from dsjax.plan.question import FEW_DEVICES, Question, users_told_apart
@@ -38,7 +39,10 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
     decoders = _best(points, lambda p: rate[id(p[0]), p[1]], lambda p: (p[0].layout.devices, _rung(p[1])), _DECODERS)
     if question.devices > FEW_DEVICES and question.objective.tpot is not None:
         # Bisected for the best only: there are a thousand layouts.
-        top = sorted(decoders, key=lambda p: -rate[id(p[0]), p[1]])[:_BISECTED]
+        each = 1 / max(question.workload.output.mean - 1, 1.0)
+        top = sorted(decoders, key=lambda p: _worth(question, rate[id(p[0]), p[1]] * p[0].layout.devices * each, p[0]))[
+            :_BISECTED
+        ]
         more = [(i, _largest_batch(question, i)) for i in {id(i): i for i, _ in top}.values()]
         points += more
         rate |= {(id(i), b): b * i.replicas / i.tpot(b) / i.layout.devices for i, b in more}
@@ -105,8 +109,35 @@ def _pools(question: Question, fitting: list[Instance]) -> list[PrefillPool]:
                 front.append(pool)
         # Without a bound on the TTFT only the rate counts; with one, slower but sooner ones too.
         kept += front[:1] if bound is None else front[:_POOLS] + front[max(_POOLS, len(front) - _POOLS) :]
-    kept.sort(key=lambda p: -p.rate / p.instance.layout.devices)
+    kept.sort(key=lambda p: _worth(question, 0.85 * p.rate, p.instance))
     return kept if question.devices <= FEW_DEVICES else kept[: 4 * _POOLS]
+
+
+def _worth(question: Question, rate: float, instance: Instance) -> float:
+    """What instances are sorted by: with a given rate by the devices that serve it, else by requests a second of a device; best first."""
+    if question.workload.rate is not None:
+        return math.ceil(_wanted(question) / rate) * instance.layout.devices
+    return -rate / instance.layout.devices
+
+
+def _wanted(question: Question) -> float:
+    """Requests a second, where a rate is given."""
+    return question.bounds.throughput / question.workload.output.mean
+
+
+def _fewest(
+    question: Question, pool: PrefillPool, instance: Instance, batch: float, served: float, room: int
+) -> tuple[int, int]:
+    """(prefill instances, decode instances) that a given rate takes: the fewest, unless they are pinned.
+
+    served: requests a second of a decode instance. room: prefill instances at most, one more where so many break the TTFT.
+    """
+    rate, pins, bound = _wanted(question), question.options.pins, question.objective.ttft
+    step, left = instance.decode_step(batch), math.ceil(rate / (0.85 * pool.rate))
+    if bound is not None:
+        counts = range(left, room + 1)
+        left += bisect.bisect_left(counts, True, key=lambda n: first_token(pool, n, instance, step, rate) <= bound)
+    return pins.prefill_count or left, pins.decode_count or math.ceil(rate / served)
 
 
 def _rung(batch: float) -> int:
@@ -168,6 +199,10 @@ def _splits(question: Question, pool: PrefillPool, instance: Instance, batch: fl
     if work.concurrency is not None:
         return _beside_each_other(question, prefill_devices, other, _shares(devices, prefill_devices))
     served = batch * instance.replicas / (instance.tpot(batch) * max(work.output.mean - 1, 1.0))
+    if work.rate is not None:
+        left, right = _fewest(question, pool, instance, batch, served, devices // prefill_devices)
+        if left * prefill_devices + right * other <= devices:
+            return [(left, right)]
     needed = served / (0.85 * pool.rate)  # prefill instances for each decode instance
     rights = devices / (other + needed * prefill_devices)
     lefts = {max(1, math.floor(needed * rights)), math.ceil(needed * rights)}
@@ -231,11 +266,14 @@ def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch
     work = question.workload
     if not most_left or not most_right:
         return []
-    free = work.rate is None and work.concurrency is None
-    rights = {most_right} if free else {max(1, most_right // part) for part in (1, 2, 4, 8)}
+    rights = {most_right} if work.concurrency is None else {max(1, most_right // part) for part in (1, 2, 4, 8)}
     if pins.decode_count is not None:
         rights = {pins.decode_count} if pins.decode_count <= most_right else set()
     each = batch * instance.replicas / (instance.tpot(batch) * max(work.output.mean - 1, 1.0))
+    if work.rate is not None:
+        left, right = _fewest(question, pool, instance, batch, each, most_left)
+        if left <= most_left and right <= most_right:
+            return [(left, right)]
     splits = []
     for right in sorted(rights):
         needed = math.ceil(each * right / (0.85 * pool.rate))
@@ -259,7 +297,7 @@ def _relieved(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> 
         if key in seen or pool.alone > bound:
             continue
         seen.add(key)
-        low, high, curve = 0.0, busy.batch, instance.decode_curve
+        low, high, curve = 0.0, busy.batch, lambda batch, one=instance: one.decode_curve(one.rows(batch))
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             kept = separated_times(pool, left, instance, right, middle, curve)[0] <= bound

@@ -26,7 +26,7 @@ class RankWork:
     """
 
     decodes: int = 0
-    context: int = 0
+    context: float = 0
     prompts: int = 0
     pairs: float = 0.0
     cached: int = 0
@@ -175,7 +175,9 @@ class StepPrices:
         if self._windows:
             first, experts = first + self._more[0], experts + self._more[1]
             pairs = itertools.product((first * self._beside[decode], experts * self._beside[decode]), (there, back))
-            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (work + talk - first)
+            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (
+                experts * self._beside[decode] + talk
+            )
         elif self._overlap:
             work = work * self._beside[decode] + (self._copies * talk if decode else 0.0)
             layers = max(work, talk) + min(work, talk) * self._unhidden

@@ -18,6 +18,8 @@ from sharding.mesh import MeshSpec
 
 # Fewer layouts, where a test is not about them.
 FEW = PlanOptions(modes=("aggregated",), redundant=0, overlap="off")
+PREFILL_BY_TP = Pins(MeshSpec.parse("tp=8,ep=1"), MeshSpec.parse("dp=8"))
+ONE_RANK_EACH = dataclasses.replace(FEW, mesh=MeshSpec.parse("dp=8"))
 
 
 def test_ranked_candidates_meet_the_objectives_on_the_devices_at_hand_and_in_memory(ask):
@@ -80,10 +82,55 @@ def test_a_concurrency_is_served_and_obeys_littles_law(ask):
         assert candidate.throughput.value == pytest.approx(64 * 500 / stay)
 
 
+def test_a_step_waits_for_the_fullest_rank_and_only_real_users_get_tokens(ask):
+    """200 users on 32 DP ranks: 8 ranks have 7 requests, the others 6."""
+    options = dataclasses.replace(FEW, mesh=MeshSpec.parse("dp=32"))
+    found = search(ask("h200-32", concurrency=200.0, options=options)).winner
+    tpot = found.decode.tpot
+    assert tpot(found.batch).value == tpot(7.0).value > tpot(6.0).value
+    assert found.decode.decode_curve(found.decode.rows(found.batch)) == pytest.approx(tpot(7.0).value, rel=0.01)
+    stay = found.ttft.value + found.tpot.value * 499
+    assert found.throughput.value == pytest.approx(200 * 500 / stay)
+
+
+def test_a_fullest_rank_has_room_in_the_cache(ask):
+    """A cache holds whole requests, so that one user more than all ranks hold has no place."""
+    most = search(ask(prompt=20_000, options=ONE_RANK_EACH)).fitting[0].max_batch
+    for users, fits in ((8 * most, True), (8 * most + 1, False)):
+        plan = search(ask(prompt=20_000, concurrency=float(users), options=ONE_RANK_EACH))
+        assert bool(plan.ranked) is fits
+
+
 def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
     plan = search(ask("h200-16", objective=Objective(tpot=0.05), rate=5.0))
     assert plan.winner.throughput.value >= 5 * 500
     assert plan.winner.devices == min(c.devices for c in plan.ranked) < 16
+
+
+@pytest.mark.parametrize(
+    ("rate", "ttft", "options", "devices"),
+    [
+        (10.2, 4.0, {"mesh": MeshSpec.parse("tp=8,ep=1")}, 24),
+        (1.0, 4.0, {"modes": ("separated",)}, 16),
+        (20.0, 4.0, {"modes": ("separated",), "widest": 8}, 16),
+        # Two instances with prompts keep the rate, and only a third one the TTFT.
+        (18.0, 0.2, {"modes": ("separated",), "pins": PREFILL_BY_TP}, 32),
+    ],
+)
+def test_a_rate_takes_the_fewest_devices_that_hold_the_objectives(ask, rate, ttft, options, devices):
+    question = ask(
+        "h200-32",
+        prompt=2000,
+        objective=Objective(ttft=ttft, tpot=0.05),
+        options=dataclasses.replace(FEW, **options),
+        hosts=8,
+        rate=rate,
+    )
+    winner = search(question).winner
+    assert winner.throughput.value >= rate * 500
+    assert winner.devices == devices
+    fewer = dataclasses.replace(question.options, max_devices=devices - 1)
+    assert not search(dataclasses.replace(question, options=fewer)).ranked
 
 
 def test_separated_rates_match_both_sides(ask):

@@ -22,7 +22,7 @@ from dsjax.plan.simulation.load import Asked, OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Served
+from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 pytestmark = pytest.mark.slow  # all together
@@ -92,6 +92,20 @@ def test_steps_of_even_ranks_cost_what_the_step_model_says(step_model, mesh, ove
     assert prices.seconds([RankWork()] * ranks) == 0
 
 
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_further_round_of_two_halves_costs_what_the_step_model_says(step_model, monkeypatch, decode):
+    model = step_model("dp=8", dispatch="padded", overlap=True, eager=False)
+    work = RankWork(decodes=128, context=128 * 2000) if decode else RankWork(prompts=4096, pairs=4096 * 2048.5)
+    priced, expected = [], []
+    for rounds in (0, 1):
+        monkeypatch.setattr("dsjax.plan.halves.further_rounds", lambda *_, rounds=rounds: rounds)
+        monkeypatch.setattr("dsjax.plan.simulation.prices.further_rounds", lambda *_, rounds=rounds: rounds)
+        priced.append(StepPrices(model, 8192).seconds([work] * 8))
+        step = model.decode(128, 2000) if decode else model.prefill(4096, prompt=4096)
+        expected.append(step.value / (1.0 if decode else 1.03))
+    assert priced[1] - priced[0] == pytest.approx(expected[1] - expected[0], rel=0.01)
+
+
 def test_steps_are_played_at_the_pace_of_programs(step_model):
     models, work = [step_model("dp=8")], [RankWork(decodes=8, context=9000)] * 8
     usual, slow = (Fastest(models, 1024, paces=[(1.0, pace)]).seconds(work) for pace in (1.0, 5.0))
@@ -124,6 +138,52 @@ def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
     none, one, every = (prices.seconds([prompt] * n + [idle] * (8 - n)) for n in (0, 1, 8))
     assert none < one < every
     assert one - none > 0.5 * (every - none)
+
+
+class Recorded:
+    """Prices that keep what they were asked, and let every step take a second."""
+
+    def __init__(self):
+        self.asked: list[RankWork] = []
+
+    def seconds(self, ranks):
+        self.asked += ranks
+        return 1.0
+
+
+@pytest.mark.parametrize("separated_from_prefill", [False, True])
+def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
+    """1,000 tokens after a prompt of 1,000, with drafts 2.5 a step: the last of 400 steps attends to nearly 2,000."""
+    prices, sizes = (
+        Recorded(),
+        {"seqs": 8, "step_tokens": 4096, "cache_tokens": 8192, "longest": 4096, "sharing": False},
+    )
+    one = (
+        Decoder(prices, 1, seqs=8, made=2.5)
+        if separated_from_prefill
+        else SimulatedEngine(prices, 1, made=2.5, **sizes)
+    )
+    one.add(Served(0, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
+    while not one.idle:
+        one.begin(0.0)
+        one.end(0.0)
+    contexts = [work.context for work in prices.asked if work.decodes]
+    assert len(contexts) == 400
+    assert contexts == pytest.approx([1001 + 2.5 * step for step in range(400)], abs=1)
+
+
+def test_the_cache_fills_with_what_steps_make():
+    prices = Recorded()
+    engine = SimulatedEngine(
+        prices, 1, seqs=8, step_tokens=4096, cache_tokens=3200, longest=3200, sharing=False, made=2.5
+    )
+    for number in range(2):
+        engine.add(Served(number, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
+    while not engine.idle:
+        engine.begin(0.0)
+        engine.end(0.0)
+    # The second gives way when both have made 600, and computes its prompt anew.
+    assert sum(work.prompts for work in prices.asked) == pytest.approx(2000 + 1600, abs=50)
 
 
 def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
