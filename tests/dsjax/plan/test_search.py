@@ -50,7 +50,7 @@ def test_the_front_keeps_the_ttft_and_what_breaks_it_is_kept_apart(ask):
 
 def test_what_relief_leaves_out_would_not_have_been_shown(ask, monkeypatch):
     options = PlanOptions(modes=("separated",), redundant=0, overlap="off", widest=16)
-    question = ask("h100-32", 2000, objective=Objective(ttft=1.0, tpot=0.05), options=options, hosts=6)
+    question = ask("h100-32", 2000, objective=Objective(ttft=1.0, tpot=0.04), options=options, hosts=6)
     worked_out = []
 
     def counted(one, real=relief._worked_out):
