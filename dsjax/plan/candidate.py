@@ -12,7 +12,7 @@ from typing import Any
 from dsjax.plan.figure import Figure, Middle, exact, smallest, unless_settled
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
-from dsjax.plan.network import cache_transfer
+from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
@@ -20,6 +20,7 @@ _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
 _FRONT = front_door().value
+_EXPOSED = exposed_transfer().value
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -312,14 +313,14 @@ def quick_pool(instance: Instance, tokens: float) -> PrefillPool:
 def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
     """Prefill and decode on instances of their own; the latent cache travels between them.
 
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most; where that is prefill's, fewer than `batch`
-    requests of a rank decode at once. With a given concurrency the loop is closed:
+    The rate is the smallest of what the two sides and the transfer sustain, prefill and transfer at 85 % at most; where that is not
+    decode's, fewer than `batch` requests of a rank decode at once. With a given concurrency the loop is closed:
     of `batch` requests a rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay.
     """
     output, work = instance.workload.output.mean, instance.workload
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, _priced(instance))
     tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
-    transfer = _transfer(instance, pool.instance).named("cache transfer", "s")
+    transfer = (_transfer(instance, pool.instance) * exposed_transfer()).named("cache transfer", "s")
     passing = instance.decode_step(decoding_at_once) * _passing(instance)
     first = transfer + passing.named("steps in progress", "s") + front_door()
     # With room for more requests than prefill sends, decode could still do what it does with all of them.
@@ -328,7 +329,9 @@ def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: 
     can_decode = (users / (instance.tpot(room) * max(output - 1, 1.0))).named("requests a second, decode", "1/s")
     most = _BUSY if work.concurrency is None else 1.0
     can_prefill = (pool.rate * (prefill_count * most)).named("requests a second, prefill", "1/s")
-    rate = smallest(can_decode, can_prefill)
+    ways = _ways(pool, prefill_count, instance, count)
+    can_move = (ways * most / _transfer(instance, pool.instance)).named("requests a second, transfer", "1/s")
+    rate = smallest(can_decode, can_prefill, can_move)
     ends = [min(most, r / c) for r, c in zip(_ends(rate * most), _ends(can_prefill), strict=True)]
     prompt = pool.seconds_at(rate.value / prefill_count).named("own prompt", "s")
     ttft = prompt + first + _queue(prompt, Figure(ends[0], min(ends), max(ends), rate.kinds))
@@ -375,8 +378,7 @@ def separated_middles(
     room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
     outputs = max(output - 1, 1.0) / made
     can_decode = room * instance.replicas * count / (full * outputs)
-    can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
-    rate = min(can_decode, can_prefill)
+    rate = min(can_decode, _arriving(pool, prefill_count, instance, count))
     if closed:
         ttft = (batch * instance.replicas * count - users) / rate
     else:
@@ -392,7 +394,7 @@ def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step:
 def first_beside(pool: PrefillPool, prefill_count: int, instance: Instance, step: float) -> Callable[[float], float]:
     """`quick_first` over the requests a second, beside one and the same step."""
     most = _BUSY if instance.workload.concurrency is None else 0.95
-    beside = _FRONT + _transfer(instance, pool.instance).value + step * _passing(instance)
+    beside = _FRONT + _transfer(instance, pool.instance).value * _EXPOSED + step * _passing(instance)
     kept = pool.rate.value * prefill_count
 
     def first(rate: float) -> float:
@@ -412,12 +414,12 @@ def _decoding(
 ) -> float:
     """Requests of a rank that decode, where it has room for `batch`, or `batch` of each are in a closed loop: by Little's law.
 
-    So many that decode leave at a rate that prefill keeps up with; in a closed loop, at one at which prompts take so long that
-    the rest of the loop is full.
+    So many that decode leave at a rate that prefill and the transfer keep up with; in a closed loop, at one at which prompts take so
+    long that the rest of the loop is full.
     """
     slots, closed = instance.replicas * count, instance.workload.concurrency is not None
     outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step.value
-    most = pool.rate.value * prefill_count * (1.0 if closed else _BUSY)
+    most = _arriving(pool, prefill_count, instance, count)
     if not closed and batch * slots / (outputs * seconds(batch)) <= most:
         return batch
     low, high, curve = 0.0, batch, instance.decode_curve
@@ -444,9 +446,24 @@ def _transfer(instance: Instance, prefill: Instance) -> Figure:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         sender = prefill.cluster if instance.cluster.prefill is not None else None
         # In dsjax one device of a replica pulls the pages and hands them to the others.
-        links = 1 if instance.options.engine.name == "dsjax" else instance.layout.mesh.tp_size
-        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender)
+        own = instance.options.engine.name == "dsjax"
+        links = 1 if own else instance.layout.mesh.tp_size
+        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender, own)
     return instance.steps["transfer"]
+
+
+def _ways(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry."""
+    own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
+    sides = ((pool.instance, prefill_count), (instance, count))
+    return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+
+
+def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Requests a second that prefill and the transfer keep up with; the middle value."""
+    most = _BUSY if instance.workload.concurrency is None else 1.0
+    moved = _ways(pool, prefill_count, instance, count) / _transfer(instance, pool.instance).value
+    return most * min(pool.rate.value * prefill_count, moved)
 
 
 def _passing(instance: Instance) -> float:

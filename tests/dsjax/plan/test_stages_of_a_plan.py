@@ -79,7 +79,7 @@ def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     quarters, halves = (hand_over(H20, MeshSpec.parse(f"pp={n},tp=4"), 512, V3.hidden_size).value for n in (4, 2))
     assert quarters == pytest.approx(there + 2 * halves), "two stages lie on each host"
     by_device, own = (hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size, one).value for one in (0, 1))
-    assert own > 10 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
+    assert own > 4 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
 
 
 def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
