@@ -21,7 +21,7 @@ from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout, parse_layout
 from dsjax.plan.limits import bottlenecks
-from dsjax.plan.memory import cache_bytes_per_token, memory, weight_bytes
+from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
 from dsjax.plan.network import hosts_of_a_token
 from dsjax.plan.pareto import draw_front, draw_sweep
 from dsjax.plan.precision import PRECISIONS
@@ -381,7 +381,7 @@ def page() -> str:
     )
     least = (prompt / CHIP.fp8_flops + naive / CHIP.bf16_flops) / DEVICES
     ceiling = DEVICES * CHIP.bf16_flops / attention
-    weights_once = memory(CONFIG, parse_layout("dp=32", 0, CONFIG), PRECISIONS["fp8"], CHIP.memory_bytes).weights_total
+    weights_once = sum(weight_bytes(CONFIG, parse_layout("dp=32", 0, CONFIG), PRECISIONS["fp8"]).values())
     row = 58 * 8 * (7168 * PRECISIONS["fp8"].wire + 14336)
     away = SESSIONS / DEVICES * row * 3 / 4
     left_out = sum(weight_bytes(CONFIG, parse_layout("dp=32", 0, CONFIG), PRECISIONS["bf16"]).values()) / 1e9 - 42.1

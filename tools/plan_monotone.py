@@ -53,7 +53,7 @@ def easier(asked: Question, source: random.Random) -> tuple[str, Question] | Non
         return named, dataclasses.replace(asked, cluster=asked.cluster.scaled(way, factor))
     if way == "memory":
         chip = asked.cluster.hardware
-        chip = dataclasses.replace(chip, memory_bytes=round(chip.memory_bytes * factor))
+        chip = dataclasses.replace(chip, driver_bytes=round(chip.visible_bytes * factor))
         return named, dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, hardware=chip))
     if way in ("ttft", "tpot"):
         bound = getattr(asked.objective, way)

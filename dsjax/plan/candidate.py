@@ -16,7 +16,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
-from dsjax.plan.network import cache_transfer
+from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
@@ -317,10 +317,11 @@ def separated(
 ) -> Candidate:
     """Prefill and decode on instances of their own; the latent cache travels between them.
 
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most; where that is prefill's, fewer than `batch` requests
-    of a rank decode at once. With a given concurrency the loop is closed: of `batch` requests a rank some decode and the others are at
-    their prompts, and by Little's law all of them are the rate × their stay. seconds: of a decode step of a batch, or as it is priced.
-    between: a batch that prefill leaves no room for is priced between those that are tried, which is faster, and up to 6 % off.
+    The rate is the smallest of what the two sides and the transfer sustain, prefill and transfer at 85 % at most; where that is not
+    decode's, fewer than `batch` requests of a rank decode at once. With a given concurrency the loop is closed: of `batch` requests a
+    rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay. seconds: of a decode
+    step of a batch, or as it is priced. between: a batch that prefill leaves no room for is priced between those that are tried, which is
+    faster, and up to 6 % off.
     """
     ends = separated_times(pool, prefill_count, instance, count, batch, seconds, between=between)
     return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
@@ -348,8 +349,7 @@ def separated_times(
     room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
     outputs = max(output - 1, 1.0) / made
     can_decode = room * instance.replicas * count / (full * outputs)
-    can_prefill = pool.rate * (prefill_count * (1.0 if closed else _BUSY))
-    rate = min(can_decode, can_prefill)
+    rate = min(can_decode, _arriving(pool, prefill_count, instance, count))
     if closed:
         ttft = (batch * instance.replicas * count - users) / rate
     else:
@@ -365,7 +365,8 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
 def first_beside(pool: PrefillPool, prefill_count: int, instance: Instance, step: float) -> Callable[[float], float]:
     """`first_token` over the requests a second, beside one and the same step."""
     most = _BUSY if instance.workload.concurrency is None else 0.95
-    beside = front_door() + transfer_seconds(instance, pool.instance) + step * _passing(instance)
+    exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
+    beside = front_door() + exposed + step * _passing(instance)
     kept = pool.rate * prefill_count
 
     def first(rate: float) -> float:
@@ -385,12 +386,12 @@ def _decoding(
 ) -> float:
     """Requests of a rank that decode, where it has room for `batch`, or `batch` of each are in a closed loop: by Little's law.
 
-    So many that decode leave at a rate that prefill keeps up with; in a closed loop, at one at which prompts take so long that
-    the rest of the loop is full.
+    So many that decode leave at a rate that prefill and the transfer keep up with; in a closed loop, at one at which prompts take so
+    long that the rest of the loop is full.
     """
     slots, closed = instance.replicas * count, instance.workload.concurrency is not None
     outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step
-    most = pool.rate * prefill_count * (1.0 if closed else _BUSY)
+    most = _arriving(pool, prefill_count, instance, count)
     if not closed and batch * slots / (outputs * seconds(batch)) <= most:
         return batch
     low, high, curve = 0.0, batch, instance.decode_curve
@@ -412,9 +413,24 @@ def transfer_seconds(instance: Instance, prefill: Instance) -> float:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         sender = prefill.cluster if instance.cluster.prefill is not None else None
         # In dsjax one device of a replica pulls the pages and hands them to the others.
-        links = 1 if instance.options.engine.name == "dsjax" else instance.layout.mesh.tp_size
-        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender)
+        own = instance.options.engine.name == "dsjax"
+        links = 1 if own else instance.layout.mesh.tp_size
+        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender, own)
     return instance.steps["transfer"]
+
+
+def _ways(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry."""
+    own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
+    sides = ((pool.instance, prefill_count), (instance, count))
+    return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+
+
+def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Requests a second that prefill and the transfer keep up with."""
+    most = _BUSY if instance.workload.concurrency is None else 1.0
+    moved = _ways(pool, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
+    return most * min(pool.rate * prefill_count, moved)
 
 
 def _passing(instance: Instance) -> float:

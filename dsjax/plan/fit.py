@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.precision import Precision
     from dsjax.plan.question import Question
+    from dsjax.plan.workload import PlanOptions
 
 PROFILED, STATIC, FREE = "profiled", "static", "free"
 RULES = {
@@ -184,17 +185,32 @@ def asked(question: Question, mesh: str, fraction: float | None, longest: int | 
             f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
             "--hosts"
         )
-    launch = Launch(
+    longest = longest or math.ceil(question.workload.held)
+    launch = planned_launch(options, cluster.hardware.visible_bytes, layout, longest, fraction)
+    return fit(question.config, layout, options.precision, launch)
+
+
+def planned_launch(
+    options: PlanOptions, device_bytes: int, layout: InstanceLayout, longest: int, fraction: float | None = None
+) -> Launch:
+    """How a plan starts a layout."""
+    return Launch(
         engine=options.engine.name,
-        device_bytes=cluster.hardware.visible_bytes,
+        device_bytes=device_bytes,
         fraction=fraction,
         prefill_tokens=options.prefill_tokens,
-        longest=longest or math.ceil(question.workload.held),
+        longest=longest,
         graphs=options.engine.name != "dsjax",
         deepep=options.dispatch == "deepep" and layout.mesh.dp_size > 1,
         mtp=options.drafts > 0,
     )
-    return fit(question.config, layout, options.precision, launch)
+
+
+def set_aside(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> float:
+    """Bytes beside the loaded weights and the cache, at the greatest fraction that fits, where all of `RULES` leave the same."""
+    parts = _parts(config, layout, precision, launch)
+    loaded = sum(weight_bytes(config, layout, precision, launch.mtp).values())
+    return parts["weights"] - loaded + parts["step"] + parts["graphs"] + parts["outside"]
 
 
 def _judge(

@@ -14,6 +14,7 @@ from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
 from dsjax.plan.figure import Figure, drawn, spread
+from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
@@ -76,12 +77,22 @@ class Instance:
     @cached_property
     def memory(self) -> Memory:
         """What the memory of one device holds."""
-        bytes_of_device = self.cluster.hardware.memory_bytes
+        bytes_of_device = self.cluster.hardware.visible_bytes
         precision, drafts = self.options.precision, self.options.drafts > 0
         beside = self.cluster.experts
-        there = beside.hardware.memory_bytes if beside else None
+        there = beside.hardware.visible_bytes if beside else None
+        launch = planned_launch(self.options, bytes_of_device, self.layout, math.ceil(self.workload.held))
+        aside = set_aside(self.config, self.layout, precision, launch)
         return memory(
-            self.config, self.layout, precision, bytes_of_device, drafts, self.dry_runs, self.places_by_load, there
+            self.config,
+            self.layout,
+            precision,
+            bytes_of_device,
+            aside,
+            drafts,
+            self.dry_runs,
+            self.places_by_load,
+            there,
         )
 
     @cached_property

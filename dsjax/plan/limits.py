@@ -218,9 +218,9 @@ def _no_room(plan: Plan) -> Forbidden:
     least = min(plan.too_large, key=lambda i: i.memory.weights_total) if plan.too_large else None
     chip = plan.question.cluster.hardware
     if least is None:
-        return Forbidden("memory", 0, chip.memory_bytes, "no layout", [])
+        return Forbidden("memory", 0, chip.visible_bytes, "no layout", [])
     needed = least.memory.weights_total + plan.question.workload.held * least.memory.cache_per_token
     needed += least.memory.reserve
-    remedies = [Remedy("memory of a device", needed / chip.memory_bytes)]
+    remedies = [Remedy("memory of a device", needed / chip.visible_bytes)]
     remedies += _more_hosts(plan.question, Objective())
-    return Forbidden("memory", needed, chip.memory_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))
+    return Forbidden("memory", needed, chip.visible_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))

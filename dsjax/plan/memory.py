@@ -120,24 +120,25 @@ def memory(
     layout: InstanceLayout,
     precision: Precision,
     device_bytes: int,
+    aside: float,
     mtp: bool = False,
     dry_runs: tuple[DryRun, ...] = (),
     balanced: bool = False,
     expert_device_bytes: int | None = None,
 ) -> Memory:
-    """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries.
+    """Memory of one device of a layout. aside: runtime, communication buffers, graphs and a step's temporaries, as of `fit.set_aside`.
 
     expert_device_bytes: of the devices that have the experts, where these are others. Where the experts do not fit there, their memory is
     told; else that of a device with attention. balanced: experts move while serving, so that the
     staging buffer of one layer's slots is set aside too.
     """
     if layout.mesh.pp_size > 1:
-        return _memory_of_stages(config, layout, precision, device_bytes, mtp, balanced)
+        return _memory_of_stages(config, layout, precision, device_bytes, aside, mtp, balanced)
     weights = weight_bytes(config, layout, precision, mtp)
-    reserve = set_aside(device_bytes, dry_runs)
+    reserve = _set_aside(device_bytes, aside, dry_runs)
     if layout.experts:
         there = {"experts": expert_side_bytes(config, layout, precision, mtp)}
-        beside = Memory(there, set_aside(expert_device_bytes or device_bytes), expert_device_bytes or device_bytes, 1)
+        beside = Memory(there, aside, expert_device_bytes or device_bytes, 1)
         if beside.cache <= 0:  # what forbids the layout is that side
             return beside
     elif balanced:
@@ -152,10 +153,16 @@ def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) 
 
 
 def _memory_of_stages(
-    config: ModelConfig, layout: InstanceLayout, precision: Precision, device_bytes: int, mtp: bool, balanced: bool
+    config: ModelConfig,
+    layout: InstanceLayout,
+    precision: Precision,
+    device_bytes: int,
+    reserve: float,
+    mtp: bool,
+    balanced: bool,
 ) -> Memory:
     """The stage with room for the fewest tokens. Its tokens are of one of as many batches as there are stages, which share its cache."""
-    count, reserve = layout.mesh.pp_size, set_aside(device_bytes)
+    count = layout.mesh.pp_size
     staging = _staging(config, layout, precision) if balanced else None
     each = [
         Memory(
@@ -171,19 +178,11 @@ def _memory_of_stages(
     return min(each, key=lambda memory: memory.cache_tokens)
 
 
-def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> float:
+def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) -> float:
     """What is not for weights and cache: assumed, or the larger step's temporaries as compiled and what a compiler cannot see.
 
     With a dry run of one of the two steps only, not less than what is assumed.
     """
-    usual = assumed(
-        0.08 * device_bytes,
-        0.05 * device_bytes,
-        0.14 * device_bytes,
-        "set aside",
-        "engines commonly give 86 to 95 % of a device to weights and cache",
-        "B",
-    )
     if not dry_runs:
         return usual
     run = max(dry_runs, key=lambda one: one.temporaries)

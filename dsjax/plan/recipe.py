@@ -42,7 +42,7 @@ REPOSITORIES = {
 
 
 _MOST = 0.98
-"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.memory`)."""
 _EXPERTS_AT = "EXPERTS"
 """In a recipe: the host of a process with experts, with a number behind it where there are several."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk

@@ -125,7 +125,7 @@ def cluster_of(run: ApartRun, devices: int) -> Cluster:
         chip = dataclasses.replace(load_cluster("gb300-nvl72-36").hardware, scale_up_devices=8, devices_per_host=8)
         cluster = dataclasses.replace(cluster, hardware=chip, network_gbps=800.0)
     roomy = dataclasses.replace(
-        cluster.hardware, memory_bytes=2 * cluster.hardware.memory_bytes
+        cluster.hardware, driver_bytes=2 * cluster.hardware.visible_bytes
     )  # it ran, so there was room
     return dataclasses.replace(cluster, hardware=roomy).resized(-(-devices // cluster.devices_per_host))
 

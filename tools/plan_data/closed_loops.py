@@ -22,7 +22,7 @@ from dsjax.hardware import Hardware
 from dsjax.plan.candidate import Candidate, aggregated
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Figure, assumed
-from dsjax.plan.fit import Launch, fit
+from dsjax.plan.fit import Launch, fit, planned_launch, set_aside
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout, parse_layout
 from dsjax.plan.memory import memory
@@ -140,9 +140,9 @@ def deployment(run: Run, rule: Protocol | None = None, drafts: int = 0) -> Candi
     bytes_of_device = (
         _bytes_with_room(rule, drafts, config, layout, options, cluster.hardware)
         if rule
-        else 2 * cluster.hardware.memory_bytes
+        else 2 * cluster.hardware.visible_bytes
     )
-    cluster = dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, memory_bytes=bytes_of_device))
+    cluster = dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, driver_bytes=bytes_of_device))
     work = Workload(*lengths, concurrency=float(run.users))
     return aggregated(Instance(config, cluster, layout, options, work), 1, run.users / layout.mesh.dp_size, step_tokens)
 
@@ -162,10 +162,10 @@ def _bytes_with_room(
     tokens = fit(config, layout, options.precision, launch).cache_tokens.value
     if tokens <= 0:
         raise ValueError(f"{launch} leaves no room for a cache")
-    usual = memory(config, layout, options.precision, hardware.memory_bytes, drafts > 0)
-    return round(
-        (usual.weights_total + tokens * usual.cache_per_token) / (1 - usual.reserve.value / hardware.memory_bytes)
-    )
+    planned = planned_launch(options, hardware.visible_bytes, layout, launch.longest)
+    aside = set_aside(config, layout, options.precision, planned)
+    usual = memory(config, layout, options.precision, hardware.visible_bytes, aside, drafts > 0)
+    return round(usual.weights_total + tokens * usual.cache_per_token + aside.value)
 
 
 def played(found: Candidate, users: int) -> SimulationOutcome:

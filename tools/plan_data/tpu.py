@@ -43,7 +43,7 @@ _CHUNK = 4096
 def _instance(model: str, cluster: str, hosts: int, mesh: str, kind: str, work: Workload) -> Instance:
     config, hosted = load_config(model), load_cluster(cluster).resized(hosts)
     # The runs were measured, so that there was room for them.
-    roomy = dataclasses.replace(hosted.hardware, memory_bytes=4 * hosted.hardware.memory_bytes)
+    roomy = dataclasses.replace(hosted.hardware, driver_bytes=4 * hosted.hardware.visible_bytes)
     options = PlanOptions(precision(kind, "bf16"), overlap="off", prefill_tokens=_CHUNK)
     hosted = dataclasses.replace(hosted, hardware=roomy)
     return Instance(config, hosted, parse_layout(mesh, 0, config), options, work)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dsjax.plan.candidate import Candidate, transfer_seconds
 from dsjax.plan.instance import Instance
+from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.admission import Admission, Lobby
 from dsjax.plan.simulation.prices import Fastest, Staged
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
@@ -179,7 +180,7 @@ class SeparatedService:
             )
             for _ in range(candidate.count)
         ]
-        self._transfer = transfer_seconds(candidate.decode, candidate.prefill)
+        self._transfer = exposed_transfer() * transfer_seconds(candidate.decode, candidate.prefill)
         self._moving: list[tuple[float, int, Served]] = []
 
     def add(self, served: Served, now: float) -> None:

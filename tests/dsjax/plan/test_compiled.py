@@ -18,6 +18,7 @@ from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.dry_runs import refusal
 from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import Kind
+from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.precision import PRECISIONS
@@ -108,13 +109,17 @@ def test_memory_is_set_aside_as_compiled_once_both_steps_are_given(planned, runs
     plain, both = planned(dispatch="deepep"), planned("dp8-decode", "dp8-prefill")
     memory = both.winner.decode.memory
     assert memory.reserve.part("temporaries, the prefill step's").value == runs["dp8-prefill"].temporaries
-    assert memory.reserve.value == pytest.approx(runs["dp8-prefill"].temporaries + 0.02 * 141e9)
-    # 9.4 GB instead of the 11.3 that are assumed leave room for more.
-    assert both.winner.decode.max_batch > plain.winner.decode.max_batch
+    assert memory.reserve.value == pytest.approx(runs["dp8-prefill"].temporaries + 0.02 * memory.device)
+    assumed = plain.winner.decode.memory
+    # The cache has what is not set aside.
+    more = memory.cache.value - assumed.cache.value
+    assert more == pytest.approx(assumed.reserve.value - memory.reserve.value)
     assert both.winner.prefill_tokens <= 8192
-    one = planned("dp8-decode").winner.decode.memory.reserve
-    assert one.value == pytest.approx(0.08 * 141e9)
-    assert one.kinds == Kind.COMPILED | Kind.ASSUMPTION
+    decode = planned("dp8-decode").winner.decode
+    one, launch = decode.memory.reserve, planned_launch(decode.options, memory.device, decode.layout, 4096)
+    assert one.value == set_aside(decode.config, decode.layout, decode.options.precision, launch).value
+    assert one.value > runs["dp8-decode"].temporaries + 0.02 * memory.device
+    assert one.kinds == Kind.COMPILED | Kind.ASSUMPTION | Kind.EXACT
 
 
 def test_a_step_that_was_compiled_counts_its_own_sums_and_products(planned):

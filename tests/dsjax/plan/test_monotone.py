@@ -80,7 +80,7 @@ def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated
 def test_no_easement_of_a_plan_makes_it_worse(modes):
     cluster = load_cluster("h200-8" if modes == ("aggregated",) else "h200-16")
     now = search(asked(cluster, modes=modes)).winner.throughput.value
-    more_memory = dataclasses.replace(cluster.hardware, memory_bytes=round(cluster.hardware.memory_bytes * 1.2))
+    more_memory = dataclasses.replace(cluster.hardware, driver_bytes=round(cluster.hardware.visible_bytes * 1.2))
     for easier in (
         *(asked(cluster.scaled(resource, 1.2), modes=modes) for resource in RESOURCES),
         asked(dataclasses.replace(cluster, hardware=more_memory), modes=modes),

@@ -10,10 +10,12 @@ from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import ApartStep, _seconds
+from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
+from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
-from dsjax.plan.moves import moves
+from dsjax.plan.moves import agreement, connection, moves
 from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recovery import recovery
@@ -22,6 +24,16 @@ from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
 
 FP8 = PRECISIONS["fp8"]
+
+
+def test_messages_between_processes_take_what_was_measured_of_them():
+    """ZeroMQ without encryption: 64 B there and back in 79 µs, 18 MB in 7.1 ms; the sender of a broadcast waits for 0.13 ms."""
+    cluster = load_cluster("h200-32")
+    rate, fixed = connection(cluster, cluster)
+    assert 2 * 18e6 / rate.value == pytest.approx(7.1e-3, rel=0.05)
+    assert fixed.value - cluster.latency == pytest.approx(79e-6)
+    assert agreement(cluster, 2).value - cluster.latency == pytest.approx(79e-6)
+    assert step_message().value == pytest.approx(0.13e-3)
 
 
 def options(engine=PUBLISHED, **changes):

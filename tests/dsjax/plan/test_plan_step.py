@@ -10,6 +10,7 @@ from dsjax.plan.figure import exact
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.network import all_reduce, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import StepModel
 from sharding.dispatch import default_capacity
@@ -130,3 +131,13 @@ def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):
             for known in (shared, {})
         ]
         assert own[0] == own[1]
+
+
+def test_decode_of_published_kernels_takes_the_faster_of_deepeps_two_kinds(model):
+    """On H20 a token's rows cross to a host once with the normal kernels, and once for each expert with the low-latency ones."""
+    for mesh, rows in (("dp=8", 8), ("dp=16", 64), ("dp=32", 64)):
+        decode, prompts = (routed_experts(model(mesh, "h20-32", 0), rows, kind, 1, 1.0) for kind in (True, False))
+        times = [parts["dispatch"].value + parts["combine"].value for parts in (decode, prompts)]
+        assert times[0] <= times[1] * (1 + 1e-9), (
+            f"{mesh}, {rows} rows: {times[0]:.6f} s, and {times[1]:.6f} with normal kernels"
+        )

@@ -9,6 +9,7 @@ from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout, layouts
 from dsjax.plan.memory import expert_bytes, memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
@@ -47,7 +48,9 @@ def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory(
     asked = question(engine=dsjax_engine(), precision=FP8)
     for mesh, slots, moves in ((MeshSpec.parse("pp=2,tp=4"), (256 + 8) // 4, True), (STAGED.mesh, 0, False)):
         copies = InstanceLayout(mesh, redundant=8)
-        instance, still = asked.instance(copies, {}), memory(V3, copies, FP8, H20.hardware.memory_bytes)
+        instance, room = asked.instance(copies, {}), H20.hardware.visible_bytes
+        aside = set_aside(V3, copies, FP8, planned_launch(asked.options, room, copies, 4096))
+        still = memory(V3, copies, FP8, room, aside)
         assert instance.memory.reserve.value - still.reserve.value == slots * expert_bytes(V3, 1, FP8)
         options = serve_options("deepseek-v3", instance, 8.0, 2048.0)
         assert ("--enable-eplb" in options) == moves
@@ -79,7 +82,7 @@ def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     quarters, halves = (hand_over(H20, MeshSpec.parse(f"pp={n},tp=4"), 512, V3.hidden_size).value for n in (4, 2))
     assert quarters == pytest.approx(there + 2 * halves), "two stages lie on each host"
     by_device, own = (hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size, one).value for one in (0, 1))
-    assert own > 10 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
+    assert own > 4 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
 
 
 def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
