@@ -21,8 +21,9 @@ import numpy as np
 
 LEVEL = 0.9
 """Share of the draws that an interval holds. The ends of an assumption's range are taken as its 5 % and 95 % quantiles."""
-DRAWS = 24
-"""Draws behind an interval of a table. `dsjax plan compare` takes more."""
+DRAWS = 30
+"""Draws behind an interval of a table: of so many, the second and the last but one lie at either end of an assumption's range.
+`dsjax plan compare` takes more."""
 
 
 class Kind(enum.IntFlag):
@@ -178,7 +179,7 @@ def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRA
     if not any(figure.low < figure.high for figure in middle.seen.values()):
         return [Figure(value, kinds=kinds) for value in values]
     seen = samples(compute, draws) if isinstance(draws, int) else draws
-    low, high = np.quantile(seen, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
+    low, high = np.quantile(seen, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0, method="hazen")
     ends = zip(values, low, high, strict=True)
     return [Figure(value, min(float(a), value), max(float(b), value), kinds) for value, a, b in ends]
 

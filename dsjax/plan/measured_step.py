@@ -22,10 +22,10 @@ class MeasuredStep(StepModel):
 
     measured: Measured | None = None
 
-    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> float:
-        """One decode step; the model's loop over the context runs to the longest of a batch, for all its rows."""
+    def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
+        """Seconds of the parts of a step; the model's loop over the context runs to the longest of a batch, for all its rows."""
         reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
-        return super().decode(batch, context * (1 + uneven * reach), drafts=drafts)
+        return super().decode_parts(batch, context * (1 + uneven * reach), drafts=drafts)
 
     def _whole(self, parts: dict[str, float]) -> float:
         """The sum: modules were timed with all that their launches take."""

@@ -17,6 +17,7 @@ from dsjax.options import flag_of
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
