@@ -70,10 +70,10 @@ def test_within_a_process_all_rooms_travel_and_between_processes_the_rows_that_a
     near, far, farther, wide = (moves(cluster, cluster, *pair, 100, 50.0, (1e4, 2e4)) for pair in pairs)
     empty = [moves(cluster, cluster, *pair, 100, 50.0, (0.0, 0.0)) for pair in pairs]
     assert near.back - empty[0].back == pytest.approx(100 * 2e4 * 6 / (0.6 * cluster.hardware.scale_up_bandwidth))
-    # Each connection joins eight devices of one host with eight of another, at 1 GB/s.
+    # Each connection joins eight devices of one host with eight of another, at 5 GB/s.
     for one, fixed in zip((far, farther, wide), empty[1:], strict=True):
-        assert one.there - fixed.there == pytest.approx(8 * 8 * 50 * 1e4 / 1e9)
-        assert one.back - fixed.back == pytest.approx(8 * 8 * 50 * 2e4 / 1e9)
+        assert one.there - fixed.there == pytest.approx(8 * 8 * 50 * 1e4 / 5e9)
+        assert one.back - fixed.back == pytest.approx(8 * 8 * 50 * 2e4 / 5e9)
     assert (near.one_call, far.one_call) == (False, True)
     assert far.begin_back == 0 < wide.begin_back, "two processes with attention wait for each other"
 
