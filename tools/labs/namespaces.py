@@ -10,6 +10,7 @@ import fcntl
 import heapq
 import itertools
 import os
+import secrets
 import select
 import shutil
 import struct
@@ -28,12 +29,15 @@ class CannotBeError(RuntimeError):
 
 
 class Namespaces:
-    """So many hosts; `close` takes them away again. Addresses are `address(0)` and so on; the machine itself is one more, with 254.
+    """So many hosts; leaving the context, or `close`, takes them away again.
+
+    Addresses are `address(0)` and so on; the machine itself is one more, with 254.
 
     delayed: whether links go through the switch that can hold frames back; else through the kernel's bridge.
     """
 
     def __init__(self, count: int, *, delayed: bool = False):
+        os.environ.setdefault("DSJAX_CLUSTER_KEY", secrets.token_hex(32))  # what runs on several hosts shares it
         if os.geteuid() != 0:
             raise CannotBeError("network namespaces need root; start this as root, on Linux")
         if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -55,6 +59,12 @@ class Namespaces:
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> "Namespaces":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def name(self, host: int) -> str:
         """Name a host's namespace."""
