@@ -32,8 +32,8 @@ HOST, WIDE, FAR, DRAFTS = "one host", "several hosts", "another device or engine
 """Distance from what tables of operations were measured on: one host of the same die, groups over several of them, anything else; and
 plans with drafts, whose share that is accepted no table has."""
 LONGER, SENT = "longer prompts than said", "prompts as most likely sent"
-"""Runs of a benchmark whose client most likely sent prompts five times as long as its results say (tools/plan_data/protocol.py), predicted
-with the prompts that they say, and with those that were sent."""
+"""Runs of a benchmark whose client most likely sent prompts five times as long as its results say (tools/plan_data/inferencex.py),
+predicted with the prompts that they say, and with those that were sent."""
 COLD = "engine not warmed up"
 """P99 of the TTFT of runs in which nothing had warmed the engine up: the first request of each user waited for what was compiled then."""
 ALONE = (DRAFTS, LONGER, SENT, COLD)
@@ -49,7 +49,7 @@ been measured at another date."""
 SOFTENED = 0.5
 """Added in quadrature to a prediction's own half width, in logarithms, before a miss is divided by it. Of 0, 0.1, 0.2, 0.35, 0.5, 1 and no
 division at all it has the best interval score (Gneiting and Raftery, 2007) where earlier rounds alone make the intervals of *scripts* and
-of *other dates*; it was chosen before the results of *last runs* were read (`methods_table` of tools/blind_rounds.py)."""
+of *other dates*; it was chosen before the results of *last runs* were read (tools/blind_rounds.py of commit 69443ce0)."""
 _SMALLEST = 0.02
 """Least half width of an interval, in logarithms, before it is softened: a prediction without a range of its own has none."""
 LEAST = math.ceil(2 / (1 - LEVEL)) - 1
@@ -178,7 +178,7 @@ def _shortest(group: Sequence[Blind], softened: float) -> tuple[float, float]:
 
 @functools.cache
 def blind_predictions() -> tuple[Blind, ...]:
-    """`configs/blind_predictions.csv`, which `tools/blind_rounds.py` writes."""
+    """`configs/blind_predictions.csv`, which `tools/plan_score.py` scores."""
     text = (importlib.resources.files("configs") / "blind_predictions.csv").read_text(encoding="utf-8")
     return tuple(
         Blind(

@@ -1,18 +1,14 @@
-"""Writes docs/recipes.md: every option of the published recipes for DeepSeek-R1 and V3, beside what `dsjax plan` and `deploy/dynamo` write.
+"""The published recipes for DeepSeek-R1 and V3: `dsjax plan` and `deploy/dynamo` write each option, or there is a reason why not.
 
-    python tools/recipes_table.py
-
-The recipes are `configs/recipes/*.toml`: their options, names that the engine has since changed, the arguments of the `dsjax plan`
-that writes them, and the reason wherever ours differ. That command is run, and what it writes is what is compared.
-An option that differs without a reason, or has a reason and does not differ, is an error.
+The recipes are `configs/recipes/*.toml`: their options, names that the engine has since changed, the arguments of the `dsjax plan` that
+writes them, and the reason wherever ours differ. docs/recipes.md shows them.
 """
 
-import argparse
+import dataclasses
 import functools
 import json
 import re
 import shlex
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -20,34 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from typer.testing import CliRunner
 
 from dsjax.cli.main import app
+from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.plan.launch import documented
+from sharding import MeshSpec
 from tools.make_deploy import options_of, pods_of
 
-PAGE, RECIPES = ROOT / "docs" / "recipes.md", ROOT / "configs" / "recipes"
-ABSENT = "—"
-UNVALUED = "?"
-"""In a recipe's file: an option that its source names without saying its value."""
-_HEAD = """# The published recipes, option by option
-
-Each table has every option of a published recipe, its value there, what the `dsjax plan --engine …` above it writes, and what our own
-deployment (`deploy/dynamo`) gives `dsjax dynamo`. Where a value differs, the reason stands behind it. `python tools/recipes_table.py`
-runs the commands and writes this page from [configs/recipes](../configs/recipes), and a test holds both to what is written today. Names
-and values are also held against the argument parsers of the engines' newest releases
-([configs/engines/options](../configs/engines/options)). Nobody has run the engines' commands here.
-
-{ABSENT} means that the option is not written. **← `--mesh`** names the argument of the command that a value is passed on from: the recipe
-was asked for there, so that the two agree by construction. All other values are the planner's own: which kernels and buffers a layout
-takes, how much of the memory, and, where the command has no `--concurrency`, how many requests. A few of its constants were taken from
-these recipes in the first place: SGLang's bootstrap port, TensorRT-LLM's stream interval and variables, the window of vLLM's balancer.
-`--recipe FILE.sh` writes each host's command whole.
-`sharedMemorySize` (/dev/shm), `cpu`, `memory` and `rdma/ib` (network cards) are of the pods, `storage` and `accessModes` of the volume
-that they read the model from, `numNodes` of the ComputeDomain, and `benchmark` of 001's one call of `perf.sh`, which is of every recipe.
-What a recipe's own file does not have is followed by the place that names it.
-""".replace("{ABSENT}", ABSENT)
+ROOT = Path(__file__).parents[3]
+RECIPES, PAGE = ROOT / "configs" / "recipes", ROOT / "docs" / "recipes.md"
 
 
 @dataclass(frozen=True)
@@ -92,11 +70,6 @@ def arguments(recipe: dict) -> dict[str, str]:
 def command(recipe: dict) -> str:
     """The `dsjax plan` that writes a recipe, without its `--recipe`."""
     return f"dsjax plan --engine {recipe['engine']} {recipe['plan']}"
-
-
-def mesh(recipe: dict, role: str) -> str:
-    """The mesh that the command asks for a side."""
-    return arguments(recipe)["--mesh" if role == "prefill and decode" else f"--{role}-mesh"]
 
 
 @functools.cache
@@ -200,8 +173,6 @@ def _means_mesh(option: str, there: str, own: dict[str, str]) -> bool:
     """Whether our mesh, or our role, says what an option of another engine says."""
     if option in ("--is-prefill-worker", "--disaggregation-mode"):
         return own["--disaggregation-mode"] == (there or "prefill")
-    from sharding import MeshSpec
-
     mesh = MeshSpec.parse(own["--mesh"])
     if option in ("--tp", "tensor_parallel_size"):  # SGLang's and TensorRT-LLM's count all devices of an instance
         return int(there) == mesh.num_devices
@@ -233,39 +204,36 @@ def problems() -> list[str]:
     return found
 
 
-def _cell(value: str | None) -> str:
-    if value is None:
-        return ABSENT
-    if value == UNVALUED:
-        return "named, without a value"
-    return f"`{value}`".replace("|", "\\|") if value else "given"
+def test_every_option_that_differs_has_a_reason_and_no_reason_is_left_over():
+    assert problems() == []
 
 
-def page() -> str:
-    """The page's text."""
-    parts = [_HEAD]
-    for recipe in recipes().values():
-        parts.append(f"## {recipe['title']}\n\n{recipe['source']}. Ours: `deploy/dynamo/{recipe['graph']}.yaml`.\n")
-        parts.append(f"```\n{command(recipe)}\n```\n")
-        every = rows(recipe)
-        for side in recipe["sides"]:
-            parts.append(f"**{side['role'].capitalize()}**, `{mesh(recipe, side['role'])}`\n")
-            lines = [
-                "| option | there | planned | why it differs | dsjax | why it differs |",
-                "|---|---|---|---|---|---|",
-            ]
-            for row in every:
-                if row.side == side["role"]:
-                    named = f"`{row.option}`" + (f" ({row.where})" if row.where else "")
-                    ours = _cell(row.ours) + (f" ← `{row.passed}`" if row.passed else "")
-                    cells = (named, _cell(row.there), ours, row.why, _cell(row.own), row.why_own)
-                    lines.append(f"| {' | '.join(cells)} |")
-            parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+def test_the_command_on_the_page_writes_the_script_whose_values_are_compared(tmp_path):
+    for name in ("tensorrt-llm-gb200-36", "vllm-h20-32"):
+        recipe, path = recipes()[name], tmp_path / f"{name}.sh"
+        line = command(recipe)
+        assert f"```\n{line}\n```" in PAGE.read_text(encoding="utf-8")
+        result = CliRunner().invoke(app, [*shlex.split(line)[1:], "--recipe", str(path)])
+        assert result.exit_code == 0, result.output
+        script = path.read_text(encoding="utf-8")
+        started = [one.removeprefix("exec ") for one in script.splitlines() if one.startswith("exec ")]
+        for values in planned(recipe["engine"], line).values():
+            found = [read_command(recipe["engine"], one) for one in started]
+            shown = {key: value for key, value in values.items() if key.startswith("--")}
+            assert any(shown.items() >= {k: v for k, v in one.items() if k.startswith("--")}.items() for one in found)
 
 
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    if wrong := problems():
-        sys.exit("\n".join(wrong))
-    PAGE.write_text(page(), encoding="utf-8")
+def test_no_reason_denies_an_option_that_the_engine_has():
+    fields = {field.name for field in dataclasses.fields(EplbConfig)}
+    reasons = [reason for recipe in recipes().values() for reason in recipe["why_dsjax"].values()]
+    denied = [reason.partition(" is no option")[0].split() for reason in reasons if " is no option" in reason]
+    assert not fields & {word for words in denied for word in words}
+
+
+def test_a_value_that_drifts_apart_and_a_reason_in_vain_are_found():
+    row = next(row for row in rows(recipes()["vllm-dep16"]) if row.option == "--max-num-seqs" and row.side == "decode")
+    assert not list(row.problems)
+    assert list(dataclasses.replace(row, ours="256", why="").problems) == [
+        "decode --max-num-seqs is '512', and dsjax plan has '256' and no reason"
+    ]
+    assert "a reason and the same value" in next(dataclasses.replace(row, ours="512").problems)
