@@ -1,6 +1,6 @@
 """What a benchmark that begins with all users at once reports of a deployment, with the ends that hold 9 of 10 such reports.
 
-The blind rounds played public benchmarks (`tools/plan_data/history.py`) and were predicted by `reported`. Nothing else predicts a time to
+The blind rounds played public benchmarks (`tools/plan_data/replay.py`) and were predicted by `reported`. Nothing else predicts a time to
 the first token as a benchmark reports it, so that the calibration of the TTFT is of these figures alone.
 """
 

@@ -1,4 +1,4 @@
-"""What tiers of the cache find of prompts that come back, beside what `tools/bench_tiers.py` measured."""
+"""What tiers of the cache find of prompts that come back, beside what `docs/cache-tiers.md` measured."""
 
 import json
 
