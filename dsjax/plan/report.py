@@ -211,9 +211,9 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     held = calibrated(winner)
     rate, tpot = held["output_tokens_per_s"], held["tpot_s"]
     console.print(
-        f"9 of 10 measurements that nobody had looked at lie in: {rate['low']:,.0f} … {rate['high']:,.0f} tokens/s, TPOT "
-        f"{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f} ms (calibrated by {rate['predictions']} and {tpot['predictions']} blind "
-        f"predictions: {rate['by']}; {tpot['by']})",
+        f"corrected by blind predictions, with 90 % intervals: {rate['corrected']:,.0f} tokens/s [{rate['low']:,.0f} … {rate['high']:,.0f}] "
+        f"(× {rate['correction']:.2f}; {rate['predictions']}: {rate['by']}), TPOT {tpot['corrected'] * 1e3:,.1f} ms "
+        f"[{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f}] (× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
         highlight=False,
     )
     console.print(
@@ -227,7 +227,8 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         highlight=False,
     )
     console.print(
-        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows the derivation", highlight=False
+        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts and what each assumption moves",
+        highlight=False,
     )
     made = recipe(model, plan.question, winner)
     for service in made["services"]:
