@@ -211,9 +211,10 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     held = calibrated(winner)
     rate, tpot = held["output_tokens_per_s"], held["tpot_s"]
     console.print(
-        f"corrected by blind predictions, with 90 % intervals: {rate['corrected']:,.0f} tokens/s [{rate['low']:,.0f} … {rate['high']:,.0f}] "
-        f"(× {rate['correction']:.2f}; {rate['predictions']}: {rate['by']}), TPOT {tpot['corrected'] * 1e3:,.1f} ms "
-        f"[{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f}] (× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
+        f"corrected by blind predictions, with 90 % intervals: {rate['corrected']:,.0f} tokens/s [{rate['low']:,.0f} … "
+        f"{rate['high']:,.0f}] (× {rate['correction']:.2f}; {rate['predictions']}: {rate['by']}), TPOT "
+        f"{tpot['corrected'] * 1e3:,.1f} ms [{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f}] "
+        f"(× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
         highlight=False,
     )
     console.print(
