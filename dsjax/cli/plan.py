@@ -137,6 +137,28 @@ def search_layouts(args: PlanArgs) -> None:
         show_sweep(console, swept)
 
 
+@app.command("compare", cls=PanelledCommand)
+@options_of(lambda kind: None, args=ServiceArgs)
+def compare_layouts(
+    args: ServiceArgs,
+    layouts: Annotated[
+        list[str],
+        typer.Argument(
+            help="Two layouts or more: a mesh (dp=32), a prefill and a decode mesh ('tp=8|dp=24'), or a file of dsjax plan recipe.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Compare the first layout with the others: ratios with intervals of their own, and what decides them."""
+    from dsjax.plan.comparison import compare, show
+
+    found = compare(args.question(), layouts)
+    if args.json_file is not None:
+        write_json(args.json_file, {"model": args.model, **found.to_json()})
+    else:
+        show(report_console(), found)
+
+
 @app.command("fit", cls=PanelledCommand)
 @options_of(lambda kind: None, args=FitArgs)
 def fit(args: FitArgs) -> None:

@@ -12,7 +12,7 @@ import math
 import statistics
 
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import Figure, measured
+from dsjax.plan.figure import measured
 
 H800_FP8_FLOPS = 1979e12
 H800_BF16_FLOPS = 989e12
@@ -212,8 +212,7 @@ def prefill_attention_seconds(flops: float, context: float) -> float:
     return flops / (0.6 * H800_BF16_FLOPS) * (1 + 64 / max(context, 1.0))
 
 
-@functools.cache
-def low_latency_fit(combine: bool) -> tuple[Figure, Figure, Figure]:
+def low_latency_fit(combine: bool) -> tuple[float, float, float]:
     """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels.
 
     Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's. Ranges
@@ -235,8 +234,7 @@ def low_latency_fit(combine: bool) -> tuple[Figure, Figure, Figure]:
     )
 
 
-@functools.cache
-def normal_shares() -> tuple[Figure, Figure]:
+def normal_shares() -> tuple[float, float]:
     """(share of the network's rate, share of NVLink's) of DeepEP's normal kernels, rows to the own host taken out."""
     network = [
         rate * remote / H800_NETWORK for ranks, remote in ((32, 3 / 4), (64, 3.5 / 4)) for rate in NORMAL_RDMA[ranks]

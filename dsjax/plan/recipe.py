@@ -15,9 +15,9 @@ from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
 from dsjax.options import flag_of
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, storage_rate
+from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading
 from dsjax.plan.engine import dsjax_engine
-from dsjax.plan.figure import exact
+from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
@@ -43,7 +43,7 @@ REPOSITORIES = {
 
 
 _MOST = 0.98
-"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.memory`)."""
 _EXPERTS_AT = "EXPERTS"
 """In a recipe: the host of a process with experts, with a number behind it where there are several."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk
@@ -145,7 +145,7 @@ def memory_share(instance: Instance, tokens: float) -> float:
 
     It is at most 0.98: the rest of what is set aside is the runtime's."""
     memory = instance.memory
-    temporaries = max(0.0, memory.reserve.value - (1 - _MOST) * memory.device)
+    temporaries = max(0.0, memory.reserve - (1 - _MOST) * memory.device)
     needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
     return min(_MOST, math.ceil(needed / memory.device * 100) / 100)
 
@@ -201,9 +201,9 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
     if other.decode.layout.redundant:
         reasons.append("experts placed by their load")
     rate = other.throughput
-    more = "" if candidate is None else f", {rate.value / candidate.throughput.value:.2f} × as many"
+    more = "" if candidate is None else f", {rate / candidate.throughput:.2f} × as many"
     return (
-        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate.value:,.0f} tokens/s "
+        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate:,.0f} tokens/s "
         f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}" + (f", by {', '.join(reasons)}." if reasons else ".")
     )
 
@@ -213,11 +213,12 @@ def _contradicted(candidate: Candidate) -> list[str]:
     contradictions = []
     for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
         for run in instance.dry_runs:
-            ours, theirs = instance.compiled_step(run), run.timeline
-            if theirs and not ours.low <= theirs.value <= ours.high:
+            [ours] = spread(lambda one=instance, run=run: [one.on(one.cluster, {}).compiled_step(run)])
+            theirs = run.timeline
+            if theirs and not ours.low <= theirs <= ours.high:
                 contradictions.append(
-                    f"The program that dsjax serve runs for {run.shape} takes {theirs.value * 1e3:,.0f} ms by its timeline; the "
-                    f"planner, with published kernels for attention and experts, says {ours.value * 1e3:,.0f} ms "
+                    f"The program that dsjax serve runs for {run.shape} takes {theirs * 1e3:,.0f} ms by its timeline; the "
+                    f"planner, with published kernels for attention and experts, says {ours * 1e3:,.0f} ms "
                     f"[{ours.low * 1e3:,.0f} … {ours.high * 1e3:,.0f}]."
                 )
     return contradictions
@@ -347,7 +348,6 @@ def _expert_service(
     layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
     devices, drafts = layout.experts // parts, instance.options.drafts > 0
     size = devices * expert_side_bytes(instance.config, layout, files_precision(instance), drafts)
-    time = exact(size, "weights that a host reads", "B") / storage_rate(cluster)
     return {
         "role": "experts",
         "instances": attention["instances"],
@@ -355,7 +355,7 @@ def _expert_service(
         "command": command(options),
         "options": options,
         "weight_bytes_per_host": size,
-        "cold_start_s": time.named("cold start: reading weights", "s").to_json(),
+        "cold_start_s": reading(cluster, size).to_json(),
         "recovery": None,
     }
 
@@ -414,7 +414,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         "command": command(options),
         "options": options,
         "weight_bytes_per_host": sum(map(host_bytes, sides)),
-        "cold_start_s": (cold_start(sides[0]) + cold_start(sides[1])).to_json(),
+        "cold_start_s": cold_start(*sides).to_json(),
     }
 
 

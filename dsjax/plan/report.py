@@ -13,6 +13,7 @@ from rich.text import Text
 from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.comparison import ratio_of
 from dsjax.plan.dry_runs import DryRunUsage
 from dsjax.plan.figure import Figure, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
@@ -85,7 +86,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         "memory and one request",
         highlight=False,
     )
-    console.print(asked(plan), highlight=False)
+    console.print(plan.question.words, highlight=False)
     show_usages(console, plan.usages)
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
         console.print(
@@ -96,7 +97,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     if plan.winner:
         _table(
             console,
-            "meet the objectives, best first" if _bounded(plan) else "most tokens a second first",
+            "meet the objectives, best first" if plan.question.bounded else "most tokens a second first",
             plan,
             plan.ranked[:rows],
         )
@@ -120,6 +121,11 @@ def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
 def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
     device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
     objective, shared = plan.question.bounds, {}
+    alike = {
+        number
+        for number, one in enumerate(candidates[1:], 2)
+        if not ratio_of(candidates[0], one, "throughput").told_apart
+    }
     table = Table(title=title, title_justify="left")
     for name in (
         "", "deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user", "first bottleneck"
@@ -130,7 +136,7 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
     for number, candidate in enumerate(candidates, 1):
         sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
         table.add_row(
-            f"{number} {sure}" if _bounded(plan) else f"{number}",
+            (f"{number} {sure}" if plan.question.bounded else f"{number}") + (" ≈" if number in alike else ""),
             f"{candidate.name()}\n{candidate.decode.layout.kind}"
             + _in_batches(candidate)
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
@@ -140,17 +146,17 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             _ranged(candidate.tpot, 1e3, 1),
             _ranged(candidate.throughput, 1, 0),
             _ranged(candidate.per_device, 1, 0),
-            f"{candidate.per_user.value:.1f}",
+            f"{candidate.per_user:.1f}",
             str(bottlenecks(candidate, shared)[0]),
         )
     console.print(table)
     holds = (
         "✓ holds at the unfavourable end of the interval, ~ at the middle estimate, ✗ does not; second lines: interval, kind. "
-        if _bounded(plan)
+        if plan.question.bounded
         else "Second lines: interval, kind. "
     )
     console.print(
-        f"{holds}TTFT is that of steady state. "
+        f"{holds}≈: its tokens/s cannot be told from the first row's (dsjax plan compare says why). TTFT is that of steady state. "
         "Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
         style="dim",
     )
@@ -164,29 +170,8 @@ def _in_batches(candidate: Candidate) -> str:
     return "" if batches == 1 else f", {_WORDS.get(batches, batches)} batches"
 
 
-def _bounded(plan: Plan) -> bool:
-    """Whether there is any objective to meet."""
-    bounds = plan.question.bounds
-    return any(value is not None for value in (bounds.ttft, bounds.tpot, bounds.throughput))
-
-
-def asked(plan: Plan) -> str:
-    """The workload and the objectives in one line."""
-    work, bounds = plan.question.workload, plan.question.objective
-    parts = [f"{work.input.mean:g} tokens in, {work.output.mean:g} out"]
-    parts += [f"{work.prefix_hit:.0%} of prompts cached"] if work.prefix_hit else []
-    parts += [f"{work.concurrency:g} requests in flight"] if work.concurrency is not None else []
-    parts += [f"{work.rate:g} requests/s"] if work.rate is not None else []
-    parts += [f"TTFT within {bounds.ttft * 1e3:,.10g} ms"] if bounds.ttft is not None else []
-    parts += [f"TPOT within {bounds.tpot * 1e3:,.10g} ms"] if bounds.tpot is not None else []
-    parts += [f"{bounds.throughput:,.0f} tokens/s"] if bounds.throughput is not None else []
-    if not _bounded(plan):
-        parts.append("no objectives: most tokens a second")
-    return "; ".join(parts) + f"; engine {plan.question.options.engine.name}"
-
-
 def _ranged(figure: Figure, factor: float, digits: int) -> str:
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
+    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure, figure.high))
     return f"{value}\n{low}–{high}"
 
 
@@ -196,23 +181,25 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     memory = winner.decode.memory
     aside = memory.reserve
     console.print(
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside.value / 1e9:.1f} GB set aside "
-        f"({Kind(aside.kinds).words()}), room for {memory.cache_tokens.value:,.0f} cached tokens "
-        f"[{memory.cache_tokens.low:,.0f} … {memory.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside / 1e9:.1f} GB set aside, "
+        f"room for {winner.decode.cache_tokens:,.0f} cached tokens "
+        f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; "
+        f"at most {winner.decode.max_batch} requests",
         highlight=False,
     )
     if winner.cost:
         cost, price = winner.cost, winner.decode.cluster.hardware.price_per_hour
         console.print(
-            f"a million output tokens cost {cost.value:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
+            f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
             highlight=False,
         )
     held = calibrated(winner)
     rate, tpot = held["output_tokens_per_s"], held["tpot_s"]
     console.print(
-        f"9 of 10 measurements that nobody had looked at lie in: {rate['low']:,.0f} … {rate['high']:,.0f} tokens/s, TPOT "
-        f"{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f} ms (calibrated by {rate['predictions']} and {tpot['predictions']} blind "
-        f"predictions: {rate['by']}; {tpot['by']})",
+        f"corrected by blind predictions, with 90 % intervals: {rate['corrected']:,.0f} tokens/s [{rate['low']:,.0f} … "
+        f"{rate['high']:,.0f}] (× {rate['correction']:.2f}; {rate['predictions']}: {rate['by']}), TPOT "
+        f"{tpot['corrected'] * 1e3:,.1f} ms [{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f}] "
+        f"(× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
         highlight=False,
     )
     console.print(
@@ -226,7 +213,8 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         highlight=False,
     )
     console.print(
-        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows the derivation", highlight=False
+        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts and what each assumption moves",
+        highlight=False,
     )
     made = recipe(model, plan.question, winner)
     for service in made["services"]:

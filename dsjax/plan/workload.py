@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.drafting import FIRST, check_acceptance, tokens_a_step
 from dsjax.plan.engine import PUBLISHED, Engine
-from dsjax.plan.figure import Figure, unless_settled
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
@@ -344,10 +342,6 @@ class PlanOptions:
             )
 
     @property
-    def tokens_a_step(self) -> Figure:
+    def tokens_a_step(self) -> float:
         """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
-        return unless_settled(self._tokens_a_step)
-
-    @cached_property
-    def _tokens_a_step(self) -> Figure:
         return tokens_a_step(self.acceptance, self.drafts)

@@ -37,7 +37,7 @@ def simulations(
         UserError: so many requests arrive that there is no steady state worth waiting for.
     """
     outcomes, work = [], candidate.decode.workload
-    kept = candidate.throughput.value / work.output.mean
+    kept = candidate.throughput / work.output.mean
     if work.rate is not None and work.rate > _FLOOD * kept:
         raise UserError(
             f"--request-rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
@@ -84,9 +84,9 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
         table.add_row(
             f"{one.load.rate or one.load.concurrency:.3g}",
             _percentiles(one.ttft, 0),
-            f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft.value * 1e3:.0f})",
+            f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft * 1e3:.0f})",
             _percentiles(one.tpot, 1),
-            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot.value * 1e3:.1f})" if one.tpot else "–",
+            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot * 1e3:.1f})" if one.tpot else "–",
             _percentiles(one.itl, 0),
             f"{one.tokens_per_s:,.0f}",
             f"{one.goodput:.3g}",

@@ -69,7 +69,7 @@ def test_no_more_is_credited_than_the_engine_can(ask):
     for engine, can in ((able, True), (dataclasses.replace(able, balances=False, overlaps=False), False)):
         question = ask("h200-16", options=PlanOptions(engine=engine))
         instance = question.instance(parse_layout("dp=16", 32, question.config), {})
-        assert (instance.overlapped(256), instance.step_models()[0].balancing) == (can, can)
+        assert (instance.overlapped(512), instance.step_models()[0].balancing) == (can, can)
 
 
 def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page_as_the_credits_do():

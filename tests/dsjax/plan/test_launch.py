@@ -12,7 +12,7 @@ from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.arguments import PlanArgs
-from dsjax.plan.candidate import aggregated
+from dsjax.plan.candidate import aggregated, with_intervals
 from dsjax.plan.engine import find_engine
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.launch_flags import launch
@@ -82,7 +82,7 @@ def test_hosts_of_an_instance_share_out_its_replicas(ask):
 
 def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
     question, made = candidate(ask, "dp=4,tp=4")
-    every = recipe("deepseek-v3", question, made)["services"][0]["launches"]
+    every = recipe("deepseek-v3", question, with_intervals(made))["services"][0]["launches"]
     assert set(every) == set(LAUNCHED)
     assert "attention is data parallel over all devices" in every["tensorrt-llm"]["not_expressed"][0]
     hybrid = parse_layout("dp=6,tp=4,ep=3", 2, question.config)
@@ -102,12 +102,12 @@ def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no
     gathered, command = planned(moe_a2a_backend="none")
     assert command["--moe-a2a-backend"] == "none"
     assert "--deepep-mode" not in command
-    assert gathered.tpot.value > usual.tpot.value
+    assert gathered.tpot > usual.tpot
     with pytest.raises(UserError, match="does not overlap two half batches"):
         planned(moe_a2a_backend="none", two_batch_overlap="on")
     slower, command = planned(fp8_gemm_backend="flashinfer_trtllm")
     assert command["--fp8-gemm-backend"] == "flashinfer_trtllm"
-    assert slower.ttft.value > usual.ttft.value
+    assert slower.ttft > usual.ttft
 
 
 def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):

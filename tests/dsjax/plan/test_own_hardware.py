@@ -11,7 +11,6 @@ from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import ENGINES
-from dsjax.plan.figure import exact
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.manifests import needs_compute_domain
@@ -42,15 +41,15 @@ def write(tmp_path, of="h200", **changes):
 
 def test_a_prefill_over_devices_of_a_host_is_priced_by_whoever_asks(tmp_path, v3):
     cluster = load_cluster(write(tmp_path))
-    alone = normal_exchange(cluster, v3, 8, 4096, ROW, exact(1.0))
-    assert alone.value > 0, "no table speaks of it yet: its links do"
+    alone = normal_exchange(cluster, v3, 8, 4096, ROW, 1.0)
+    assert alone > 0, "no table speaks of it yet: its links do"
     known = with_tables(cluster, BUNDLED)[0]
-    timed = normal_exchange(load_cluster("h200-16"), v3, 8, 4096, ROW, exact(1.0))
-    assert normal_exchange(known, v3, 8, 4096, ROW, exact(1.0)).value == timed.value, "the same die on the same links"
+    timed = normal_exchange(load_cluster("h200-16"), v3, 8, 4096, ROW, 1.0)
+    assert normal_exchange(known, v3, 8, 4096, ROW, 1.0) == timed, "the same die on the same links"
     instance = Instance(
         v3, cluster, parse_layout("dp=8", 0, v3), PlanOptions(), Workload(Lengths(2000), Lengths(500)), {}
     )
-    assert instance.prefill_step(4096).value > 0
+    assert instance.prefill_step(4096) > 0
 
 
 @pytest.mark.parametrize(

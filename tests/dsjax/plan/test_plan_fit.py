@@ -28,7 +28,7 @@ def test_671_gb_do_not_fit_where_the_devices_have_less(v3):
 
 
 def test_a_profiled_cache_must_hold_the_longest_request_to_the_token(v3):
-    held = _judged(v3).cache_tokens.value
+    held = _judged(v3).cache_tokens
     assert _judged(v3, longest=int(held)).fits
     assert not _judged(v3, longest=int(held) + 1).fits
     assert _judged(v3, engine="sglang", longest=10**9).fits  # SGLang starts, and refuses such a request later
@@ -38,8 +38,8 @@ def test_of_a_mesh_with_stages_a_token_is_held_in_the_layers_of_one(v3):
     """V3's 61 layers are 31 and 30, so that the cache has room for nearly twice as many tokens as bytes of all layers would say."""
     verdict = _judged(v3, mesh="pp=2,tp=8", engine="dsjax")
     (first, _) = verdict.conditions
-    cache = first.left.value + 4096 * 31 * 1152
-    assert verdict.cache_tokens.value == pytest.approx(cache / (31 * 1152))
+    cache = first.left + 4096 * 31 * 1152
+    assert verdict.cache_tokens == pytest.approx(cache / (31 * 1152))
 
 
 def test_a_static_fraction_too_high_leaves_no_room_for_a_step_and_one_too_low_none_for_weights(v3):
@@ -60,20 +60,20 @@ def test_a_static_fraction_too_high_leaves_no_room_for_a_step_and_one_too_low_no
 def test_absorbed_matrices_are_counted_once_more_for_engines_that_keep_both(v3):
     layout = parse_layout("tp=8", 0, v3)
     weights = sum(weight_bytes(v3, layout, PRECISIONS["fp8"]).values())
-    of = {engine: _judged(v3, engine=engine).parts[0].value for engine in ("dsjax", "vllm")}
+    of = {engine: _judged(v3, engine=engine).parts[0] for engine in ("dsjax", "vllm")}
     assert of["dsjax"] == weights
     assert of["vllm"] - weights == 61 * 16 * 512 * (128 + 128) * 2
 
 
 def test_cache_tokens_are_what_is_left_by_the_tokens_size(v3):
     verdict = _judged(v3)
-    weights, step, _, outside = (part.value for part in verdict.parts)
+    weights, step, _, outside = verdict.parts
     left = 0.9 * 140 * GIB - weights - step - outside
-    assert verdict.cache_tokens.value == pytest.approx(left / cache_bytes_per_token(v3, PRECISIONS["fp8"]))
+    assert verdict.cache_tokens == pytest.approx(left / cache_bytes_per_token(v3, PRECISIONS["fp8"]))
 
 
 def test_the_fullest_stage_of_a_pipeline_has_whole_layers(v3):
-    weights = [_judged(v3, stages=stages).parts[0].value for stages in (1, 4)]
+    weights = [_judged(v3, stages=stages).parts[0] for stages in (1, 4)]
     assert weights[0] / 4 < weights[1] < weights[0] / 4 * 16 / 15
 
 
