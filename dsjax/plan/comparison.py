@@ -218,7 +218,7 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
     config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
     model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
     sent = {"scale_up": 0.0, "network": 0.0}
-    if mesh.tp_size > 1 and not model.sums_experts:
+    if mesh.tp_size > 1:
         summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16 * (mesh.tp_size - 1) / mesh.tp_size
         sent["network" if mesh.tp_size > cluster.domain else "scale_up"] += summed
     ranks = instance.layout.experts or mesh.ep_size
