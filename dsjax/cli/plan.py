@@ -100,7 +100,8 @@ def _show_fit(args: PlanArgs, question: Question) -> None:
     """Show or write whether the layout fits (`--fit`)."""
     from dsjax.plan.fit import DOES_NOT_FIT, asked, show
 
-    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
+    about = (question.config, question.cluster, question.options, question.workload)
+    verdict = asked(*about, args.mesh or "", args.memory_fraction, args.context)
     if args.json_file is None:
         report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
     else:
