@@ -166,7 +166,8 @@ def fit(args: FitArgs) -> None:
     from dsjax.plan.fit import DOES_NOT_FIT, asked, show
 
     question = args.question()
-    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
+    about = (question.config, question.cluster, question.options, question.workload)
+    verdict = asked(*about, args.mesh or "", args.memory_fraction, args.context)
     if args.json_file is None:
         report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
     else:

@@ -16,10 +16,10 @@ from dsjax.plan.precision import BF16
 
 if TYPE_CHECKING:
     from dsjax.config import ModelConfig
+    from dsjax.plan.cluster import Cluster
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.precision import Precision
-    from dsjax.plan.question import Question
-    from dsjax.plan.workload import PlanOptions
+    from dsjax.plan.workload import PlanOptions, Workload
 
 PROFILED, STATIC, FREE = "profiled", "static", "free"
 RULES = {
@@ -169,25 +169,32 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
     return Verdict(launch, layout, tuple(figures[: len(parts)]), shown, tokens, (good[0], good[-1]) if good else None)
 
 
-def asked(question: Question, mesh: str, fraction: float | None, longest: int | None) -> Verdict:
+def asked(
+    config: ModelConfig,
+    cluster: Cluster,
+    options: PlanOptions,
+    workload: Workload,
+    mesh: str,
+    fraction: float | None = None,
+    longest: int | None = None,
+) -> Verdict:
     """Judge the layout that `dsjax plan fit` is asked about.
 
     Raises:
         UserError: more devices than the cluster has, a fraction out of range, or what the engine or the model lacks.
         MeshError: a mesh that does not parse, or does not fit the model.
     """
-    options, cluster = question.options, question.cluster
-    options.check_launch(question.config, question.workload)
-    layout = parse_layout(mesh, options.redundant, question.config)
+    options.check_launch(config, workload)
+    layout = parse_layout(mesh, options.redundant, config)
     layout = dataclasses.replace(layout, fused=options.fused)
     if layout.devices > cluster.num_devices:
         raise UserError(
             f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
             "--hosts"
         )
-    longest = longest or math.ceil(question.workload.held)
+    longest = longest or math.ceil(workload.held)
     launch = planned_launch(options, cluster.hardware.visible_bytes, layout, longest, fraction)
-    return fit(question.config, layout, options.precision, launch)
+    return fit(config, layout, options.precision, launch)
 
 
 def planned_launch(

@@ -246,12 +246,12 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
     else:
         near = group.near(cluster.domain, cluster.devices_per_host)
         if case.collective == "all_reduce":
-            figure = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
+            seconds = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
         else:
             if case.collective == SEND_RECEIVE:  # alone, so that it has a whole card
                 cluster = dataclasses.replace(cluster, nics_per_host=cluster.devices_per_host)
-            figure = xla_collective(cluster, group.ranks, sent / (group.ranks - 1), kind=case.collective, near=near)
-        seconds, source = figure.value, f"{cluster.name}: its links, as dsjax plan reckons with them"
+            seconds = xla_collective(cluster, group.ranks, sent / (group.ranks - 1), kind=case.collective, near=near)
+        source = f"{cluster.name}: its links, as dsjax plan reckons with them"
     return Expectation(seconds, seconds * limits.warning, seconds * limits.failing, source)
 
 

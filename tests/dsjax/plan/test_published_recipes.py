@@ -234,7 +234,7 @@ def test_the_command_on_the_page_writes_the_script_whose_values_are_compared(tmp
         recipe, path = recipes()[name], tmp_path / f"{name}.sh"
         line = command(recipe)
         assert f"```\n{line}\n```" in PAGE.read_text(encoding="utf-8")
-        result = CliRunner().invoke(app, [*shlex.split(line)[1:], "--recipe", str(path)])
+        result = CliRunner().invoke(app, ["plan", "recipe", str(path), *shlex.split(line)[2:]])
         assert result.exit_code == 0, result.output
         script = path.read_text(encoding="utf-8")
         started = [one.removeprefix("exec ") for one in script.splitlines() if one.startswith("exec ")]
