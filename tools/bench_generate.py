@@ -234,7 +234,7 @@ def _engine_options(args: argparse.Namespace, how: str, variants: list[str]) -> 
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
-    """The same options for the command line."""
+    """Return the options as command-line arguments."""
     flags = []
     for name, value in options.items():
         word = name.replace("_", "-")

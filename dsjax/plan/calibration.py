@@ -142,13 +142,13 @@ def blind_predictions() -> tuple[Blind, ...]:
 
 @functools.cache
 def calibration(kind: str, distance: str) -> Calibration:
-    """By all blind predictions that there are."""
+    """Return the calibration of a kind at a distance, by all blind predictions."""
     return calibrate(blind_predictions(), kind, distance)
 
 
 @functools.cache
 def ratio_calibration(kind: str, distance: str | None) -> Calibration:
-    """Of ratios, by all blind predictions that there are."""
+    """Return the calibration of ratios of a kind, by all blind predictions."""
     return calibrate_ratio(blind_predictions(), kind, distance)
 
 

@@ -188,7 +188,7 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
 
 
 def priced(candidate: Candidate) -> Candidate:
-    """Price a deployment anew: with instances of its own, and in the draw at hand."""
+    """Compute the figures of a deployment from its instances, in the current draw."""
     if candidate.mode == "aggregated":
         return aggregated(candidate.decode, candidate.count, candidate.batch, candidate.prefill_tokens)
     pool = prefill_pool(candidate.prefill, candidate.prefill_tokens)
@@ -202,28 +202,26 @@ def moved(
     batch: float | None = None,
     concurrency: float | None = None,
 ) -> Candidate:
-    """Price a deployment on another cluster, with another batch, or with so many requests in flight.
+    """Compute a deployment again: on another cluster, with another batch or concurrency, or in the current draw.
 
-    shared: what deployments have in common on that cluster and in the draw at hand; give them the same dict.
+    Nothing that was priced before is kept. shared: prices that deployments on that cluster have in common; pass the same dict to all.
     """
-    decode, prefill, shared = candidate.decode, candidate.prefill, {} if shared is None else shared
-    sender = decode.cluster.prefill if cluster is None else cluster.prefill
-    apart = candidate.mode != "aggregated" and sender is not None
-    there = decode.on(cluster or decode.cluster, shared, concurrency)
-    first = decode.cluster if cluster is None else cluster
-    beside = shared.setdefault("prefill", {}) if apart else shared
+    cluster, shared = cluster or candidate.decode.cluster, {} if shared is None else shared
+    first, beside = cluster, shared
+    if candidate.mode != "aggregated" and cluster.prefill is not None:
+        first, beside = cluster.prefill, shared.setdefault("prefill", {})
     return priced(
         dataclasses.replace(
             candidate,
-            decode=there,
-            prefill=prefill.on(sender if apart else first, beside, concurrency),
+            decode=candidate.decode.on(cluster, shared, concurrency),
+            prefill=candidate.prefill.on(first, beside, concurrency),
             batch=candidate.batch if batch is None else batch,
         )
     )
 
 
 def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
-    """Work out how far its TTFT, TPOT and throughput move with what is assumed and measured."""
+    """Add intervals to the TTFT, TPOT and throughput of a deployment."""
 
     def compute() -> tuple[float, float, float]:
         again = moved(candidate)
@@ -359,21 +357,10 @@ def separated_times(
 
 def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
     """Seconds to the first token at so many requests a second, beside decode steps of so many seconds. It grows with both."""
-    return first_beside(pool, prefill_count, instance, step)(rate)
-
-
-def first_beside(pool: PrefillPool, prefill_count: int, instance: Instance, step: float) -> Callable[[float], float]:
-    """`first_token` over the requests a second, beside one and the same step."""
     most = _BUSY if instance.workload.concurrency is None else 0.95
+    prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
-    beside = front_door() + exposed + step * _passing(instance)
-    kept = pool.rate * prefill_count
-
-    def first(rate: float) -> float:
-        prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / kept)
-        return beside + prompt + prompt * busy / (2 * (1 - busy))
-
-    return first
+    return front_door() + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def _decoding(

@@ -61,5 +61,5 @@ def reading(cluster: Cluster, size: float) -> Figure:
 
 
 def cold_start(*instances: Instance) -> Figure:
-    """Seconds in which every host has read the weights of these instances. Compiling, and starting Python and JAX, are not in it."""
+    """Seconds until each host has read its weights. Excludes compiling, and starting Python and JAX."""
     return reading(instances[0].cluster, sum(map(host_bytes, instances)))

@@ -260,11 +260,6 @@ def show(console: Console, comparison: Comparison) -> None:
             console.print(f"      measure it: {one.command}", highlight=False, style="dim")
 
 
-def _ranged(figure: Figure, factor: float, digits: int) -> str:
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure, figure.high))
-    return f"{value} [{low} … {high}]"
-
-
 def _megabytes(link: str) -> Callable[[Candidate], str]:
     return lambda candidate: f"{link_bytes(candidate.decode, candidate.batch)[link] / 1e6:,.1f}"
 
@@ -274,11 +269,11 @@ _ROWS: dict[str, Callable[[Candidate], str]] = {
     "batch of a DP rank": lambda c: (
         f"{c.decode.requests(c.batch):g} of at most {c.decode.requests(c.decode.max_batch):g}"
     ),
-    "tokens/s": lambda c: _ranged(c.throughput, 1, 0),
-    "TPOT ms": lambda c: _ranged(c.tpot, 1e3, 1),
-    "TTFT s": lambda c: _ranged(c.ttft, 1, 2),
+    "tokens/s": lambda c: c.throughput.text(),
+    "TPOT ms": lambda c: c.tpot.text(1e3, 1),
+    "TTFT s": lambda c: c.ttft.text(digits=2),
     "weights, GB a device": lambda c: f"{c.decode.memory.weights_total / 1e9:.1f}",
-    "cached tokens a DP rank": lambda c: _ranged(c.decode.cache_tokens, 1, 0),
+    "cached tokens a DP rank": lambda c: c.decode.cache_tokens.text(),
     "MB a decode step, scale-up link": _megabytes("scale_up"),
     "MB a decode step, network": _megabytes("network"),
 }

@@ -43,7 +43,7 @@ class Curve:
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
     def times(self, factor: float) -> Curve:
-        """The same curve, so many times as long."""
+        """Return the curve with all seconds multiplied by `factor`."""
         return Curve(zip(self.sizes, (time * factor for time in self.seconds), strict=True), self._beyond)
 
 

@@ -26,6 +26,10 @@ DRAWS = 30
 `dsjax plan compare` takes more."""
 
 
+TWO_LINES = "{value}\n{low}–{high}"
+"""A form of `Figure.text` for cells of a table."""
+
+
 class Kind(enum.IntFlag):
     """Where a number is from; a result has the kinds of everything that went into it."""
 
@@ -75,6 +79,11 @@ class Figure(float):
 
     def __repr__(self) -> str:
         return f"Figure({float(self):.6g} [{self.low:.6g}, {self.high:.6g}] {Kind(self.kinds).words()})"
+
+    def text(self, factor: float = 1.0, digits: int = 0, form: str = "{value} [{low} … {high}]") -> str:
+        """Write the value and both ends, multiplied by `factor`, with so many decimals."""
+        ends = {"value": float(self), "low": self.low, "high": self.high}
+        return form.format(**{name: f"{end * factor:,.{digits}f}" for name, end in ends.items()})
 
     def through(self, function: Callable[[float], float]) -> Figure:
         """Apply a monotone function to the value and both ends."""

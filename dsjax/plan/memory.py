@@ -126,7 +126,9 @@ def memory(
     balanced: bool = False,
     expert_device_bytes: int | None = None,
 ) -> Memory:
-    """Memory of one device of a layout. aside: runtime, communication buffers, graphs and a step's temporaries, as of `fit.set_aside`.
+    """Compute the memory of one device of a layout.
+
+    aside: bytes of the runtime, communication buffers, graphs and a step's temporaries (`fit.set_aside`).
 
     expert_device_bytes: of the devices that have the experts, where these are others. Where the experts do not fit there, their memory is
     told; else that of a device with attention. balanced: experts move while serving, so that the

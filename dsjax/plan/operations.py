@@ -147,26 +147,16 @@ def _between(points: dict[int, float], m: float) -> float:
     return points[known[-1]]
 
 
-def _dense(m: float, n: float, k: float, without: tuple[int, int] | None = None) -> float:
+def _dense(m: float, n: float, k: float) -> float:
     """Mean over the measured shapes, weighted by their nearness in log N and log K."""
     total = weight = 0.0
     for (n0, k0), points in _DENSE.items():
-        if (n0, k0) == without:
-            continue
         distance = math.log(n / n0) ** 2 + math.log(k / k0) ** 2
         if distance == 0:
             return _between(points, m)
         total += _between(points, m) / distance
         weight += 1 / distance
     return total / weight
-
-
-@functools.cache
-def dense_error() -> float:
-    """Mean relative error of `_dense` on a shape that it does not know: each of the table's shapes left out in turn."""
-    return statistics.mean(
-        abs(_dense(m, *shape, without=shape) / known - 1) for shape, row in _DENSE.items() for m, known in row.items()
-    )
 
 
 _ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -15,7 +15,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.comparison import ratio_of
 from dsjax.plan.dry_runs import DryRunUsage
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import TWO_LINES, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
@@ -142,10 +142,10 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
             str(candidate.devices),
             f"{candidate.decode.requests(candidate.batch):g}",
-            _ranged(candidate.ttft, 1, 2),
-            _ranged(candidate.tpot, 1e3, 1),
-            _ranged(candidate.throughput, 1, 0),
-            _ranged(candidate.per_device, 1, 0),
+            candidate.ttft.text(1, 2, TWO_LINES),
+            candidate.tpot.text(1e3, 1, TWO_LINES),
+            candidate.throughput.text(1, 0, TWO_LINES),
+            candidate.per_device.text(1, 0, TWO_LINES),
             f"{candidate.per_user:.1f}",
             str(bottlenecks(candidate, shared)[0]),
         )
@@ -168,11 +168,6 @@ _WORDS = {2: "two", 3: "three"}
 def _in_batches(candidate: Candidate) -> str:
     batches = candidate.decode.batches_in_turn(candidate.batch)
     return "" if batches == 1 else f", {_WORDS.get(batches, batches)} batches"
-
-
-def _ranged(figure: Figure, factor: float, digits: int) -> str:
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure, figure.high))
-    return f"{value}\n{low}–{high}"
 
 
 def _show_winner(console: Console, plan: Plan, model: str) -> None:
@@ -307,12 +302,12 @@ def show_sweep(console: Console, sweep: Sweep) -> None:
         same, best = point.same, point.best
         cells = [
             point.label,
-            _ranged(same.throughput, 1, 0) if same else "cannot run",
-            _ranged(same.tpot, 1e3, 1) if same else "",
+            same.throughput.text(1, 0, TWO_LINES) if same else "cannot run",
+            same.tpot.text(1e3, 1, TWO_LINES) if same else "",
             best.name() if best else "nothing fits",
-            _ranged(best.throughput, 1, 0) if best else "",
-            _ranged(best.tpot, 1e3, 1) if best else "",
+            best.throughput.text(1, 0, TWO_LINES) if best else "",
+            best.tpot.text(1e3, 1, TWO_LINES) if best else "",
             "met" if point.met else "not met",
         ]
-        table.add_row(*cells, *([_ranged(best.cost, 1, 2) if best and best.cost else ""] if priced else []))
+        table.add_row(*cells, *([best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] if priced else []))
     console.print(table)

@@ -316,7 +316,7 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
 
 
 def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
-    """Of each size of a step's prompts that has any: one instance with the largest batch that keeps the objectives of each request."""
+    """For each prefill size, return one instance at the largest batch that meets TTFT and TPOT, where any does."""
     found, parts = [], users_told_apart(instance, most_instances(question, instance.layout))
     bounds = dataclasses.replace(question.objective, throughput=None)
     for size in sizes:

@@ -285,10 +285,10 @@ def _both_kinds(question: Question, pool: PrefillPool, instance: Instance, batch
 
 
 def _relieved(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> list[Candidate]:
-    """Of deployments whose prefill is too busy for the TTFT, the same with the most requests that leave it time enough.
+    """Reduce the batch of deployments that miss the TTFT because prefill is too busy, until they meet it.
 
-    The most requests are found between the decode steps that are tried, and then priced. Most of the deployments with the best rates are
-    looked at; the others could not win with fewer requests.
+    Only the `_RELIEVED` deployments with the highest throughput are tried. The batch is found with interpolated decode steps; the result is
+    then priced exactly.
     """
     bound, found, seen = question.objective.ttft, [], set()
     for pool, busy in sorted(late, key=lambda one: -one[1].throughput)[:_RELIEVED]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.plan.figure import as_json, spread
+from dsjax.plan.figure import TWO_LINES, as_json, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
 from dsjax.plan.search import NO_LAYOUT, Shown, instances
@@ -23,6 +23,7 @@ class StaticResult:
     """
 
     instance: Instance
+    mode: str
     batch: int
     ttft: float | None
     tpot: float | None
@@ -61,10 +62,9 @@ def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence
 
 def _with_intervals(result: StaticResult) -> StaticResult:
     names = [name for name in ("ttft", "tpot", "rate") if getattr(result, name) is not None]
-    mode = {("ttft", "rate"): "static_ctx", ("tpot", "rate"): "static_gen"}.get(tuple(names), "static")
 
     def compute() -> list[float]:
-        again = _result(result.instance.on(result.instance.cluster, {}), mode, result.batch)
+        again = _result(result.instance.on(result.instance.cluster, {}), result.mode, result.batch)
         return [getattr(again, name) for name in names]
 
     return dataclasses.replace(result, **dict(zip(names, spread(compute), strict=True)))
@@ -85,7 +85,7 @@ def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
         rate = users / tpot
     else:
         rate = users * work.output.mean / (ttft + tpot * max(work.output.mean - 1, 0))
-    return StaticResult(instance, batch, ttft, tpot, rate)
+    return StaticResult(instance, mode, batch, ttft, tpot, rate)
 
 
 def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
@@ -127,15 +127,8 @@ def show_static(console: Console, results: list[StaticResult], mode: str, rows: 
             str(layout.devices),
             str(result.instance.requests(result.batch)),
             str(result.instance.requests(result.instance.max_batch)),
-            _ranged(result.ttft, 1, 2),
-            _ranged(result.tpot, 1e3, 1),
-            _ranged(result.rate, 1, 0),
+            result.ttft.text(1, 2, TWO_LINES) if result.ttft else "",
+            result.tpot.text(1e3, 1, TWO_LINES) if result.tpot else "",
+            result.rate.text(1, 0, TWO_LINES),
         )
     console.print(table if results else missing)
-
-
-def _ranged(figure: float | None, factor: float, digits: int) -> str:
-    if figure is None:
-        return ""
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure, figure.high))
-    return f"{value}\n{low}–{high}"

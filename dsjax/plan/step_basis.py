@@ -32,8 +32,7 @@ class StepBasis:
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
     from Python, and each pass of the MTP module by itself, as SGLang and TensorRT-LLM do; otherwise one compiled program has each of
     the two. shared_beside: decode computes the shared expert beside the routed ones. absorbs_below, captured and gathers: as of `Engine`.
-    fp8_mla, fp8_rate: as of `Chip`. shared: results that layouts on one cluster and precision have in common, in the draw at hand; give the
-    same dict to all of them.
+    fp8_mla, fp8_rate: see `Chip`. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict to all.
     """
 
     config: ModelConfig
