@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.kernels.gate import gated
 from dsjax.model.attention import expand
 from dsjax.model.mla import MLA, Projections
 from dsjax.model.moe import RoutedExperts
@@ -56,7 +57,7 @@ def every_expert(experts: RoutedExperts, x_TD, ids_TK, weights_TK):
     """The plainest product: every expert on every token, weighted by 0 where it was not chosen."""
     gate_up, down = experts.gate_up.value(x_TD.dtype), experts.down.value(x_TD.dtype)
     hidden = jnp.einsum("td,edgf->tegf", x_TD, gate_up)
-    out = jnp.einsum("tef,efd->ted", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
+    out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1]), down)
     chosen = jax.nn.one_hot(ids_TK, down.shape[0], dtype=jnp.float32) * weights_TK[..., None]
     return jnp.einsum("ted,te->td", out.astype(jnp.float32), chosen.sum(axis=1)).astype(x_TD.dtype)
 

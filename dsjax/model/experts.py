@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.fp4 import rows as nvfp4_rows
 from dsjax.fp4.formats import FP4Format
+from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import activations, fp4_products, tpu_products
 from dsjax.kernels.pallas.addressing import addressable
 from dsjax.kernels.pallas.experts import combine, round_pairs
@@ -399,7 +400,7 @@ def swiglu(x: Array, gate_up: Array, down: Array) -> Array:
     """``down(silu(gate) × up)`` over the last two axes, any leading expert axis; float32 results."""
     hidden = jnp.matmul(x, gate_up, preferred_element_type=jnp.float32)
     gate, up = jnp.split(hidden, 2, axis=-1)
-    return jnp.matmul((jax.nn.silu(gate) * up).astype(x.dtype), down, preferred_element_type=jnp.float32)
+    return jnp.matmul(gated(gate, up).astype(x.dtype), down, preferred_element_type=jnp.float32)
 
 
 def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, tile: int) -> Float[Array, "N D"]:
@@ -470,7 +471,7 @@ def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPair
         x_CD = rows_ND.take(row_C, axis=0, mode="clip")
         hidden = grouped(x_CD, gate_up, sizes_X)
         gate, up = jnp.split(hidden, 2, axis=-1)
-        hidden_CF = (jax.nn.silu(gate) * up).astype(x_CD.dtype)
+        hidden_CF = gated(gate, up).astype(x_CD.dtype)
         y_CD = grouped(hidden_CF, down, sizes_X)
         y_CD = y_CD * lax.dynamic_slice_in_dim(weight_P, at, block)[:, None]
         used_C = jnp.arange(block) < jnp.sum(sizes_X)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -13,6 +12,7 @@ from jaxtyping import Array, Float
 from dsjax.fp4 import rows
 from dsjax.fp4.decode import decode
 from dsjax.fp4.formats import MXFP4, NVFP4, FP4Format
+from dsjax.kernels.gate import gated
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.parameters import WEIGHT_DTYPES, Declaration, reinterpret, value_of
 from sharding import fp8
@@ -74,7 +74,7 @@ def swiglu_w4a8(
     ``e2m1 × scale``, which bfloat16 holds exactly. What goes into ``down`` is rounded to the dtype of ``x`` and then quantised.
     """
     hidden = _w4a8(scheme.quantise(x), gate_up, x.dtype, fused=True)
-    hidden = (jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]).astype(x.dtype)
+    hidden = gated(hidden[..., 0, :], hidden[..., 1, :]).astype(x.dtype)
     return _w4a8(scheme.quantise(hidden), down, x.dtype, fused=False)
 
 
@@ -87,7 +87,7 @@ def swiglu_w4a4(
         return swiglu_w4a4(x[None], *one)[0]
     parts = lambda arrays: (arrays["weight"], arrays["scale"], arrays["global_scale"])  # noqa: E731
     hidden = rows.product(x, *parts(gate_up))
-    hidden = (jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]).astype(x.dtype)
+    hidden = gated(hidden[..., 0, :], hidden[..., 1, :]).astype(x.dtype)
     return rows.product(hidden, *parts(down))
 
 

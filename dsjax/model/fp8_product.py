@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from dsjax.kernels.gate import gated
 from dsjax.model.parameters import expand_blocks
 from sharding import fp8
 
@@ -79,5 +80,5 @@ def swiglu(
     gate_up: ``[D, 2, F]`` and its scales; down: ``[F, D]`` and its.
     """
     hidden = block_product(scheme.quantise(x), *gate_up, operands=x.dtype)
-    hidden = (jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]).astype(x.dtype)
+    hidden = gated(hidden[..., 0, :], hidden[..., 1, :]).astype(x.dtype)
     return block_product(scheme.quantise(hidden), *down, operands=x.dtype)

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from dsjax.kernels.gate import gated
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply
 
 
@@ -18,5 +19,5 @@ class MLP(nnx.Module):
         """Apply to each token."""
         with jax.named_scope("mlp"):
             gate_up = multiply(self.gate_up, x)
-            hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+            hidden = gated(gate_up[..., 0, :], gate_up[..., 1, :])
             return multiply(self.down, hidden)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.gate import gated
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.model.dense import Observe, XlaProducts, attend
 from dsjax.model.in_place import SHARED_DEPTHS
@@ -131,7 +132,7 @@ class NativeProducts(XlaProducts):
 
         def plain(x, ids, weights, gate_up, down):
             hidden = jnp.einsum("td,edgf->tegf", x, gate_up)
-            out = jnp.einsum("tef,efd->ted", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down)
+            out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1]), down)
             chosen = jax.nn.one_hot(ids, down.shape[0]) * weights[..., None]
             return jnp.einsum("ted,te->td", out, chosen.sum(axis=1))
 

@@ -203,17 +203,14 @@ struct Experts {
     }
   }
 
+  // As dsjax/kernels/gate.py.
+  static Vec gated(Vec gate, Vec up) { return gate / (exp(-gate) + 1.0f) * up; }
+
   static void swiglu(const float* both, long columns, float whole_gate, float weight, float* to) {
     const float* up = both + columns;
     long f = 0;
-    for (; f + kLanes <= columns; f += kLanes) {
-      Vec gate = load(both + f) * whole_gate;
-      store(to + f, gate / (exp(-gate) + 1.0f) * load(up + f) * weight);
-    }
-    for (; f < columns; f++) {
-      Vec gate = broadcast(both[f] * whole_gate);
-      to[f] = (gate / (exp(-gate) + 1.0f))[0] * up[f] * weight;
-    }
+    for (; f + kLanes <= columns; f += kLanes) store(to + f, gated(load(both + f) * whole_gate, load(up + f)) * weight);
+    for (; f < columns; f++) to[f] = gated(broadcast(both[f] * whole_gate), broadcast(up[f]))[0] * weight;
   }
 
   // Where a row's sum goes, or the term of one of its choices.

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.fp4.decode import codes_to_values, scales_to_values
 from dsjax.fp4.formats import FP4Format
+from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.addressing import addressable, addressable_layer
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype
@@ -173,7 +174,7 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
         if whole_ref is not None:
             at = [(layer, expert, half, 0) if fused else (layer, expert, 0) for half in halves]
             sums = [[total * whole_ref[place] for total in totals] for totals, place in zip(sums, at, strict=True)]
-        outs = [gate / (1 + jnp.exp(-gate)) * up for gate, up in zip(*sums, strict=True)] if fused else sums[0]
+        outs = [gated(gate, up) for gate, up in zip(*sums, strict=True)] if fused else sums[0]
         if out_scale_ref:
             outs = [
                 jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)

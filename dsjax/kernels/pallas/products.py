@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.activations import quantised_tile
 from dsjax.kernels.pallas.addressing import addressable
@@ -379,7 +380,7 @@ def _kernel(
             steps = pl.cdiv(blocks, tiles.splits)
             last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * steps, blocks)
             sums = lax.fori_loop(0 if tiles.splits == 1 else part * steps, last, deeper, zeros)
-        out = sums[0] / (1 + jnp.exp(-sums[0])) * sums[1] if fused else sums[0]
+        out = gated(*sums) if fused else sums[0]
         if out_scale_ref:
             out = jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)
             values, factor = quantised_tile(out, powers)

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, pltpu
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
@@ -302,7 +303,7 @@ def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tile
             # The upper 16 bits of a float32 number are the bfloat16 number of the same value.
             gate, up = (_multiply(x_ref[...], lax.bitcast_convert_type(half, jnp.float32)) for half in halves)
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
-            out_ref[:, at] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
+            out_ref[:, at] = gated(gate, up).astype(out_ref.dtype)
 
 
 def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype):
@@ -318,7 +319,7 @@ def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, o
                 )
                 for which in (0, 1)
             )
-            out_ref[:, at] = (gate / (1 + jnp.exp(-gate)) * up).astype(out_ref.dtype)
+            out_ref[:, at] = gated(gate, up).astype(out_ref.dtype)
 
 
 def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype, pieces):
