@@ -12,12 +12,18 @@ from dsjax.errors import ConfigError
 
 _READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id")
 """Fields of `ModelConfig` that are spelt otherwise in `config.json`, or in more than one way."""
+_ALIASES = {
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+}
+"""Other names of fields: the `attribute_map` of transformers' configurations of the family."""
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 _ROUTER_DEFAULTS = {"deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}}
 # Read elsewhere in this file, or without any effect on inference.
 _KNOWN_OTHERS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",
-    "num_mtp_layers", "num_experts", "num_local_experts", "qk_head_dim", "head_dim", "num_key_value_heads", "_name_or_path",
+    "qk_head_dim", "head_dim", "num_key_value_heads", "_name_or_path",
     "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "ep_size", "id2label",
     "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
     "mlp_layer_types", "layer_types", "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version",
@@ -46,6 +52,7 @@ def _read_alike(config: Any) -> tuple[list[str], list[str]]:
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
+    raw = _without_aliases(raw)
     must, optional = _read_alike(config)
     fields = {name: required(raw, name) for name in must}
     fields |= _ROUTER_DEFAULTS.get(fields["model_type"], {}) if isinstance(fields["model_type"], str) else {}
@@ -72,6 +79,18 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read fields that are given by another name. Raises where both names are there with different values."""
+    named = {key: value for key, value in raw.items() if key not in _ALIASES}
+    for alias, name in _ALIASES.items():
+        value, given = raw.get(alias), named.get(name)
+        if value is not None and given not in (None, value):
+            raise reject(alias, value, f"{given!r}, equal to {name}")
+        if value is not None:
+            named[name] = value
+    return named
+
+
 def _read_dtype(raw: Mapping[str, Any]) -> Any:
     """The weights' dtype under either of its keys; float32 where neither is given, as in transformers."""
     dtypes = [raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None]
@@ -93,9 +112,6 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     heads = fields["num_attention_heads"]
     derived = {
         "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
-        "num_mtp_layers": (raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers")), "num_nextn_predict_layers"),
-        "num_experts": (raw.get("n_routed_experts"), "n_routed_experts"),
-        "num_local_experts": (raw.get("n_routed_experts"), "n_routed_experts"),
     }
     if isinstance(heads, int):
         derived["num_key_value_heads"] = (heads, "num_attention_heads: MLA has one key a query head")

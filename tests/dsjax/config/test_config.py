@@ -114,6 +114,23 @@ def test_eos_may_be_one_id_several_or_none():
     assert found == [(1,), (1, 7), (), ()]
 
 
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("num_mtp_layers", "num_nextn_predict_layers"),
+        ("num_experts", "n_routed_experts"),
+        ("num_local_experts", "n_routed_experts"),
+    ],
+)
+def test_a_field_is_read_by_the_other_name_that_transformers_has_for_it(alias, name):
+    raw = load_config("deepseek-v3").to_dict()
+    renamed = {key: value for key, value in raw.items() if key != name} | {alias: raw[name]}
+    assert ModelConfig.from_dict(renamed) == ModelConfig.from_dict(raw)
+    assert ModelConfig.from_dict(renamed | {name: None}) == ModelConfig.from_dict(raw)
+    with pytest.raises(ConfigError, match=f"{alias}.*{name}"):
+        ModelConfig.from_dict(raw | {alias: raw[name] + 1})
+
+
 def test_missing_keys_take_the_defaults_of_transformers():
     config = ModelConfig.from_dict(
         v3(torch_dtype=..., topk_method=..., scoring_func=..., rope_scaling=..., rope_interleave=..., topk_group=...)
