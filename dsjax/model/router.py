@@ -80,7 +80,7 @@ def route(
         choice = _mask_groups(choice, config)
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if _normalises(config):
+    if config.norm_topk_prob:
         weights = weights / (add_in_order(weights)[..., None] + 1e-20)
     return Routing(ids, weights * config.routed_scaling_factor, scores)
 
@@ -95,7 +95,7 @@ def _choose_natively(scores, bias, config: ModelConfig, kernels: NativeKernels) 
         groups=groups,
         kept=config.topk_group if groups > 1 else 1,
         best=_scored(config, scores.shape[-1] // groups),
-        normalised=_normalises(config),
+        normalised=config.norm_topk_prob,
         factor=config.routed_scaling_factor,
     )
     ids, weights = (array.reshape(*scores.shape[:-1], -1) for array in found)
@@ -104,10 +104,6 @@ def _choose_natively(scores, bias, config: ModelConfig, kernels: NativeKernels) 
 
 def _limits_groups(config: ModelConfig) -> bool:
     return config.topk_method != "greedy" and config.n_group > 1
-
-
-def _normalises(config: ModelConfig) -> bool:
-    return config.norm_topk_prob and config.num_experts_per_tok > 1
 
 
 def _scored(config: ModelConfig, members: int) -> int:

@@ -17,7 +17,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "v3-groups": {**_V3, "n_group": 4, "topk_group": 2},
     "v3-one-group-of-four": {**_V3, "n_group": 4, "topk_group": 1},
     "v3-all-groups": {**_V3, "n_group": 2, "topk_group": 2},
-    "v3-one-expert": {**_V3, "num_experts_per_tok": 1},
+    "v3-one-expert": {**_V3, "num_experts_per_tok": 1, "norm_topk_prob": True},
     "v3-every-selectable-expert": {**_V3, "n_group": 2, "topk_group": 1, "num_experts_per_tok": "all"},
     "v3-negative-bias": {**_V3, "bias_center": -1.5, "n_group": 4, "topk_group": 2},
     "v3-negative-bias-few-left": {

@@ -51,9 +51,9 @@ struct Router {
       weight[k] = own[id[k]];
       total = k ? total + weight[k] : weight[k];
     }
-    // As XLA divides many numbers by one.
-    const float inverse = 1.0f / (total + 1e-20f);
-    for (long k = 0; k < K; k++) weight[k] = (normalised ? weight[k] * inverse : weight[k]) * factor;
+    // As XLA divides: many numbers by one through its inverse, a single number as it is.
+    const float sum = total + 1e-20f, inverse = 1.0f / sum;
+    for (long k = 0; k < K; k++) weight[k] = (!normalised ? weight[k] : K == 1 ? weight[k] / sum : weight[k] * inverse) * factor;
   }
 
   // Experts of other groups than the best are chosen after all others. Of equal groups the first is the better one.

@@ -8,11 +8,13 @@ from dsjax.kernels.gate import gated
 
 def test_is_silu_of_the_gate_times_up():
     # silu(1) = 1 / (1 + e⁻¹)
-    np.testing.assert_allclose(gated(np.float32([0, 1, -30]), np.float32([5, 2, 1])), [0, 1.4621172, -2.8e-12], rtol=1e-2)
+    np.testing.assert_allclose(
+        gated(np.float32([0, 1, -30]), np.float32([5, 2, 1])), [0, 1.4621172, -2.8e-12], rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize(
-    "gate, up, same_as",
+    ("gate", "up", "same_as"),
     [(50.0, 1.0, (10.0, 1.0)), (-50.0, 1.0, (-50.0, 1.0)), (1.0, 50.0, (1.0, 10.0)), (1.0, -50.0, (1.0, -10.0))],
 )
 def test_a_limit_clips_the_gate_from_above_and_up_on_both_sides(gate, up, same_as):

@@ -54,7 +54,7 @@ def by_token(logits, bias, config):
             candidates = [int(e) for g in sorted(kept) for e in members[g]]
         chosen = sorted(candidates, key=lambda e: (-choice[e], e))[: config.num_experts_per_tok]
         own = scores[chosen]
-        if config.norm_topk_prob and config.num_experts_per_tok > 1:
+        if config.norm_topk_prob:
             own = own / own.sum()
         ids.append(chosen)
         weights.append(own * config.routed_scaling_factor)
