@@ -16,8 +16,8 @@ from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
 from dsjax.checkpoint.quantise import quantise
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig, QuantizationConfig
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import BLOCK
-from dsjax.model.transformer import abstract_parameters
 
 RAGGED = ModelConfig(
     model_type="deepseek_v3",

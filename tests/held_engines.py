@@ -7,7 +7,7 @@ import numpy as np
 
 from dsjax.checkpoint.held_weights import HeldWeights, WeightBytes
 from dsjax.checkpoint.load import load
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 from sharding import MeshSpec, Rules
 from sharding.layer_placement import LayerPlacements
 

@@ -170,7 +170,7 @@ NAMED = {
         "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc products_fp4.cc",
         "dsjax/kernels": "native_calls.py table.py",
         "dsjax/kernels/pallas": "fp4_products.py",
-        "dsjax/model": "experts.py fp4_matrix.py moe.py native_products.py",
+        "dsjax/model": "experts.py fp4_matrix.py native_products.py transformer.py",
         "dsjax/plan": "chip.py engine.py launch.py launch_flags.py operator_tables.py precision.py workload.py",
     },
     r"sparse.attention|sparse_attention|(model|plan).sparse|indexer(?!ror)|index_(topk|scores|n_heads|head_dim)\b|v3\.2|deepseek_v32": {
@@ -180,7 +180,7 @@ NAMED = {
         "dsjax/kernels/native": "index.h",
         "dsjax/kernels/pallas": "index.py tpu_index.py",
         "dsjax/kernels": "table.py",
-        "dsjax/model": "attention.py dense.py forms.py mla.py mla_costs.py native_products.py parameter_counts.py step_description.py",
+        "dsjax/model": "attention.py forms.py mla_costs.py native_products.py parameter_counts.py step_description.py transformer.py",
         "dsjax/plan": "fit.py recipe.py sparse.py step.py",
         "sharding": "fp8.py",
     },

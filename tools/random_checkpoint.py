@@ -23,7 +23,7 @@ from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import write_folder
 from dsjax.config import ModelConfig, load_config
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 _SHARD_BYTES = 1 << 29
 _SIGN_AND_FRACTION, _EXPONENT = np.uint16(0x807F), np.uint16(0x3C00)

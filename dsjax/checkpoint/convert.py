@@ -25,8 +25,8 @@ from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
 from dsjax.config.weights import WEIGHT_FORMATS
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Weights
-from dsjax.model.transformer import abstract_parameters
 
 Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9

@@ -9,8 +9,8 @@ from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.source import Checkpoint
 from dsjax.config import ModelConfig
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Weights
-from dsjax.model.transformer import abstract_parameters
 
 
 class ExpertReader:

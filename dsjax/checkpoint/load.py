@@ -27,8 +27,8 @@ from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.config.weights import PACKED
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import Weights
-from dsjax.model.transformer import abstract_parameters
 from dsjax.model.window import ParameterWindow, Region
 from sharding.cores import most_threads
 from sharding.layer_placement import LayerPlacements

@@ -23,8 +23,8 @@ from dsjax.checkpoint.names import TensorNames, TensorPiece
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import ParameterInfo, Weights
-from dsjax.model.transformer import abstract_parameters
 
 MANIFEST_NAME = "dsjax.json"
 PARAMS_NAME = "params"

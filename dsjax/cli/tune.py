@@ -44,7 +44,7 @@ def tune(
     from dsjax.engine.setup.fitting import check_layout
     from dsjax.kernels.pallas.tile_table import TileTable
     from dsjax.model.forms import common_layout
-    from dsjax.model.transformer import parameter_table
+    from dsjax.model.parameter_table import parameter_table
     from sharding import MeshSpec
 
     device = jax.devices()[0]

@@ -19,7 +19,7 @@ from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import TileTable
 from sharding.cores import most_threads
 
-OPERATIONS = ("decode attention", "prefill attention", "index choice", "experts", "other products")
+OPERATIONS = ("decode attention", "prefill attention", "index choice", "router", "experts", "other products")
 PALLAS_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 """MLA forms that Pallas attention has: not ``CD``, which caches keys and values of each head. Native attention has all."""
 
@@ -52,6 +52,10 @@ TABLE = (
     Implementation("index choice", "native", ("cpu",), "C++, of sparse attention: index keys read in place"),
     Implementation("index choice", "pallas", ("gpu",), "Triton, index scores of sparse attention; the highest in JAX"),
     Implementation("index choice", "pallas", ("tpu",), "Mosaic, index scores of sparse attention; the highest in JAX"),
+    Implementation("router", "plain", None, "JAX: scores and the best experts of the best groups"),
+    Implementation(
+        "router", "native", ("cpu",), "C++, the choice among scores: greedy, group_limited_greedy, noaux_tc"
+    ),
     Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
     Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16, FP8 and FP4 weights widened in registers"),
     Implementation(
@@ -68,7 +72,7 @@ TABLE = (
         "other products",
         "native",
         ("cpu",),
-        "C++, read from the stack, each row by itself; norms and the router's choice too",
+        "C++, read from the stack, each row by itself; norms too",
     ),
     Implementation(
         "other products",

@@ -28,11 +28,11 @@ from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.forms import INDEX_ARRAYS, Form, Layout, cache_arrays
-from dsjax.model.mla import MLA, Projections
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
+from dsjax.model.transformer import MLA, Projections, expand, with_rotary
 from sharding import MeshSpec, fp8
 from sharding.indices import cut
 from sharding.on_ranks import on_ranks
@@ -380,18 +380,6 @@ class PagedAttention:
 def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:
     """Zeros behind the values of each entry, up to ``width``."""
     return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, width - values.shape[-1])])
-
-
-def expand(latent: Array, k_rope: Array, up_key: Array, up_value: Array) -> tuple[Array, Array]:
-    """Keys ``[..., H, N+O]`` and values ``[..., H, U]`` of all heads from latents ``[..., M]``, rotary keys ``[..., O]``."""
-    k_nope = jnp.einsum("...m,mhn->...hn", latent, up_key)
-    return with_rotary(k_nope, k_rope), jnp.einsum("...m,mhu->...hu", latent, up_value)
-
-
-def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) -> Float[Array, "*n H N+O"]:
-    """Keys of all heads: their own part, and behind it the rotary one that they share."""
-    shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope, shared], axis=-1)
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

@@ -6,11 +6,14 @@ import operator
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from dsjax.model.parameters import store
 from dsjax.model.step import ModelStep
+from dsjax.model.transformer import MLA
 
 
 def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
@@ -28,9 +31,18 @@ def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array
             attention = operator.attrgetter(name)(model)
             graph, absent, weights = nnx.split(attention, lambda path, _: f"{name}.{path[-1]}" in derived, ...)  # noqa: B023
             query_key, value_output = jax.lax.map(
-                lambda w, graph=graph, absent=absent: nnx.merge(graph, absent, w).materialise(step.dtype), weights
+                lambda w, graph=graph, absent=absent: _products_of(nnx.merge(graph, absent, w), step.dtype), weights
             )
             made |= {f"{name}.query_key": query_key, f"{name}.value_output": value_output}
         return {path: store(value, derived[path].dtype, derived[path].storage_dtype) for path, value in made.items()}
 
     return {**params, **jax.jit(products, out_shardings=shardings)(params)}
+
+
+def _products_of(mla: MLA, dtype: jnp.dtype) -> tuple[Float[Array, "Q H M"], Float[Array, "H M D"]]:
+    """``W^UQ·W^UK`` and ``W^UV·W^O`` by head."""
+    up_key, up_value = mla.key_value_weight(jnp.float32)
+    query = mla.query_weight(jnp.float32)[..., : mla.config.qk_nope_head_dim]
+    output = rearrange(mla.o.value(jnp.float32), "(h u) d -> h u d", h=mla.config.num_attention_heads)
+    query_key = jnp.einsum("qhn,mhn->qhm", query, up_key)
+    return query_key.astype(dtype), jnp.einsum("mhu,hud->hmd", up_value, output).astype(dtype)

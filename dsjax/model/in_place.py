@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.pallas.norm import rms_norm
@@ -56,11 +55,6 @@ class MatricesInPlace:
     def native(self) -> bool:
         """Whether products and norms are the native kernels', whose rows have the same bits on every mesh (``docs/exactness.md``)."""
         return self.kernels.name("other products") == "native"
-
-    @property
-    def native_kernels(self) -> NativeKernels | None:
-        """The native kernels, where products and norms are theirs."""
-        return self.kernels.native if self.native else None
 
     @property
     def ordered(self) -> bool:
@@ -287,7 +281,7 @@ class MatricesInPlace:
         if not self.ordered:
             weight = model.head_weight(dtype)
             return jnp.einsum("bnd,dv->bnv", hidden, weight, preferred_element_type=jnp.float32)
-        weight, transposed = model.stored_head() if self.native else (model.head_weight(dtype), False)
+        weight, transposed = _stored_head(model) if self.native else (model.head_weight(dtype), False)
         return self.ordered_product(
             {"weight": weight[None]},
             jnp.int32(0),
@@ -313,3 +307,13 @@ class MatricesInPlace:
         scale = value_of(norm.scale).astype(x.dtype)
         bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None
         return run(x.reshape(x.shape[0], -1, x.shape[-1]), scale, bias).reshape(x.shape)
+
+
+def _stored_head(model: Transformer) -> tuple[Array, bool]:
+    """The output projection as it lies in memory, and whether that is transposed: ``[V, D]``, the embedding, where the two are tied.
+
+    A transposed one is widened, as its bits are read along the model's width.
+    """
+    if model.config.tie_word_embeddings:
+        return value_of(model.embed.weight).astype(np.float32), True
+    return model.head.weight[...], False

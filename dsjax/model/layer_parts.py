@@ -20,10 +20,10 @@ from dsjax.model.attention import PagedAttention
 from dsjax.model.expert_dispatch import ExpertDispatch
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_values import Computed, Layer, Projected, Sent
-from dsjax.model.mla import Projections
+from dsjax.model.native_router import native_choice
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
+from dsjax.model.transformer import Projections, Routing
 from sharding.dispatch import Transit
 from sharding.on_ranks import if_any
 
@@ -171,7 +171,8 @@ class LayerParts:
         normed, by_data = self._normed(of, x), self.by_data(of, x)
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=by_data)
         spread = partial(self.sharding.on_each_rank, by_data=by_data)
-        return normed, of.block.moe.router(normed, spread, multiply, self.products.native_kernels)
+        choose = native_choice(self.products.kernels, self.products.config)
+        return normed, of.block.moe.router(normed, spread, multiply, choose)
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from dsjax.model.mla import Projections
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import RowGroup
-from dsjax.model.transformer import DecoderLayer
+from dsjax.model.transformer import DecoderLayer, Projections
 from sharding.dispatch import Transit
 from sharding.placement import CopyTables
 

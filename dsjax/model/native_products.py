@@ -1,4 +1,4 @@
-"""The sums of a pass over whole sequences (``dense.py``) as the engine makes them on a CPU, to the bit, and their derivatives.
+"""The sums of the model's plain forward pass (``transformer.py``) as the engine makes them on a CPU, to the bit, and their derivatives.
 
 A trainer that computes log-probabilities with them has those that the engine gave, and not others that are close. Forward, under
 ``jax.grad`` and ``jax.vjp`` too, each sum is made by the native kernel of the engine's step; backward, XLA differentiates the same
@@ -15,22 +15,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsjax.kernels.gate import gated
 from dsjax.kernels.native_calls import NativeKernels
-from dsjax.model.dense import Observe, XlaProducts, attend
 from dsjax.model.in_place import SHARED_DEPTHS
-from dsjax.model.mla import MLA, Projections
-from dsjax.model.moe import RoutedExperts
 from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, value_of
-from dsjax.model.router import ExpertRouter
-from dsjax.model.transformer import Transformer
+from dsjax.model.transformer import (
+    MLA,
+    ExpertRouter,
+    Observe,
+    Projections,
+    RoutedExperts,
+    Transformer,
+    XlaProducts,
+    attend,
+    weighted_sum,
+)
 from sharding.sums import pieces_of
 
 
 @dataclass(frozen=True)
 class NativeProducts(XlaProducts):
-    """The engine's sums in float32, for ``dense.forward(products=…)`` on the CPU platform, of one device.
+    """The engine's sums in float32, for ``Transformer(…)(tokens, products=…)`` on the CPU platform, of one device.
 
     kernels: as ``choose_kernels("native", "cpu", …).native`` loads them.
     form: the MLA form whose sums attention makes. ``A_CC_ME`` gives what an engine with ``batch_invariant=True`` gives; ``CC`` what one
@@ -130,14 +135,8 @@ class NativeProducts(XlaProducts):
             stack = {"gate_up.weight": gate_up[None], "down.weight": down[None]}
             return self.kernels.experts(stack, jnp.int32(0), x, ids, weights, pieces=pieces_of(down.shape[1]))
 
-        def plain(x, ids, weights, gate_up, down):
-            hidden = jnp.einsum("td,edgf->tegf", x, gate_up)
-            out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1]), down)
-            chosen = jax.nn.one_hot(ids, down.shape[0]) * weights[..., None]
-            return jnp.einsum("ted,te->td", out, chosen.sum(axis=1))
-
         matrices = experts.gate_up.value(jnp.float32), experts.down.value(jnp.float32)
-        return _with_derivative(native, plain)(x_TD, ids_TK, weights_TK, *matrices)
+        return _with_derivative(native, weighted_sum)(x_TD, ids_TK, weights_TK, *matrices)
 
     def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Float32 logits."""

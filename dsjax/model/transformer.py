@@ -1,20 +1,414 @@
-"""The model's parts put together: decoder layers in two stacks, embedding, head, and the MTP modules."""
+"""The model as its reports write it: MLA, the router, experts, decoder layers, MTP modules.
+
+Each module declares its parameters, and its ``__call__`` is the plain forward pass: whole sequences, no cache, no mesh, differentiable.
+Training runs it, and every layout, MLA form and dispatch is held to it. Serving runs the same parameters by ``step.py``.
+
+Sources: the reports of DeepSeek-V2 (arXiv 2405.04434, §2.1) and DeepSeek-V3 (arXiv 2412.19437, §2.1 and §2.2). Letters as in
+``docs/glossary.md``.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
+import jax
+import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.model.mla import MLA
-from dsjax.model.mlp import MLP
-from dsjax.model.moe import MoE
-from dsjax.model.norm import RMSNorm
-from dsjax.model.parameters import Declaration, Matrix, ParameterInfo, ParameterTable, Weights, reinterpret, value_of
+from dsjax.kernels.gate import gated
+from dsjax.model.fp4_matrix import FP4Matrix
+from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
+from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, reinterpret, value_of
+from dsjax.model.rope import Rotation
+from dsjax.model.sparse.choose import choose, index_scores
+from dsjax.model.sparse.indexer import Indexer, IndexProjections
+from sharding.sums import add_by_halves, add_in_order
+
+QUERY_BLOCK = 128
+"""Queries that attend together: few enough that a block skips most keys after it, enough for full products."""
+
+
+class MLP(nnx.Module):
+    """The SwiGLU MLP of a dense layer, and of the shared experts."""
+
+    def __init__(self, declare: Declaration, width: int, hidden: int, width_axis: str):
+        self.gate_up = Matrix(declare, (width, 2, hidden), ("embed", "stack", width_axis))
+        self.down = Matrix(declare, (hidden, width), (width_axis, "embed"))
+
+    def __call__(self, x: Float[Array, "*b D"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
+        """``down(silu(gate(x)) × up(x))``."""
+        with jax.named_scope("mlp"):
+            gate_up = multiply(self.gate_up, x)
+            return multiply(self.down, gated(gate_up[..., 0, :], gate_up[..., 1, :]))
+
+
+# Attention (V2 report, equations 37 to 47)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Projections:
+    """What attention needs of each token; leading dimensions ``*b`` are the caller's (``[B, T]`` in a step)."""
+
+    q_nope: Float[Array, "*b H N"]
+    q_rope: Float[Array, "*b H O"]  # rotated
+    q_latent: Float[Array, "*b Q"]  # what the query heads are made from: the query latent, or x without compression
+    latent: Float[Array, "*b M"]  # normalised: what the cache keeps
+    k_rope: Float[Array, "*b O"]  # rotated, shared by all heads
+    index: IndexProjections | None = None  # of models with sparse attention
+
+
+class MLA(nnx.Module):
+    """Multi-head latent attention. ``attention.py`` attends over a paged cache, in five forms."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, *, materialise: bool = False):
+        self.config = config
+        D, H, M, Q = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
+        N, O, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        if Q is None:
+            self.q = Matrix(declare, (D, H * (N + O)), ("embed", "heads"))
+        else:
+            self.q_a = Matrix(declare, (D, Q), ("embed", "query_latent"))
+            self.q_a_norm = RMSNorm(declare, Q, LATENT_EPS, "query_latent")
+            self.q_b = Matrix(declare, (Q, H * (N + O)), ("query_latent", "heads"))
+        self.kv_a = Matrix(declare, (D, M + O), ("embed", "latent"))
+        self.kv_a_norm = RMSNorm(declare, M, LATENT_EPS, "latent")
+        self.kv_b = Matrix(declare, (M, H * (N + U)), ("latent", "heads"))
+        self.o = Matrix(declare, (H * U, D), ("heads", "embed"))
+        if config.attention_bias:
+            if Q is not None:
+                self.q_a_bias = declare.parameter((Q,), ("query_latent",), init="zeros")
+            self.kv_a_bias = declare.parameter((M + O,), ("latent",), init="zeros")
+            self.o_bias = declare.parameter((D,), ("embed",), init="zeros")
+        if config.index_topk is not None:
+            self.indexer = Indexer(declare, config)
+        if materialise:
+            heads_over = ("query_latent", "heads", "latent")
+            derived = {"init": "derived", "dtype": declare.derived_dtype}
+            self.query_key = declare.parameter((Q or D, H, M), heads_over, **derived)
+            self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), **derived)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], rotation: Rotation, products: XlaProducts, observe: Observe | None = None
+    ) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
+        """Causal attention of sequences to themselves, and the sum of what ``observe`` gives."""
+        p = self.project(x, rotation, multiply=products.multiply, normalise=products.normalise)
+        heads, observed = products.attend(self, p, observe)
+        return self.output(heads, products.multiply), observed
+
+    def project(
+        self,
+        x: Float[Array, "*b D"],
+        rotation: Rotation,
+        *,
+        query_heads: bool = True,
+        multiply: Multiply = multiply,
+        normalise: Normalise = normalise,
+    ) -> Projections:
+        """Queries, latent and rotary key of tokens at the positions of ``rotation``. multiply, normalise: for matrices and norms.
+
+        query_heads: False leaves out ``q_nope`` (shape ``[..., H, 0]``), which the form with materialised products never makes.
+        """
+        N, M = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        with jax.named_scope("mla_project"):
+            q_latent = self.query_latent(x, multiply, normalise)
+            if query_heads:
+                q = multiply(self._query_matrix, q_latent)
+                q = rearrange(q, "... (h n) -> ... h n", h=self.config.num_attention_heads)
+                q_nope, q_rope = q[..., :N], q[..., N:]
+            else:
+                q_rope = jnp.einsum("...q,qho->...ho", q_latent, self.query_weight(x.dtype)[..., N:])
+                q_nope = q_rope[..., :0]
+            kv = _add_bias(multiply(self.kv_a, x), self, "kv_a_bias")
+            latent, k_rope = normalise(self.kv_a_norm, kv[..., :M]), rotation(kv[..., M:])
+            index = None
+            if self.config.index_topk is not None:
+                index = self.indexer(x, q_latent, rotation, multiply, normalise)
+            return Projections(q_nope, rotation(q_rope), q_latent, latent, k_rope, index)
+
+    def query_latent(self, x: Float[Array, "*b D"], multiply: Multiply, normalise: Normalise) -> Float[Array, "*b Q"]:
+        """``c^Q``, normalised; ``x`` itself where queries are not compressed."""
+        if self.config.q_lora_rank is None:
+            return x
+        return normalise(self.q_a_norm, _add_bias(multiply(self.q_a, x), self, "q_a_bias"))
+
+    @property
+    def _query_matrix(self) -> Matrix:
+        return self.q if self.config.q_lora_rank is None else self.q_b
+
+    def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H N+O"]:
+        """``W^UQ`` and ``W^QR`` by head (``W^Q`` without compression, then Q is D)."""
+        return rearrange(self._query_matrix.value(dtype), "q (h n) -> q h n", h=self.config.num_attention_heads)
+
+    def key_value_weight(self, dtype: jnp.dtype) -> tuple[Float[Array, "M H N"], Float[Array, "M H U"]]:
+        """``W^UK`` and ``W^UV`` by head."""
+        weight = rearrange(self.kv_b.value(dtype), "m (h n) -> m h n", h=self.config.num_attention_heads)
+        N = self.config.qk_nope_head_dim
+        return weight[..., :N], weight[..., N:]
+
+    def output(self, heads: Float[Array, "*b H U"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
+        """``W^O`` applied to the heads' values."""
+        with jax.named_scope("mla_output"):
+            return self.add_output_bias(multiply(self.o, rearrange(heads, "... h u -> ... (h u)")))
+
+    def add_output_bias(self, out: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """The output projection's bias, where the model has one."""
+        return _add_bias(out, self, "o_bias")
+
+
+def _add_bias(out: Array, module: nnx.Module, name: str) -> Array:
+    return out + value_of(getattr(module, name)).astype(out.dtype) if hasattr(module, name) else out
+
+
+def expand(latent: Array, k_rope: Array, up_key: Array, up_value: Array) -> tuple[Array, Array]:
+    """Keys ``[..., H, N+O]`` and values ``[..., H, U]`` of all heads from latents ``[..., M]``, rotary keys ``[..., O]``."""
+    k_nope = jnp.einsum("...m,mhn->...hn", latent, up_key)
+    return with_rotary(k_nope, k_rope), jnp.einsum("...m,mhu->...hu", latent, up_value)
+
+
+def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) -> Float[Array, "*n H N+O"]:
+    """Keys of all heads: their own part, and behind it the rotary one that they share."""
+    shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1)
+
+
+Observe = Callable[[Projections, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
+"""What is summed over the blocks of queries of one layer: of what the layer made of all tokens, which queries the block has, which of the
+first S positions each of them sees, and how their heads share their attention."""
+
+
+def attend(
+    config: ModelConfig,
+    p: Projections,
+    up_key: Float[Array, "M H N"],
+    up_value: Float[Array, "M H U"],
+    observe: Observe | None = None,
+) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
+    """Causal attention of sequences to themselves with the keys and values of each head, and the sum of what ``observe`` gives."""
+    heads_first, length = partial(rearrange, pattern="b s h n -> b h s n"), p.latent.shape[1]
+    queries = heads_first(jnp.concatenate([p.q_nope, p.q_rope], axis=-1))
+    keys, values = map(heads_first, expand(p.latent, p.k_rope, up_key, up_value))
+    heads, observed = [], []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        scores = jnp.einsum(
+            "bhqn,bhkn->bhqk", queries[:, :, start:end], keys[:, :, :end], preferred_element_type=jnp.float32
+        )
+        seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        if p.index is not None and end > config.index_topk:
+            scored = index_scores(p.index.query[:, start:end], p.index.weight[:, start:end], p.index.key[:, :end])
+            seen = choose(jnp.where(seen, scored, -jnp.inf), config.index_topk)[:, None]
+        scores = jnp.where(seen, scores * config.softmax_scale, -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1).astype(p.latent.dtype)
+        heads.append(jnp.einsum("bhqk,bhku->bhqu", probs, values[:, :, :end]))
+        if observe is not None:
+            observed.append(observe(p, slice(start, end), seen, probs))
+    out = rearrange(jnp.concatenate(heads, axis=2), "b h s u -> b s h u")
+    return out, None if observe is None else sum(observed)
+
+
+# The router (V3 report, equations 12 to 16; V2 report §2.1.2)
+
+
+class Routing(NamedTuple):
+    """A token's experts: ``ids`` and ``weights`` ``[..., K]``, and all experts' ``scores`` ``[..., E]`` in float32."""
+
+    ids: Int[Array, "*b K"]
+    weights: Float[Array, "*b K"]
+    scores: Float[Array, "*b E"]
+
+
+class ExpertRouter(nnx.Module):
+    """Sigmoid routing with a correction bias (V3: ``noaux_tc``), or softmax routing (V2), limited to groups of experts."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        self.config = config
+        E = config.n_routed_experts
+        self.weight = declare.parameter((config.hidden_size, E), ("embed", "router_experts"))
+        if config.topk_method == "noaux_tc":
+            self.bias = declare.parameter((E,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32))
+
+    def __call__(
+        self,
+        x: Float[Array, "*b D"],
+        spread: Callable[[Callable], Callable] = lambda choose: choose,
+        multiply: Multiply = multiply,
+        choose: Callable[[Array, Array | None, ModelConfig], Routing] | None = None,
+    ) -> Routing:
+        """Route each token, in float32 whatever the dtype of ``x``.
+
+        spread: on a mesh, has each DP rank make the choice ``(logits, bias) -> Routing`` for its own tokens: XLA cannot partition ``top_k``
+            and would gather all tokens' scores on every device, three times a layer.
+        choose: instead of ``route``.
+        """
+        with jax.named_scope("router"):
+            logits = multiply(self, x.astype(jnp.float32))
+            bias = value_of(self.bias) if hasattr(self, "bias") else None
+            return spread(lambda logits, bias: (choose or route)(logits, bias, self.config))(logits, bias)
+
+    def product(self, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
+        """Every expert's logit of each token: what ``Matrix.product`` is of a matrix."""
+        weight = value_of(self.weight).astype(jnp.float32)
+        return jnp.einsum("...d,de->...e", x, weight, precision=jax.lax.Precision.HIGHEST)
+
+
+def route(logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: ModelConfig) -> Routing:
+    """Experts and weights from router logits. The bias decides which experts are chosen, never their weights."""
+    scores = scores_of(logits, config)
+    choice = scores if bias is None else scores + bias
+    if limits_groups(config):
+        choice = _mask_groups(choice, config)
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if config.norm_topk_prob:
+        weights = weights / (add_in_order(weights)[..., None] + 1e-20)
+    return Routing(ids, weights * config.routed_scaling_factor, scores)
+
+
+def limits_groups(config: ModelConfig) -> bool:
+    """Whether a token's experts come from its ``topk_group`` best groups."""
+    return config.topk_method != "greedy" and config.n_group > 1
+
+
+def scored_experts(config: ModelConfig, members: int) -> int:
+    """How many of a group's best experts add up to its score: two (``noaux_tc``) or one (``group_limited_greedy``)."""
+    return min(2, members) if config.topk_method == "noaux_tc" else 1
+
+
+def _mask_groups(choice: Float[Array, "*b E"], config: ModelConfig) -> Float[Array, "*b E"]:
+    """−inf for experts outside the best groups: with a negative bias, every score of a chosen group may be below 0."""
+    grouped = rearrange(choice, "... (g e) -> ... g e", g=config.n_group)
+    # Of at most two terms, which have one order. Terms read out one by one would make XLA sort instead of taking the best.
+    best = jax.lax.top_k(grouped, scored_experts(config, grouped.shape[-1]))[0]
+    chosen = jax.lax.top_k(jnp.sum(best, axis=-1), config.topk_group)[1]
+    keep = jnp.any(chosen[..., None] == jnp.arange(config.n_group), axis=-2)
+    return rearrange(jnp.where(keep[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
+
+
+def scores_of(logits: Float[Array, "*b E"], config: ModelConfig) -> Float[Array, "*b E"]:
+    """Sigmoid, or softmax, added up in an order that does not depend on how many rows there are."""
+    if config.scoring_func == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return powers / add_by_halves(powers)[..., None]
+
+
+# Experts (V3 report, equation 12)
+
+
+class RoutedExperts(nnx.Module):
+    """Weights of the physical experts: SwiGLU MLPs, stacked."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+        D, F = config.hidden_size, config.moe_intermediate_size
+        declare = declare.for_experts
+        matrix = Matrix if declare.format.packed is None else FP4Matrix
+        self.gate_up = matrix(declare, (num_physical, D, 2, F), ("experts", "embed", "stack", "expert_width"))
+        self.down = matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
+
+    def __call__(
+        self, x: Float[Array, "T D"], ids: Int[Array, "T K"], weights: Float[Array, "T K"]
+    ) -> Float[Array, "T D"]:
+        """``Σ_k w_k Expert_k(x)``: every expert on every token, weighted by 0 where it was not chosen."""
+        return weighted_sum(x, ids, weights, self.gate_up.value(x.dtype), self.down.value(x.dtype))
+
+    def stored(self) -> dict[str, Array]:
+        """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and the like for ``scale`` and ``global_scale``."""
+        return {
+            f"{name}.{part}": getattr(matrix, part)[...]
+            for part in ("weight", "scale", "global_scale")
+            for name, matrix in {"gate_up": self.gate_up, "down": self.down}.items()
+            if hasattr(matrix, part)
+        }
+
+
+def weighted_sum(x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[Array, "E F D"]) -> Float[Array, "T D"]:
+    """What ``RoutedExperts`` computes, of its matrices."""
+    hidden = jnp.einsum("td,edgf->tegf", x, gate_up)
+    out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1]), down)
+    chosen = jax.nn.one_hot(ids, down.shape[0], dtype=jnp.float32) * weights[..., None]
+    return jnp.einsum("ted,te->td", out.astype(jnp.float32), chosen.sum(axis=1)).astype(x.dtype)
+
+
+ExpertsFunction = Callable[
+    [RoutedExperts, Float[Array, "T D"], Int[Array, "T K"], Float[Array, "T K"]], Float[Array, "T D"]
+]
+"""Another way to ``RoutedExperts.__call__``, given the experts."""
+
+
+class MoE(nnx.Module):
+    """``x → Σ_k w_k Expert_k(x) + Shared(x)``."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
+        self.router = ExpertRouter(declare, config)
+        self.experts = RoutedExperts(declare, config, num_physical)
+        if config.n_shared_experts:
+            hidden = config.n_shared_experts * config.moe_intermediate_size
+            self.shared = MLP(declare, config.hidden_size, hidden, "shared_width")
+
+    def __call__(
+        self, x: Float[Array, "B S D"], products: XlaProducts, experts: ExpertsFunction | None = None
+    ) -> tuple[Float[Array, "B S D"], Routing]:
+        """Each token's experts with their weights, and the shared ones; experts: instead of ``products.experts``."""
+        routing = self.router(x, multiply=products.multiply)
+        with jax.named_scope("experts"):
+            flat = (rearrange(a, "b s d -> (b s) d") for a in (x, routing.ids, routing.weights))
+            y = (experts or products.experts)(self.experts, *flat).reshape(x.shape)
+        return (y + self.shared(x, products.multiply) if hasattr(self, "shared") else y), routing
+
+
+class XlaProducts:
+    """The sums of a forward pass as XLA makes them: products with matrices, norms, attention, experts, and the head."""
+
+    multiply = staticmethod(multiply)
+    normalise = staticmethod(normalise)
+    experts = staticmethod(RoutedExperts.__call__)
+
+    def attend(
+        self, mla: MLA, p: Projections, observe: Observe | None = None
+    ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
+        """``attend`` with the layer's weights."""
+        return attend(mla.config, p, *mla.key_value_weight(p.latent.dtype), observe)
+
+    def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Float32 logits."""
+        return jnp.einsum("bsd,dv->bsv", x, model.head_weight(x.dtype), preferred_element_type=jnp.float32)
+
+
+# The model
+
+
+class Pass(NamedTuple):
+    """How a forward pass is run.
+
+    products: how sums are made; ``NativeProducts`` for the engine's bits. experts: instead of ``products.experts``. remat: recompute each
+    layer in the backward pass instead of keeping its activations. unroll: compile every layer for itself instead of a scan, which on a
+    CPU saves copying what the backward pass needs. observe: what to sum over the queries of each layer.
+    """
+
+    products: XlaProducts = XlaProducts()
+    experts: ExpertsFunction | None = None
+    remat: bool = False
+    unroll: bool = False
+    observe: Observe | None = None
+
+
+class Output(NamedTuple):
+    """What a pass gives."""
+
+    logits: Float[Array, "B S V"]
+    hidden: Float[Array, "B S D"]
+    """After the final norm: what the head multiplies, and what the MTP module takes."""
+    routing: Routing | None
+    """Stacked over MoE layers: ids and weights ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts."""
+    observed: Float[Array, "L"] | None = None
+    """What ``observe`` gave in each layer; None without it."""
 
 
 class DecoderLayer(nnx.Module):
@@ -32,6 +426,17 @@ class DecoderLayer(nnx.Module):
             self.moe = MoE(declare, config, num_physical)
         else:
             self.mlp = MLP(declare, D, config.intermediate_size, "mlp_width")
+
+    def __call__(self, x: Float[Array, "B S D"], rotation: Rotation, how: Pass = Pass()):
+        """One layer's hidden states, its routing (None in a dense one) and what was observed."""
+        products = how.products
+        attended, observed = self.attn(products.normalise(self.attn_norm, x), rotation, products, how.observe)
+        x = x + attended
+        normed = products.normalise(self.mlp_norm, x)
+        if hasattr(self, "mlp"):
+            return x + self.mlp(normed, products.multiply), (None, observed)
+        y, routing = self.moe(normed, products, how.experts)
+        return x + y, (routing, observed)
 
 
 class Embedding(nnx.Module):
@@ -61,9 +466,20 @@ class MTP(nnx.Module):
         self.layers = DecoderLayer(stacked, config, num_physical=num_physical, materialise=materialise)
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
+    def __call__(self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], rotation: Rotation, how: Pass):
+        """One module, sliced from the stack: ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, a decoder layer, a norm of its own.
+
+        Equations 21 to 23; the two halves in the order of the released weights. As ``DecoderLayer.__call__``.
+        """
+        normalise = how.products.normalise
+        joined = [normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)]
+        x = how.products.multiply(self.eh_proj, jnp.concatenate(joined, axis=-1))
+        x, seen = self.layers(x, rotation, how)
+        return normalise(self.final_norm, x), seen
+
 
 class Transformer(nnx.Module):
-    """All parameters of a model. The ways to run it are ``step.py`` (serving) and ``dense.py`` (training, reference).
+    """All parameters of a model, and its forward pass.
 
     begins, ends: whether it has the model's first, its last layers; if not, it is a stage, without the embedding or the head.
     """
@@ -97,6 +513,44 @@ class Transformer(nnx.Module):
         if mtp:
             self.mtp = MTP(declare, config, num_physical=num_physical, materialise=materialise)
 
+    def __call__(self, tokens: Int[Array, "B S"], dtype: jnp.dtype = jnp.float32, **how) -> Output:
+        """Logits of every position. how: fields of ``Pass``."""
+        how = Pass(**how)
+        rotation = self._rotation(tokens)
+        x, routings, observed = self.embed(tokens, dtype), None, []
+        for stack in self.stacks:
+            graph, weights = nnx.split(stack)
+
+            def body(x, weights, graph=graph):
+                return nnx.merge(graph, weights)(x, rotation, how)
+
+            run = jax.checkpoint(body) if how.remat else body
+            x, (routing, own) = jax.lax.scan(run, x, weights, unroll=how.unroll)
+            routings = routing if routing is not None else routings
+            observed.append(own)
+        hidden = how.products.normalise(self.final_norm, x)
+        observed = None if how.observe is None else jnp.concatenate(observed)
+        return Output(how.products.project(self, hidden), hidden, routings, observed)
+
+    def predict_further(
+        self, hidden: Float[Array, "B S D"], next_tokens: Int[Array, "B S"], *, depth: int = 0, **how
+    ) -> Output:
+        """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
+
+        hidden: of ``__call__``, or of the module before; its positions are kept. how: fields of ``Pass``.
+        """
+        how = Pass(**how)
+        graph, weights = nnx.split(self.mtp)
+        module = nnx.merge(graph, jax.tree.map(lambda a: a[depth], weights))
+        embedded = self.embed(next_tokens, hidden.dtype)
+        further, (routing, observed) = module(hidden, embedded, self._rotation(next_tokens), how)
+        observed = None if observed is None else observed[None]
+        return Output(how.products.project(self, further), further, routing, observed)
+
+    def _rotation(self, tokens: Int[Array, "B S"]) -> Rotation:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
+
     @property
     def stacks(self) -> list[DecoderLayer]:
         """The stacks of layers in order, with their leading ``layers`` axis."""
@@ -107,48 +561,3 @@ class Transformer(nnx.Module):
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)
-
-    def stored_head(self) -> tuple[Array, bool]:
-        """The output projection as it lies in memory, and whether that is transposed: ``[V, D]``, the embedding, where the two are tied.
-
-        A transposed one is widened, as its bits are read along the model's width.
-        """
-        if self.config.tie_word_embeddings:
-            return value_of(self.embed.weight).astype(np.float32), True
-        return self.head.weight[...], False
-
-
-def parameter_table(
-    config: ModelConfig,
-    *,
-    weights: Weights = "bf16",
-    platform: str = "cpu",
-    num_physical: int | None = None,
-    materialise: bool = False,
-    mtp: bool = True,
-    shared_apart: bool = True,
-    derived_dtype: np.dtype | None = None,
-    begins: bool = True,
-    ends: bool = True,
-) -> ParameterTable:
-    """The model's structure and its parameters, holding no memory.
-
-    weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
-    default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
-    from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
-    False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
-    begins, ends: as of ``Transformer``.
-    """
-    if not shared_apart:
-        config = dataclasses.replace(config, n_shared_experts=0)
-    num_physical = config.n_routed_experts if num_physical is None else num_physical
-    declare = Declaration(weights, platform, derived_dtype=derived_dtype)
-    model = Transformer(
-        declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp, begins=begins, ends=ends
-    )
-    return ParameterTable.of(model)
-
-
-def abstract_parameters(config: ModelConfig, **options) -> dict[str, ParameterInfo]:
-    """``{path: ParameterInfo}`` of a model; options as ``parameter_table``'s."""
-    return dict(parameter_table(config, **options).infos)

@@ -7,8 +7,7 @@ from goldens.random_weights import RandomWeights
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.names import TensorNames
 from dsjax.config import ModelConfig
-from dsjax.model.dense import forward
-from dsjax.model.transformer import parameter_table
+from dsjax.model.parameter_table import parameter_table
 
 # Each configuration is compiled for one call on a tiny model: XLA's optimisations would cost more than they save.
 COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
@@ -32,7 +31,7 @@ def logits_of(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.nd
 def logits_of_parameters(config: ModelConfig, params: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """The same from our parameters, as loaded in float32 on one device."""
     table = parameter_table(config, weights="f32")
-    run = jax.jit(lambda p, t: forward(p, table, config, t).logits, compiler_options=COMPILE_QUICKLY)
+    run = jax.jit(lambda p, t: table.bind(p)(t).logits, compiler_options=COMPILE_QUICKLY)
     return np.asarray(run(params, tokens))
 
 

@@ -9,9 +9,9 @@ import pytest
 from goldens.our_model import COMPILE_QUICKLY
 
 from dsjax.config import load_config
-from dsjax.model.mla import Projections
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.sparse import IndexProjections
-from dsjax.model.transformer import parameter_table
+from dsjax.model.transformer import Projections
 from tools.demo.convert_sparse import SPARSE_FOLDER, convert_step, divergence, is_index, losses, zero_moments
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsjax.config import load_config
-from dsjax.model.transformer import parameter_table
+from dsjax.model.parameter_table import parameter_table
 from tools.demo import balance, optimizer
 from tools.demo.checkpoint import restore, save
 from tools.demo.data import UNIT, Batches

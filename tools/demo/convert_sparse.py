@@ -30,11 +30,10 @@ from jaxtyping import Array, Bool, Float, Int
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
-from dsjax.model.dense import forward, predict_further
-from dsjax.model.mla import Projections
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.sparse import index_scores
-from dsjax.model.transformer import parameter_table
+from dsjax.model.transformer import Projections, Transformer
 from tools.demo import optimizer
 from tools.demo.checkpoint import restore, save
 from tools.demo.corpus import describe_differences, read_corpus
@@ -94,7 +93,7 @@ def divergence(p: Projections, queries: slice, seen: Bool[Array, "*B Q S"], prob
     """Sum over a block's queries of ``KL(attention || softmax(index scores))`` over the positions that a query sees, in nats.
 
     Attention is the mean over heads, whose sum over positions is 1: the report's sum over heads, divided by its L1 norm. An
-    ``Observe`` of ``dsjax.model.dense``.
+    ``Observe`` of ``dsjax.model.transformer``.
     """
     target = jax.lax.stop_gradient(probs.mean(axis=1))
     index = p.index
@@ -113,9 +112,10 @@ def losses(
     The module, and its indexer, see half of the rows.
     """
     run = {"experts": experts, "observe": divergence}
-    main = forward(params, table, config, rows[:, :-2], **run, **how)
+    model: Transformer = table.bind(params)
+    main = model(rows[:, :-2], **run, **how)
     half = rows[: -(-len(rows) // 2)]
-    further = predict_further(params, table, config, main.hidden[: len(half)], half[:, 1:-1], **run)
+    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], **run)
     of_layer = [*(main.observed / rows[:, :-2].size), *(further.observed / half[:, 1:-1].size)]
     return (
         cross_entropy(main.logits, rows[:, 1:-1]),

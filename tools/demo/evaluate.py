@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
-from dsjax.model.dense import forward, predict_further
 from dsjax.model.experts import ExpertProduct
-from dsjax.model.transformer import parameter_table
+from dsjax.model.parameter_table import parameter_table
+from dsjax.model.transformer import Transformer
 from tools.demo.corpus import MANIFESTS, SourceFile, describe_differences, read_corpus
 from tools.demo.train import FOLDER
 
@@ -105,8 +105,9 @@ def _measure(params, table, config: ModelConfig, tokens):
     def experts(weights, x_TD, ids_TK, weights_TK):
         return product(weights.stored(), x_TD, ids_TK, weights_TK)
 
-    main = forward(params, table, config, tokens[:, :-1], experts=experts)
-    further = predict_further(params, table, config, main.hidden, tokens[:, 1:], experts=experts)
+    model: Transformer = table.bind(params)
+    main = model(tokens[:, :-1], experts=experts)
+    further = model.predict_further(main.hidden, tokens[:, 1:], experts=experts)
     choice = jnp.argmax(main.logits[0], axis=-1)
     picked = jnp.take_along_axis(main.logits[0], tokens[0, 1:, None], axis=-1)[:, 0]
     draft = jnp.argmax(further.logits[0], axis=-1)

@@ -1,4 +1,4 @@
-"""One training step of the demo model: losses of the project's own `forward`, gradients, optimizer, balancing."""
+"""One training step of the demo model: losses of the model's own forward pass, gradients, optimizer, balancing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.model.dense import Output, forward, predict_further
 from dsjax.model.parameters import ParameterTable
+from dsjax.model.transformer import Output, Transformer
 from tools.demo import balance, optimizer
 from tools.demo.experts import apply_experts, capacity_of
 
@@ -48,9 +48,10 @@ def losses(
 
     The module sees half of the rows: with its own layer and the head it would cost a third of the step.
     """
-    main = forward(params, table, config, rows[:, :-2], experts=experts, unroll=True)
+    model: Transformer = table.bind(params)
+    main = model(rows[:, :-2], experts=experts, unroll=True)
     half = rows[: -(-len(rows) // 2)]
-    further = predict_further(params, table, config, main.hidden[: len(half)], half[:, 1:-1], experts=experts)
+    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], experts=experts)
     return cross_entropy(main.logits, rows[:, 1:-1]), cross_entropy(further.logits, half[:, 2:]), (main, further)
 
 

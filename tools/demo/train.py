@@ -38,7 +38,7 @@ def train(run: Path, schedule, seed: int) -> None:
     import jax.numpy as jnp
 
     from dsjax.config import load_config
-    from dsjax.model.transformer import parameter_table
+    from dsjax.model.parameter_table import parameter_table
     from tools.demo import optimizer
     from tools.demo.checkpoint import restore, save
     from tools.demo.corpus import describe_differences, read_corpus

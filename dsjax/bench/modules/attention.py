@@ -15,11 +15,11 @@ from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import PagedAttention
 from dsjax.model.forms import Form, common_layout
-from dsjax.model.mla import MLA
 from dsjax.model.mla_costs import cache_bytes, mla_cost
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, storage_dtype
 from dsjax.model.rope import Rotation
+from dsjax.model.transformer import MLA
 
 MOST_CACHE = 1 << 30
 """Bytes of cache at most; with less than the model's layers, layers take turns at those there are."""

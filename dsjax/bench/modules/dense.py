@@ -17,11 +17,9 @@ from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop, host_loop
 from dsjax.engine.device.sampler import greedy
-from dsjax.model.mlp import MLP
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Declaration, Matrix, reinterpret
-from dsjax.model.router import ExpertRouter
-from dsjax.model.transformer import Embedding
+from dsjax.model.transformer import MLP, Embedding, ExpertRouter
 from sharding import MeshSpec
 from sharding.host_memory import host_sharding, rows_from_host
 

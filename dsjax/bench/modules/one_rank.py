@@ -134,14 +134,12 @@ def _loop(
         specs = {name: P() for name in (*stored, "layer")}
         arguments = (inputs["rows"], inputs["ids"][index], inputs["weights"], stored | {"layer": index})
 
-        def apply(_, x, routing):
-            config = DispatchConfig(report=True)
-            out, _ = dispatch(setting.spec, step.mesh, config, *arguments, experts, specs, experts=plan.experts)
-            # What comes back to the rank are as many rows as it sent, summed from other ranks: here rows of its own.
-            back = jnp.resize(out, (tokens, out.shape[-1]))[None]
-            return back * routing.weights.sum(-1, keepdims=True).astype(back.dtype), None
-
-        return block.moe(y, apply, multiply=setting.multiply)[0]
+        routing, config = block.moe.router(y, multiply=setting.multiply), DispatchConfig(report=True)
+        out, _ = dispatch(setting.spec, step.mesh, config, *arguments, experts, specs, experts=plan.experts)
+        # What comes back to the rank are as many rows as it sent, summed from other ranks: here rows of its own.
+        back = jnp.resize(out, (tokens, out.shape[-1]))[None]
+        back = back * routing.weights.sum(-1, keepdims=True).astype(back.dtype)
+        return back + block.moe.shared(y, setting.multiply) if hasattr(block.moe, "shared") else back
 
     carry = (jnp.zeros_like(inputs["x"]), cache_for(setting, step.decode_form, tokens, context + 1), jnp.int32(0))
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=stack.depth)

@@ -17,7 +17,7 @@ from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, with_mesh
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.experts import ExpertProduct
-from dsjax.model.moe import RoutedExperts
+from dsjax.model.transformer import RoutedExperts
 from sharding import MeshSpec
 from sharding.arrays import put
 from sharding.dispatch import DispatchConfig, dispatch, dispatch_collectives

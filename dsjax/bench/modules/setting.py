@@ -24,9 +24,9 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.errors import UserError
 from dsjax.hardware.this_machine import host_memory
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
 from dsjax.model.step import ModelStep
-from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec
 
 WORKING_SET = 512 << 20

@@ -31,11 +31,11 @@ from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
 from dsjax.model.forms import cache_arrays, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.micro_batches import TwoBatchOverlap
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
-from dsjax.model.transformer import parameter_table
 from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method

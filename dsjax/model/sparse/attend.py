@@ -34,7 +34,7 @@ from sharding import MeshSpec, fp8
 from sharding.on_ranks import on_ranks
 
 if TYPE_CHECKING:
-    from dsjax.model.mla import MLA, Projections
+    from dsjax.model.transformer import MLA, Projections
 
 CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """About the most bytes on a device of each of these: a block of queries' scores over the context, the entries that they gather, and the

@@ -26,7 +26,7 @@ from dsjax.cli import app
 from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.hosts.rendezvous import GroupError
-from dsjax.model.mlp import MLP
+from dsjax.model.transformer import MLP
 from dsjax.options import OptionError
 
 FAST = Ceilings(1e12, 1e15, "test")

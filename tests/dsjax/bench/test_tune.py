@@ -17,7 +17,7 @@ from dsjax.kernels.pallas.attention import AttentionTiles
 from dsjax.kernels.pallas.products import ProductTiles
 from dsjax.kernels.pallas.tile_table import ATTENTION_SIZES, Product, TileTable, Tuned
 from dsjax.kernels.table import choose_kernels
-from dsjax.model.transformer import parameter_table
+from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec, Rules
 
 ONE, TWO = Product("dense", 256, 512, "bfloat16", 32), Product("experts_down_fp8", 128, 256, "float8_e4m3fn", 4.0)

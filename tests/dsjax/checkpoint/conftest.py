@@ -14,7 +14,7 @@ from dsjax.checkpoint.quantise import quantise
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import write_folder
 from dsjax.config import ModelConfig
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

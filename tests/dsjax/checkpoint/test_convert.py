@@ -25,7 +25,7 @@ from dsjax.checkpoint.publish import check_destination, publish
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.cli.convert import convert, parse_bytes
 from dsjax.errors import UserError
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 from sharding import MeshSpec, Rules
 from sharding.placement import Placement
 

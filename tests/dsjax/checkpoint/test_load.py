@@ -87,7 +87,7 @@ def test_a_shard_that_cuts_blocks_is_quantised_like_the_whole(tiny_config, check
     """A shard's own maximum must not make its scale: rows and columns are widened to whole blocks first."""
     from dsjax.checkpoint.assemble import Assembler
     from dsjax.checkpoint.names import TensorNames
-    from dsjax.model.transformer import abstract_parameters
+    from dsjax.model.parameter_table import abstract_parameters
 
     tensors = checkpoints("bf16")[1]
     whole = from_hf_tensors(tiny_config, tensors, weights="fp8")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dsjax.checkpoint.names import TensorNames
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 MEASURE = """
 import json, os, sys
@@ -25,7 +25,7 @@ import jax, jax.numpy as jnp
 from dsjax.checkpoint.load import load
 from dsjax.checkpoint.place import local_bytes
 from dsjax.checkpoint.source import open_checkpoint
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 from sharding import MeshSpec, Rules
 
 def status(key):

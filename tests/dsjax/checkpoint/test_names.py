@@ -14,7 +14,7 @@ from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import load_config
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference"
 DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}

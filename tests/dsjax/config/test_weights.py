@@ -6,7 +6,7 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.config.weights import WEIGHT_FORMATS
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 
 @pytest.mark.parametrize("row", WEIGHT_FORMATS.values(), ids=WEIGHT_FORMATS)

@@ -19,7 +19,7 @@ from served_group import KEY, PROMPTS, SIZES, ServedGroup
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 pytestmark = pytest.mark.slow
 

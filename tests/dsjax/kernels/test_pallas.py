@@ -242,7 +242,7 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
     assert not on_gpu.pallas.interpret
     assert on_gpu.names("CC", "A_CC_ME") == {
         "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "pallas",
-        "index choice": "pallas",
+        "index choice": "pallas", "router": "plain",
     }  # fmt: skip
     assert on_gpu.name("decode attention", "CD") == "plain"
     assert "interpreter" in PALLAS.note

@@ -26,8 +26,8 @@ from dsjax.model.attention import PagedAttention
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import cache_arrays
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
-from dsjax.model.mla import Projections
 from dsjax.model.paging import Rows
+from dsjax.model.transformer import Projections
 from sharding import MeshSpec, fp8
 
 pytestmark = pytest.mark.slow  # all together
@@ -67,7 +67,7 @@ def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cach
     assert chosen.name("decode attention", "A_CC_ME") == "pallas"
     assert chosen.name("decode attention", "CD") == "plain"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
-    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "pallas", "pallas"]
+    assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain", "pallas", "pallas"]
     bf16 = np.dtype(ml_dtypes.bfloat16)
     assert tpu_attention.refuses(16, bf16) == "" == tpu_attention.refuses(8, np.dtype(np.float32))
     assert "that 16 divides, and it is 8" in tpu_attention.refuses(8, bf16)

@@ -27,8 +27,7 @@ from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.load import load as load_checkpoint
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
-from dsjax.model.dense import forward, predict_further
-from dsjax.model.transformer import parameter_table
+from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec
 from sharding.rules import Rules
 
@@ -99,8 +98,8 @@ def test_the_mtp_module_equals_that_of_transformers():
     table = parameter_table(config, weights="f32")
 
     def further(params, tokens):
-        states = forward(params, table, config, tokens[:, :-1]).hidden
-        return predict_further(params, table, config, states, tokens[:, 1:]).logits
+        model = table.bind(params)
+        return model.predict_further(model(tokens[:, :-1]).hidden, tokens[:, 1:]).logits
 
     params = from_hf_tensors(config, hf_tensors(config, weights))
     logits = jax.jit(further, compiler_options=COMPILE_QUICKLY)(params, tokens)

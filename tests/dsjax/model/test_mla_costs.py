@@ -10,7 +10,7 @@ from dsjax.config import bundled_models, load_config
 from dsjax.model.forms import FORMS, cache_arrays, common_layout
 from dsjax.model.mla_costs import cache_bytes, cache_values, mla_cost, weight_values
 from dsjax.model.parameter_counts import indexer_parameters, mla_parameters, parameter_counts
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 
 V3, V32 = load_config("deepseek-v3"), load_config("deepseek-v3.2")
 ABSORBED = ("A_CC", "A_CC_ME", "AM_CC_ME")

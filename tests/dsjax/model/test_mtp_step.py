@@ -20,9 +20,9 @@ from dsjax.engine.device import cache as device_cache
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
-from dsjax.model import dense, mtp
+from dsjax.model import mtp
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.rows import GroupShape, unpack
-from dsjax.model.transformer import parameter_table
 from sharding import MeshSpec
 from sharding.placement import CopyTables
 
@@ -107,10 +107,10 @@ def dense_passes():
     table, params = parameter_table(CONFIG, weights="f32"), jax.device_put(from_hf_tensors(CONFIG, tensors(CONFIG)))
 
     def forward(tokens):
-        return dense.forward(params, table, CONFIG, tokens).hidden
+        return table.bind(params)(tokens).hidden
 
     def further(hidden, tokens):
-        return dense.predict_further(params, table, CONFIG, hidden, tokens).hidden
+        return table.bind(params).predict_further(hidden, tokens).hidden
 
     forward, further = (jax.jit(f, compiler_options=COMPILE_QUICKLY) for f in (forward, further))
     return lambda t: np.asarray(forward(jnp.asarray([t]))[0]), lambda h, t: np.asarray(further(h[None], t[None])[0])

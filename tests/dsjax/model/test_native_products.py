@@ -10,10 +10,10 @@ from layouts import MODELS, TINY, prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.model.dense import XlaProducts, forward
 from dsjax.model.native_products import NativeProducts
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.softmax import log_softmax
-from dsjax.model.transformer import parameter_table
+from dsjax.model.transformer import XlaProducts
 
 pytestmark = pytest.mark.slow  # all together
 NEW_TOKENS = 30
@@ -63,9 +63,7 @@ def engine(tmp_path_factory):
 
 def log_probabilities(params, config, tokens, products):
     """Give the log-probability of each token after the first, as a trainer computes it."""
-    logits = forward(
-        params, parameter_table(config, weights="f32", mtp=False), config, tokens, products=products
-    ).logits
+    logits = parameter_table(config, weights="f32", mtp=False).bind(params)(tokens, products=products).logits
     logprobs = log_softmax(logits[:, :-1])
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dsjax.config import load_config
+from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import BLOCK, Declaration, Matrix, dequantise, reinterpret, storage_dtype
 from dsjax.model.parameters import ParameterTable as Table
-from dsjax.model.transformer import parameter_table
 
 FP8, BF16, F32 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float32))
 

@@ -9,7 +9,9 @@ import pytest
 from layouts import TINY
 
 from dsjax.config import ModelConfig
-from dsjax.model.router import route
+from dsjax.kernels.table import Kernels
+from dsjax.model.native_router import native_choice
+from dsjax.model.transformer import route
 
 E, GROUPS = 24, 6
 
@@ -116,10 +118,19 @@ def test_weights_stay_finite_where_all_scores_underflow():
 @pytest.mark.parametrize(("rows", "threads"), [(1, 1), (3000, 3)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_native_kernel_chooses_the_same_to_the_bit(kernels, name, rows, threads):
-    config, native = CONFIGS[name], dataclasses.replace(kernels.native, threads=threads)
+    config, native = CONFIGS[name], Kernels(dataclasses.replace(kernels.native, threads=threads))
     logits, bias = logits_and_bias(config, 4, rows=3000)
     logits[::3] = np.round(logits[::3])  # ties
     logits[7] = -200.0  # all scores underflow
-    chosen = jax.jit(lambda logits, bias: route(logits, bias, config, native))(logits[:rows, None], bias)
+    chosen = jax.jit(lambda logits, bias: native_choice(native, config)(logits, bias, config))(
+        logits[:rows, None], bias
+    )
     for found, expected in zip(chosen, routed(logits[:rows, None], bias, config), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_method_that_the_native_kernel_does_not_have_is_left_to_xla(kernels):
+    unknown = dataclasses.replace(BASE)
+    object.__setattr__(unknown, "topk_method", "hash")
+    assert native_choice(kernels, BASE) is not None
+    assert native_choice(kernels, unknown) is None is native_choice(Kernels(), BASE)

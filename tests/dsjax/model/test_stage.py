@@ -5,8 +5,8 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
+from dsjax.model.parameter_table import abstract_parameters, parameter_table
 from dsjax.model.stage import layer_work, stages_of
-from dsjax.model.transformer import abstract_parameters, parameter_table
 from sharding.layer_placement import LayerPlacements
 
 V3 = load_config("deepseek-v3")

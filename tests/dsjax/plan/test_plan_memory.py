@@ -7,7 +7,7 @@ import pytest
 from dsjax.config import load_config
 from dsjax.config.weights import PACKED
 from dsjax.model.parameter_counts import parameter_counts
-from dsjax.model.transformer import abstract_parameters
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.plan.engine import dsjax_engine, find_engine
 from dsjax.plan.figure import assumed, spread
 from dsjax.plan.fit import asked

@@ -17,11 +17,11 @@ from dsjax.kernels.table import Kernels
 from dsjax.model import attention as attention_module
 from dsjax.model.attention import PagedAttention
 from dsjax.model.forms import INDEX_ARRAYS
-from dsjax.model.mla import Projections
 from dsjax.model.paging import Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.sparse import IndexProjections, IndexScores
 from dsjax.model.sparse import attend as sparse_attend
+from dsjax.model.transformer import Projections
 from sharding import MeshSpec, fp8
 
 pytestmark = pytest.mark.slow  # all together

@@ -9,8 +9,8 @@ from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.model.forms import FORMS, cache_arrays, reads
 from dsjax.model.parameter_counts import indexer_parameters
+from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.sparse import IndexScores
-from dsjax.model.transformer import abstract_parameters
 from sharding import fp8
 
 V32 = load_config("deepseek-v3.2")

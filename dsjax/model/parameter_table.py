@@ -1,0 +1,47 @@
+"""A model's structure and the table of its parameters, holding no memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import Declaration, ParameterInfo, ParameterTable, Weights
+from dsjax.model.transformer import Transformer
+
+
+def parameter_table(
+    config: ModelConfig,
+    *,
+    weights: Weights = "bf16",
+    platform: str = "cpu",
+    num_physical: int | None = None,
+    materialise: bool = False,
+    mtp: bool = True,
+    shared_apart: bool = True,
+    derived_dtype: np.dtype | None = None,
+    begins: bool = True,
+    ends: bool = True,
+) -> ParameterTable:
+    """The model's structure and its parameters, holding no memory.
+
+    weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
+    default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
+    from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
+    False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
+    begins, ends: as of ``Transformer``.
+    """
+    if not shared_apart:
+        config = dataclasses.replace(config, n_shared_experts=0)
+    num_physical = config.n_routed_experts if num_physical is None else num_physical
+    declare = Declaration(weights, platform, derived_dtype=derived_dtype)
+    model = Transformer(
+        declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp, begins=begins, ends=ends
+    )
+    return ParameterTable.of(model)
+
+
+def abstract_parameters(config: ModelConfig, **options) -> dict[str, ParameterInfo]:
+    """``{path: ParameterInfo}`` of a model; options as ``parameter_table``'s."""
+    return dict(parameter_table(config, **options).infos)
