@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsjax.dryrun.program.text import Operation
+from dsjax.dryrun.program.walk import TripCount
 from dsjax.kernels.pallas.cost import expected_tiles
 from dsjax.kernels.pallas.experts import ROUND_PAIRS, round_pairs
 from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
-from sharding.program.text import Operation
-from sharding.program.walk import TripCount
 
 TEXT = {
     "attention": "every row attends to its whole context",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sharding.program.reductions import Reduction
+from dsjax.dryrun.program.reductions import Reduction
 
 
 @dataclass(frozen=True)

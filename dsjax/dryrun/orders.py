@@ -10,10 +10,10 @@ from typing import Any
 
 from dsjax.dryrun.arguments import STEPS, DryRunArgs
 from dsjax.dryrun.known_orders import KNOWN_ORDERS, KnownOrder
+from dsjax.dryrun.program.order_differences import order_differences, signatures
+from dsjax.dryrun.program.reductions import COMPILER, Reduction
 from dsjax.dryrun.timeline import model_part
 from dsjax.errors import UserError
-from sharding.program.order_differences import order_differences, signatures
-from sharding.program.reductions import COMPILER, Reduction
 
 Sums = Mapping[str, Sequence[Reduction]]
 """Program of a step (`step`, `drafts`) → its sums."""

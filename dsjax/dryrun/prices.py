@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dsjax.dryrun.program import OperationCost, ProgramCollective
+from dsjax.dryrun.program.costs import bytes_moved, products
+from dsjax.dryrun.program.text import Computation, Operation, Program
 from dsjax.hardware import Hardware
 from dsjax.hardware.description import UNITS
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind, assumed
 from dsjax.plan.network import collective_start, network_latency, torus_hops
-from sharding.program import OperationCost, ProgramCollective
-from sharding.program.costs import bytes_moved, products
-from sharding.program.text import Computation, Operation, Program
 
 INSIDE, BETWEEN = "network inside", "network between"
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from dsjax.dryrun.compilation import CompiledStep
 from dsjax.dryrun.prices import Assumed, FigureEnd, TargetPrices
+from dsjax.dryrun.program import Program, program_collectives
 from dsjax.engine.device import expert_programs
 from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.plan.balancing import Slots, drawn
@@ -20,7 +21,6 @@ from dsjax.plan.skew import DEFAULT_SKEW, DRIFT
 from sharding.balancing import by_host, experts_moved, keep_in_place, rebalance
 from sharding.layer_placement import exchange_rounds
 from sharding.placement import Placement
-from sharding.program import Program, program_collectives
 
 
 class Exchange(NamedTuple):

@@ -9,10 +9,10 @@ from typing import Any
 from dsjax.dryrun.compilation import CompiledStep
 from dsjax.dryrun.memory import DeviceMemory, Fit
 from dsjax.dryrun.orders import OrderReport
+from dsjax.dryrun.program import ProgramCollective, ProgramCosts
 from dsjax.dryrun.rebalance import ExpertMoves
 from dsjax.dryrun.timeline import Timeline
 from dsjax.hardware import Hardware
-from sharding.program import ProgramCollective, ProgramCosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,9 @@ from dsjax.dryrun.known_orders import FIXED_ORDERS_LEFT, KNOWN_ORDERS
 from dsjax.dryrun.memory import DeviceMemory, fit, parameters_by_component
 from dsjax.dryrun.orders import OrderReport, order_report, variant
 from dsjax.dryrun.prices import default_cluster, even_ragged_share
+from dsjax.dryrun.program import Program, program_collectives, program_costs, true_dtypes
+from dsjax.dryrun.program.reductions import Reduction, program_reductions
+from dsjax.dryrun.program.walk import TripCount
 from dsjax.dryrun.rebalance import read_rebalance
 from dsjax.dryrun.report import DryRunReport, ProgramReport, StagesReport
 from dsjax.dryrun.timeline import Timeline
@@ -30,9 +33,6 @@ from dsjax.model.stage import Stage, stages_of
 from dsjax.model.step import ModelStep
 from dsjax.plan.cluster import Cluster, load_cluster
 from sharding import MeshSpec
-from sharding.program import Program, program_collectives, program_costs, true_dtypes
-from sharding.program.reductions import Reduction, program_reductions
-from sharding.program.walk import TripCount
 from sharding.scheduler_flags import start_exchanges_early
 
 CPU_HOST_DEVICES = 8

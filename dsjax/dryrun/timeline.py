@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE, Assumed, TargetPrices
+from dsjax.dryrun.program import COMPUTE, Operation, Program, ProgramCollective, Schedule, Span, Turn, play
+from dsjax.dryrun.program.text import Computation
+from dsjax.dryrun.program.walk import TripCount
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
-from sharding.program import COMPUTE, Operation, Program, ProgramCollective, Schedule, Span, Turn, play
-from sharding.program.text import Computation
-from sharding.program.walk import TripCount
 
 _MADE_BY_JAX = ("while", "body", "closed_call", "shard_map", "jit(", "eval_jaxpr", "cond", "branch", "checkpoint")
 _FAR = 6

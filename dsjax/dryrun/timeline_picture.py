@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE
+from dsjax.dryrun.program import COMPUTE, Span
 from dsjax.dryrun.timeline import Timeline
 from dsjax.errors import UserError
-from sharding.program import COMPUTE, Span
 
 _LANES = (COMPUTE, INSIDE, BETWEEN, COPIES)
 _COLOURS = 9

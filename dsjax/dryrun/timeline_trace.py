@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.dryrun.prices import BETWEEN, COPIES, INSIDE
+from dsjax.dryrun.program import COMPUTE, Span
 from dsjax.dryrun.timeline import Timeline
-from sharding.program import COMPUTE, Span
 
 MOST_EVENTS = 200_000
 """Operations of loops are drawn turn by turn up to so many events; beyond them, a loop shows one turn."""

@@ -12,6 +12,7 @@ from layouts import write_checkpoint
 from quick_compilation import SEVERAL_ROWS
 
 from dsjax.dryrun.arguments import DryRunArgs
+from dsjax.dryrun.program import Program, program_collectives
 from dsjax.dryrun.run import dry_run
 from dsjax.dryrun.timeline import model_part
 from dsjax.engine.contract.commands import (
@@ -27,7 +28,6 @@ from dsjax.engine.contract.commands import (
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.loading import load_model
-from sharding.program import Program, program_collectives
 
 pytestmark = pytest.mark.slow  # all together
 

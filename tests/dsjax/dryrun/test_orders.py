@@ -11,10 +11,10 @@ from dsjax.cli.main import app
 from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.known_orders import KNOWN_ORDERS, KnownOrder
 from dsjax.dryrun.orders import order_report, place_of, variant
+from dsjax.dryrun.program.reductions import Reduction
 from dsjax.dryrun.run import dry_run
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
-from sharding.program.reductions import Reduction
 
 pytestmark = pytest.mark.slow  # all together
 

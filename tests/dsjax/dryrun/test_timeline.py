@@ -14,6 +14,7 @@ from dsjax.dryrun.arguments import DryRunArgs
 from dsjax.dryrun.assumptions import EvenExperts, expected_tiles, trip_counts
 from dsjax.dryrun.compilation import compile_step
 from dsjax.dryrun.prices import BETWEEN, INSIDE, default_cluster, even_ragged_share
+from dsjax.dryrun.program import COMPUTE, Program, program_collectives
 from dsjax.dryrun.run import dry_run, even_experts
 from dsjax.dryrun.tables import _timeline
 from dsjax.dryrun.timeline import Timeline, model_part, parts_of
@@ -25,7 +26,6 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import dsjax_engine
 from sharding import MeshSpec
-from sharding.program import COMPUTE, Program, program_collectives
 
 H200 = load_hardware("h200")
 HOSTS = default_cluster(H200, 32)

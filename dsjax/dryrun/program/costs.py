@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sharding.program.asynchronous import KINDS, collective_of, is_done
-from sharding.program.convolutions import convolution_flops
-from sharding.program.text import Computation, Operation, Program
-from sharding.program.walk import TripCount, executed
+from dsjax.dryrun.program.asynchronous import KINDS, collective_of, is_done
+from dsjax.dryrun.program.convolutions import convolution_flops
+from dsjax.dryrun.program.text import Computation, Operation, Program
+from dsjax.dryrun.program.walk import TripCount, executed
 
 FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "while",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sharding.program.loops import known_trip_count
-from sharding.program.text import Computation, Operation, Program
+from dsjax.dryrun.program.loops import known_trip_count
+from dsjax.dryrun.program.text import Computation, Operation, Program
 
 TripCount = Callable[[Operation], float | None]
 """How often a ``while`` whose count the text does not tell runs its body, as far as the caller can tell."""

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sharding.program.asynchronous import collective_of
-from sharding.program.carried import carried_sums, is_float
-from sharding.program.costs import ORDERING, call_target, gemm_dimensions, grouped_product
-from sharding.program.groups import mesh_axes, replica_groups
-from sharding.program.loops import known_trip_count
-from sharding.program.text import Computation, Operation, Program, Shape
-from sharding.program.tiling import NO_TILING, SEQUENCE, Tiling, tiling_of
-from sharding.program.walk import Executed, executed
+from dsjax.dryrun.program.asynchronous import collective_of
+from dsjax.dryrun.program.carried import carried_sums, is_float
+from dsjax.dryrun.program.costs import ORDERING, call_target, gemm_dimensions, grouped_product
+from dsjax.dryrun.program.groups import mesh_axes, replica_groups
+from dsjax.dryrun.program.loops import known_trip_count
+from dsjax.dryrun.program.text import Computation, Operation, Program, Shape
+from dsjax.dryrun.program.tiling import NO_TILING, SEQUENCE, Tiling, tiling_of
+from dsjax.dryrun.program.walk import Executed, executed
 
 Platform = Literal["cpu", "gpu", "tpu"]
 Carrier = Literal["kernel", "library", "product", "reduce", "scatter", "collective", "loop", "unknown"]

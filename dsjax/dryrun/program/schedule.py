@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sharding.program.asynchronous import collective_of, is_done, is_start, start_of
-from sharding.program.collectives import ProgramCollective
-from sharding.program.costs import FREE
-from sharding.program.loops import known_trip_count
-from sharding.program.text import Computation, Operation, Program
-from sharding.program.walk import TripCount
+from dsjax.dryrun.program.asynchronous import collective_of, is_done, is_start, start_of
+from dsjax.dryrun.program.collectives import ProgramCollective
+from dsjax.dryrun.program.costs import FREE
+from dsjax.dryrun.program.loops import known_trip_count
+from dsjax.dryrun.program.text import Computation, Operation, Program
+from dsjax.dryrun.program.walk import TripCount
 
 COMPUTE = "compute"
 

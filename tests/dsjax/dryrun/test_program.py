@@ -6,9 +6,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from dsjax.dryrun.program import Program, ProgramTextError, Shape, executed, program_collectives, program_costs
+from dsjax.dryrun.program.groups import mesh_axes, replica_groups, source_target_pairs
 from sharding import MeshSpec
-from sharding.program import Program, ProgramTextError, Shape, executed, program_collectives, program_costs
-from sharding.program.groups import mesh_axes, replica_groups, source_target_pairs
 
 F32 = jnp.float32
 

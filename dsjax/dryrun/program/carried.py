@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sharding.program.text import Computation, Operation, Program
+from dsjax.dryrun.program.text import Computation, Operation, Program
 
 _LINEAR = {
     "bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "divide", "dynamic-slice", "multiply",

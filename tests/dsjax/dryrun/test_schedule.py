@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tpu_programs import entry
 
-from sharding.program import COMPUTE, OperationCost, play, program_collectives
+from dsjax.dryrun.program import COMPUTE, OperationCost, play, program_collectives
 
 MESH = {"dp": 2, "ep": 1, "tp": 4}
 ALONG = {"tp": "[2,4]<=[8]", "dp": "[4,2]<=[2,4]T(1,0)"}

@@ -3,8 +3,8 @@ arrays in the core's own memory."""
 
 import pytest
 
-from sharding.program import OperationCost, Program, Shape, play, program_collectives, program_costs
-from sharding.program.costs import bytes_moved
+from dsjax.dryrun.program import OperationCost, Program, Shape, play, program_collectives, program_costs
+from dsjax.dryrun.program.costs import bytes_moved
 
 
 def entry(*lines, others=""):

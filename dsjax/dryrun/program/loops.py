@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharding.program.text import Computation, Operation, Program
+from dsjax.dryrun.program.text import Computation, Operation, Program
 
 _SAME = ("bitcast", "copy", "copy-done", "copy-start", "reshape")
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from sharding.program import Program
-from sharding.program.order_differences import order_differences, signatures
-from sharding.program.reductions import program_reductions
+from dsjax.dryrun.program import Program
+from dsjax.dryrun.program.order_differences import order_differences, signatures
+from dsjax.dryrun.program.reductions import program_reductions
 
 MESH = {"dp": 1, "ep": 4, "tp": 2}
 

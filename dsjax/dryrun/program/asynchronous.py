@@ -7,7 +7,7 @@ collective on, each with a copy of it under the same channel.
 
 from __future__ import annotations
 
-from sharding.program.text import Computation, Operation, Program
+from dsjax.dryrun.program.text import Computation, Operation, Program
 
 KINDS = (
     "all-gather",

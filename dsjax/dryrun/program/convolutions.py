@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from sharding.program.text import Operation, Shape
+from dsjax.dryrun.program.text import Operation, Shape
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window={([^}]*)}")

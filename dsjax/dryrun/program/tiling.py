@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from sharding.program.text import Computation, Operation, Program, Shape
+from dsjax.dryrun.program.text import Computation, Operation, Program, Shape
 
 SEQUENCE = "in sequence"
 """The order of a sum that one thread makes, term after term."""

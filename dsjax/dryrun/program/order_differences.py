@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from sharding.program.reductions import Reduction
+from dsjax.dryrun.program.reductions import Reduction
 
 Signatures = dict[str, frozenset[str]]
 """Where a sum comes from → how the program makes it; several ways where layers are compiled apart."""

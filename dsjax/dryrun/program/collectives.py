@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sharding.program.asynchronous import KINDS, collective_of, is_done, is_start, start_of
-from sharding.program.groups import Groups, mesh_axes, replica_groups, source_target_pairs
-from sharding.program.text import Operation, Program, Shape, item_bits
-from sharding.program.walk import Executed, TripCount, executed
+from dsjax.dryrun.program.asynchronous import KINDS, collective_of, is_done, is_start, start_of
+from dsjax.dryrun.program.groups import Groups, mesh_axes, replica_groups, source_target_pairs
+from dsjax.dryrun.program.text import Operation, Program, Shape, item_bits
+from dsjax.dryrun.program.walk import Executed, TripCount, executed
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The compiled-program reader: HLO text to operations, collectives with their mesh axes and bytes, costs, and times."""
 
-from sharding.program.collectives import ProgramCollective, program_collectives, true_dtypes
-from sharding.program.costs import ProgramCosts, program_costs
-from sharding.program.schedule import COMPUTE, OperationCost, Prices, Schedule, Span, Turn, play
-from sharding.program.text import Operation, Program, ProgramTextError, Shape
-from sharding.program.walk import Executed, executed
+from dsjax.dryrun.program.collectives import ProgramCollective, program_collectives, true_dtypes
+from dsjax.dryrun.program.costs import ProgramCosts, program_costs
+from dsjax.dryrun.program.schedule import COMPUTE, OperationCost, Prices, Schedule, Span, Turn, play
+from dsjax.dryrun.program.text import Operation, Program, ProgramTextError, Shape
+from dsjax.dryrun.program.walk import Executed, executed
 
 __all__ = [
     "COMPUTE",
