@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _WITH_JAX = {
-    "Collective": "cost",
+    "Collective": "collectives",
     "DispatchStatistics": "statistics",
     "Exchange": "entry",
     "ExpertsOfMesh": "entry",

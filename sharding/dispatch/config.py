@@ -10,6 +10,7 @@ from sharding.errors import MeshError
 
 if TYPE_CHECKING:  # the planner reads this file without JAX
     from sharding.dispatch.group import InMemory
+    from sharding.dispatch.transit import Method
 
 METHODS = ("auto", "gather", "padded", "ragged", "hierarchical")
 WIRES = ("compute", "fp8")
@@ -19,7 +20,8 @@ WIRES = ("compute", "fp8")
 class DispatchConfig:
     """How rows are exchanged inside an EP group. Every setting gives the same result; they differ in cost.
 
-    method: ``gather``, ``padded``, ``ragged``, ``hierarchical``, or ``auto`` (``sharding.dispatch.choice`` has the rule).
+    method: ``gather``, ``padded``, ``ragged``, ``hierarchical``, ``auto`` (``sharding.dispatch.choice`` has the rule), or a class of your
+        own (``sharding.dispatch.Method``).
     capacity: rows that one rank may send to another in one round of ``padded``, of ``hierarchical`` or of the emulated ``ragged``;
         None applies ``default_capacity``. Tokens over capacity go in further rounds.
     devices_per_host: neighbours in the mesh that share a host, for ``hierarchical``, and for ``auto`` to take it; None: nothing is known
@@ -42,7 +44,7 @@ class DispatchConfig:
         tokens where they lie (``sharding/dispatch/memory.py``).
     """
 
-    method: Literal["auto", "gather", "padded", "ragged", "hierarchical"] = "auto"
+    method: Literal["auto", "gather", "padded", "ragged", "hierarchical"] | type[Method] = "auto"
     capacity: int | None = None
     wire: Literal["compute", "fp8"] = "compute"
     chunk_tokens: int | None = None
@@ -61,7 +63,7 @@ class DispatchConfig:
         )
 
     def __post_init__(self):
-        if self.method not in METHODS:
+        if isinstance(self.method, str) and self.method not in METHODS:
             raise MeshError(f"dispatch method {self.method!r}; expected one of {METHODS}")
         if self.wire not in WIRES:
             raise MeshError(f"dispatch wire {self.wire!r}; expected one of {WIRES}")

@@ -24,7 +24,7 @@ from sharding.dispatch.memory import Memory
 from sharding.dispatch.methods import Alone, ByChoice, InChunks
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.ragged import Ragged
-from sharding.dispatch.transit import Method, Transit, run_together
+from sharding.dispatch.transit import ExchangePlan, Method, Transit, run_together
 from sharding.dispatch.wire import WireFormat
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -117,8 +117,7 @@ class Exchange:
             raise MeshError(
                 f"{experts} physical experts are not divisible by ep={spec.ep_size}; add {-experts % spec.ep_size} redundant ones"
             )
-        platform, hosts = mesh.devices.flat[0].platform, config.devices_per_host
-        group = ExpertGroup.of(spec, experts, platform, config.by_choice, config.in_memory, hosts)
+        group = group_of(spec, config, experts, mesh.devices.flat[0].platform)
         on_rank = -(-tokens // spec.dp_size // spec.tp_size)
         method = _method(group, config, home, on_rank, top_k, x_TD.shape[1], x_TD.dtype)
         return cls(spec, mesh, config, group, method, tokens, home)
@@ -228,22 +227,8 @@ def _own(tree: Any) -> Any:
     return jax.tree.map(lambda array: array[0], tree)
 
 
-class ExchangePlan(NamedTuple):
-    """How a rank's tokens are exchanged: the method, tokens of a chunk, chunks, and rows that a rank may send to another in a round.
-
-    method: ``local`` where the group is this rank alone, ``memory`` where emulated devices' experts read rows where they lie: no collective
-        at all. rows, choices: what is sent of a chunk, and how many of a
-        token's choices a row is for: a token for all of them, or for each of them. crossing: rows that a rank may send to another host
-        in a round of ``hierarchical``.
-    """
-
-    method: str
-    chunk: int
-    chunks: int
-    capacity: int
-    rows: int
-    choices: int
-    crossing: int = 0
+METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Gather, Padded, Ragged, Hierarchical)}
+"""What ``DispatchConfig.method`` can name. A class of another method can be given in its place."""
 
 
 def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: ExpertGroup) -> ExchangePlan:
@@ -253,12 +238,12 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
     chunk = -(-tokens // chunks)  # even chunks, so that the padding is less than one row a chunk
     capacity = min(chunk, config.capacity or default_capacity(chunk, top_k, group.size, config.overlapped))
     if group.all_ranks == 1:
-        return ExchangePlan("local", chunk, chunks, capacity, chunk, top_k)
+        return ExchangePlan(Alone, chunk, chunks, capacity, chunk, top_k)
     if config.reads_in_memory and group.width == 1:
-        return ExchangePlan("memory", chunk, chunks, capacity, chunk, top_k)
+        return ExchangePlan(Memory, chunk, chunks, capacity, chunk, top_k)
     # Terms that come back by choice are not added on the way, so that a row to a host stands for one choice alone.
     on_host = 1 if config.by_choice and config.method == "auto" else group.on_host
-    method = choose_method(
+    chosen = choose_method(
         config.method,
         chunk,
         top_k,
@@ -269,17 +254,19 @@ def exchange_plan(config: DispatchConfig, tokens: int, top_k: int, group: Expert
         routed_groups=config.routed_groups,
         in_memory=config.in_memory is not None,
     )
-    rows = chunk * top_k
+    kind, rows, choices = METHODS.get(chosen, chosen), chunk, top_k
     if config.by_choice:
-        capacity = min(rows, config.capacity or default_capacity(rows, 1, group.size, config.overlapped))
-    if method == "gather" or not config.by_choice:
-        rows, choices = chunk, top_k
-    else:
-        choices = 1
+        of_choices = min(
+            rows * top_k, config.capacity or default_capacity(rows * top_k, 1, group.size, config.overlapped)
+        )
+        if kind is Gather:
+            kind = GatherByChoice if GatherByChoice.fits(group, chunk, top_k, of_choices) else Padded
+        if not kind.keeps_choices:
+            rows, choices, capacity = rows * top_k, 1, of_choices
     crossing = (config.capacity or 0) * group.on_host or host_capacity(
         rows, choices, group.size // group.on_host, config.overlapped, None if choices == 1 else config.routed_groups
     )
-    return ExchangePlan(method, chunk, chunks, capacity, rows, choices, min(rows, crossing))
+    return ExchangePlan(kind, chunk, chunks, capacity, rows, choices, min(rows, crossing))
 
 
 def resolved_method(
@@ -294,8 +281,13 @@ def resolved_method(
         experts: physical experts in all.
         platform: of the mesh's devices: ``cpu``, ``gpu`` or ``tpu``.
     """
-    group = ExpertGroup.of(spec, experts, platform, devices_per_host=config.devices_per_host)
-    return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group).method
+    group = group_of(spec, config, experts, platform)
+    return exchange_plan(config, -(-tokens // spec.tp_size), top_k, group).kind.name
+
+
+def group_of(spec: MeshSpec, config: DispatchConfig, experts: int, platform: str) -> ExpertGroup:
+    """The group of ranks that exchange. Arguments as of ``resolved_method``."""
+    return ExpertGroup.of(spec, experts, platform, config.by_choice, config.in_memory, config.devices_per_host)
 
 
 def _method(
@@ -304,24 +296,10 @@ def _method(
     """How a rank's ``tokens`` tokens of ``width`` are exchanged."""
     plan = exchange_plan(config, tokens, top_k, group)
     wire = WireFormat(width, plan.choices, dtype, config.wire == "fp8")
-    inner_home = home and not config.by_choice
-    by_choice = config.by_choice and plan.method != "local"
-    if plan.method == "local":
-        method = Alone(home)
-    elif plan.method == "memory":
-        method = Memory(group)
-    elif plan.method == "gather" and by_choice:
-        method = GatherByChoice(group, wire, plan.chunk, top_k, plan.capacity)
-    elif plan.method == "gather":
-        method = Gather(group, wire, plan.chunk, inner_home)
-    elif plan.method == "padded":
-        method = Padded(group, wire, plan.capacity, inner_home)
-    elif plan.method == "hierarchical":
-        method = Hierarchical(group, wire, plan.capacity, inner_home, plan.crossing, plan.rows)
-    else:
-        method = Ragged(group, wire, plan.rows, plan.choices, inner_home)
+    by_choice = config.by_choice and plan.kind is not Alone
+    method = plan.kind.of(group, wire, plan, home and not by_choice)
     if by_choice:
-        method = ByChoice(group, method, apart=plan.method not in ("gather", "memory"), home=home, top_k=top_k)
+        method = ByChoice(group, method, apart=not plan.kind.keeps_choices, home=home, top_k=top_k)
     return method if plan.chunks == 1 else InChunks(method, tokens, plan.chunk, plan.chunks)
 
 

@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sharding.dispatch.collectives import Collective, over_width, spread
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import goes_to
 from sharding.dispatch.padded import Padded
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route
-from sharding.dispatch.transit import Transit
+from sharding.dispatch.transit import ExchangePlan, Transit
+from sharding.dispatch.wire import WireFormat
 
 
 class _Way(NamedTuple):
@@ -50,7 +52,29 @@ class Hierarchical(Padded):
     crossing: int
     tokens: int
 
+    name = "hierarchical"
     relays = True
+
+    @classmethod
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Hierarchical:
+        """As ``Method.of``."""
+        return cls(group, wire, plan.capacity, home, plan.crossing, plan.rows)
+
+    @classmethod
+    def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
+        """As ``Method.collectives``."""
+        times, hosts, arriving = plan.chunks * rounds, group.size // group.on_host, group.size * plan.capacity
+
+        def stages(purpose: str, row_bytes: int) -> list[Collective]:
+            crossing = hosts * plan.crossing * row_bytes
+            return [
+                spread("all_to_all", purpose, group.axes, hosts, crossing, times, "between"),
+                spread("all_to_all", purpose, group.axes, group.on_host, arriving * row_bytes, times, "inside"),
+            ]
+
+        there, back = wire.row_bytes, wire.answer_bytes
+        width = over_width(group, arriving, there, back, times)
+        return [*stages("dispatch", there), *width, *reversed(stages("combine", back))]
 
     @cached_property
     def stages(self) -> tuple[ExpertGroup, ExpertGroup]:

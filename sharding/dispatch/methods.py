@@ -11,17 +11,31 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from sharding.dispatch.collectives import Collective
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, home_slots
-from sharding.dispatch.transit import Method, NoRoundsApart, OneStage, Transit, whole_exchange
+from sharding.dispatch.transit import ExchangePlan, Method, Transit, whole_exchange
+from sharding.dispatch.wire import WireFormat
 from sharding.sums import add_in_order
 
 
 @dataclass(frozen=True)
-class Alone(OneStage, NoRoundsApart):
+class Alone(Method):
     """``Method`` of a rank that holds all experts: nothing travels."""
 
     home: bool
+
+    name = "local"
+
+    @classmethod
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Alone:
+        """As ``Method.of``."""
+        return cls(home)
+
+    @classmethod
+    def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
+        """None."""
+        return []
 
     def prepare(self, x_TD, slots_TK, weights_TK) -> Transit:
         """The tokens, with a further choice where there is an expert that all of them use."""
@@ -32,17 +46,9 @@ class Alone(OneStage, NoRoundsApart):
             )
         return Transit((x_TD, slots_TK, weights_TK), None)
 
-    def send(self, transit: Transit) -> Transit:
-        """Nothing to do."""
-        return transit
-
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """The tokens' weighted sums."""
         return Transit(*experts(*transit.rows))
-
-    def answer(self, transit: Transit) -> Transit:
-        """Nothing to do."""
-        return transit
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums as they are."""
@@ -51,7 +57,7 @@ class Alone(OneStage, NoRoundsApart):
 
 
 @dataclass(frozen=True)
-class ByChoice:
+class ByChoice(Method):
     """What a token's experts give comes back apart, and is added in the order of its choices (``DispatchConfig.by_choice``).
 
     method: brings it back. apart: whether each choice of a token is a row of its own there. top_k: choices of a token.
@@ -137,7 +143,7 @@ class ByChoice:
 
 
 @dataclass(frozen=True)
-class InChunks(OneStage, NoRoundsApart):
+class InChunks(Method):
     """Chunks of a rank's tokens, each exchanged as a whole before the next: all of it is ``compute``, and nothing travels beside it.
 
     method: of one chunk. tokens: of the rank, in ``chunks`` chunks of ``chunk``.
@@ -154,20 +160,12 @@ class InChunks(OneStage, NoRoundsApart):
         inputs = pad(x_TD, fill=0), pad(slots_TK, fill=-1), pad(weights_TK, fill=0)
         return Transit([array.reshape(self.chunks, self.chunk, -1) for array in inputs], None)
 
-    def send(self, transit: Transit) -> Transit:
-        """Nothing to do yet."""
-        return transit
-
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Exchange and compute chunk after chunk."""
         _, (y, counts) = lax.scan(
             lambda _, inputs: (None, whole_exchange(self.method, *inputs, experts)), None, transit.rows
         )
         return Transit(y.reshape(self.chunks * self.chunk, -1)[: self.tokens], counts)
-
-    def answer(self, transit: Transit) -> Transit:
-        """Nothing is left to do."""
-        return transit
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Array, Counts]:
         """The sums as they are, and the chunks' counts together."""

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from sharding.dispatch.collectives import Collective, over_width, spread
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
 from sharding.dispatch.route import Route, add_returned, cells_of, fill_cells, plan_route, total_counts
-from sharding.dispatch.transit import OneStage, Transit, in_rounds
+from sharding.dispatch.transit import ExchangePlan, Method, Transit, in_rounds
 from sharding.dispatch.wire import WireFormat
 
 
@@ -43,7 +44,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Padded(OneStage):
+class Padded(Method):
     """``Method`` of ``padded``, with room for ``capacity`` rows from each rank to each other in a round.
 
     Where an expert's width is split over ``tp``, tokens travel between ranks of the same ``tp`` index; the ``tp`` ranks of
@@ -54,6 +55,26 @@ class Padded(OneStage):
     wire: WireFormat
     capacity: int
     home: bool
+
+    name = "padded"
+
+    @classmethod
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Padded:
+        """As ``Method.of``."""
+        return cls(group, wire, plan.capacity, home)
+
+    @classmethod
+    def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
+        """As ``Method.collectives``."""
+        arriving, times = group.size * plan.capacity, plan.chunks * rounds
+        there, back = wire.row_bytes, wire.answer_bytes
+        inner = over_width(group, arriving, there, back, times)
+        if group.size == 1:
+            return inner
+        meet = "all_to_all", group.axes, group.size
+        ways = ("dispatch", there), ("combine", back)
+        first, last = (spread(meet[0], purpose, *meet[1:], arriving * size, times) for purpose, size in ways)
+        return [first, *inner, last]
 
     @property
     def _cells(self) -> int:

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from sharding.dispatch.collectives import Collective, gathered, over_width, spread
+from sharding.dispatch.config import even_routing_rows
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts, add_sent, home_slots
 from sharding.dispatch.route import Route, add_returned, fill_cells, plan_route
-from sharding.dispatch.transit import NoRoundsApart, OneStage, Transit
+from sharding.dispatch.transit import ExchangePlan, Method, Transit
 from sharding.dispatch.wire import WireFormat
 
 NATIVE_PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
@@ -46,7 +48,7 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ragged(OneStage, NoRoundsApart):
+class Ragged(Method):
     """``Method`` of ``ragged``: every row that there is, and no other. ``prepare`` exchanges the sizes.
 
     tokens, top_k: of this rank.
@@ -57,6 +59,38 @@ class Ragged(OneStage, NoRoundsApart):
     tokens: int
     top_k: int
     home: bool
+
+    name = "ragged"
+
+    @classmethod
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Ragged:
+        """As ``Method.of``."""
+        return cls(group, wire, plan.rows, plan.choices, home)
+
+    @classmethod
+    def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
+        """As ``Method.collectives``."""
+        arriving, times = group.size * plan.rows, plan.chunks
+        there, back = wire.row_bytes, wire.answer_bytes
+        inner = over_width(group, arriving, there, back, times)
+        if group.size == 1:
+            return inner
+
+        def exchange(purpose: str, operand_rows: int, row_bytes: int) -> Collective:
+            if group.platform not in NATIVE_PLATFORMS:
+                return spread("all_to_all", purpose, group.axes, group.size, arriving * row_bytes, times)
+            mean = even_routing_rows(plan.rows, plan.choices, group.size) * (group.size - 1) * row_bytes
+            operand = operand_rows * row_bytes
+            return Collective("ragged_all_to_all", purpose, group.axes, group.size, operand, round(mean), times)
+
+        sizes = gathered("sizes", group.axes, group.size, 4 * group.size, times)
+        sending = plan.rows * min(plan.choices, group.size)
+        return [sizes, exchange("dispatch", sending, there), *inner, exchange("combine", arriving, back)]
+
+    @classmethod
+    def sends_padding(cls, group: ExpertGroup) -> bool:
+        """As ``Method.sends_padding``."""
+        return group.platform not in NATIVE_PLATFORMS or group.width > 1
 
     @property
     def _rows(self) -> tuple[int, int]:

@@ -10,10 +10,7 @@ import numpy as np
 
 from sharding.balancing import balancedness_of_ranks
 from sharding.dispatch.config import DispatchConfig
-from sharding.dispatch.cost import dispatch_collectives
-from sharding.dispatch.entry import exchange_plan
-from sharding.dispatch.group import ExpertGroup
-from sharding.dispatch.ragged import NATIVE_PLATFORMS
+from sharding.dispatch.entry import exchange_plan, group_of
 from sharding.dispatch.wire import WireFormat
 from sharding.mesh import MeshSpec
 
@@ -52,27 +49,28 @@ class DispatchStatistics:
         top_k: int,
         dtype: jnp.dtype,
         platform: str,
-        exchanges: int = 1,
     ) -> DispatchStatistics:
         """Read what ``dispatch`` returned, for one layer or stacked over layers (a scan's output).
 
-        tokens: of one device, as in ``dispatch_collectives``; width: D; dtype: the compute dtype. exchanges: how many of so many tokens
-        were added up in a layer's counts.
+        tokens: of one device, as in ``dispatch_collectives``; width: D; dtype: the compute dtype.
         """
         arrays = {name: np.asarray(value).astype(np.int64) for name, value in counts.items()}
         if arrays["rounds"].ndim == 1:
             arrays = {name: value[None] for name, value in arrays.items()}
         per_rank = arrays["tokens_per_expert"]
         per_expert = tokens_per_physical_expert(spec, per_rank)
-        shape = {"tokens": tokens, "width": width, "top_k": top_k, "dtype": dtype, "platform": platform}
-        shape["experts"] = per_expert.shape[1]
-        group = ExpertGroup.of(
-            spec, shape["experts"], platform, config.by_choice, devices_per_host=config.devices_per_host
-        )
-        choices = exchange_plan(config, tokens, top_k, group).choices
-        wire = WireFormat(width, choices, jnp.dtype(dtype), config.wire == "fp8")
-        row_bytes = wire.row_bytes + width * np.dtype(dtype).itemsize
-        payload = int(arrays["rows_sent"].sum()) * row_bytes
+        experts = per_expert.shape[1]
+        group = group_of(spec, config, experts, platform)
+        plan = exchange_plan(config, tokens, top_k, group)
+        wire = WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
+        payload = int(arrays["rows_sent"].sum()) * (wire.row_bytes + wire.answer_bytes)
+        # One round's collectives of each chunk, times the rounds that each rank counted.
+        collectives, rounds = plan.kind.collectives(group, wire, plan, 1), int(arrays["rounds"].sum())
+        padded = plan.kind.sends_padding(group)
+        wire_bytes = 0 if padded else payload
+        for each in collectives:
+            if padded or each.purpose == "sizes":
+                wire_bytes += each.bytes_sent * each.times // plan.chunks * rounds
         return cls(
             tokens_per_expert=per_expert,
             tokens_per_rank=per_rank.sum(axis=2),
@@ -80,7 +78,7 @@ class DispatchStatistics:
             rows_received_per_rank=arrays["rows_received"].sum(axis=0),
             rounds=int(arrays["rounds"].max(axis=1).sum()),
             payload_bytes=payload,
-            wire_bytes=_wire_bytes(arrays, spec, config, payload, shape, exchanges),
+            wire_bytes=wire_bytes,
         )
 
     @property
@@ -106,23 +104,3 @@ def tokens_per_physical_expert(spec: MeshSpec, counts: np.ndarray) -> np.ndarray
     alike = tuple(slice(1) if axis in spec.expert_width_axes else slice(None) for axis in spec.axes)
     copies = by_axis[(slice(None), *alike)].sum(axis=1)
     return copies.reshape(len(counts), -1)
-
-
-def _wire_bytes(
-    arrays: Mapping[str, np.ndarray], spec: MeshSpec, config: DispatchConfig, payload: int, shape: dict, exchanges: int
-) -> int:
-    """Bytes that all devices sent: one round's collectives times the rounds that each rank counted."""
-    hosts = config.devices_per_host
-    group = ExpertGroup.of(spec, shape["experts"], shape["platform"], devices_per_host=hosts)
-    plan = exchange_plan(config, shape["tokens"], shape["top_k"], group)
-    method, chunks = plan.method, plan.chunks
-    collectives = dispatch_collectives(spec, config, **shape)
-    if method == "ragged" and shape["platform"] in NATIVE_PLATFORMS and group.width == 1:
-        collectives = tuple(c for c in collectives if c.purpose == "sizes")
-    else:
-        payload = 0
-    rounds = int(arrays["rounds"].sum())
-    # Further rounds of ``gather`` bring terms back; its tokens are gathered once for each chunk.
-    gathers = arrays["rounds"].size * chunks * exchanges if method == "gather" else rounds
-    sent = {"dispatch": gathers, "sizes": rounds, "combine": rounds}
-    return payload + sum(c.bytes_sent * c.times // chunks * sent[c.purpose] for c in collectives)

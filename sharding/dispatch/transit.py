@@ -12,13 +12,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sharding.dispatch.collectives import Collective
+from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.local import Counts, RankExperts
+from sharding.dispatch.wire import WireFormat
 
 
 @jax.tree_util.register_dataclass
@@ -34,67 +37,97 @@ class Transit:
     kept: Any
 
 
-class Method(Protocol):
-    """One way of dispatch, seen from one rank. relays: whether rows go by way of another rank, in two exchanges each way."""
+class Method:
+    """One way of dispatch, seen from one rank: what a new one inherits, and overrides.
 
-    relays: bool
+    ``sharding/dispatch/entry.py`` has the table of ours. Another is given to ``DispatchConfig(method=...)`` as a class.
+
+    name: in reports. relays: whether rows go by way of another rank, in two exchanges each way.
+    keeps_choices: whether it adds a token's terms in the order of its choices (``DispatchConfig.by_choice``) from one row for all of
+        them. Of other methods each choice is then a row of its own, and ``ByChoice`` adds what they give.
+    """
+
+    name: ClassVar[str]
+    relays: ClassVar[bool] = False
+    keeps_choices: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, home: bool) -> Method:
+        """The method for a rank's tokens. home: see ``dispatch``."""
+        raise NotImplementedError
+
+    @classmethod
+    def collectives(cls, group: ExpertGroup, wire: WireFormat, plan: ExchangePlan, rounds: int) -> list[Collective]:
+        """Its collectives in one layer, in program order; rounds: of a chunk, where it has further ones."""
+        raise NotImplementedError
+
+    @classmethod
+    def sends_padding(cls, group: ExpertGroup) -> bool:
+        """Whether more than the rows that there are goes over the wire."""
+        return True
 
     def prepare(
         self, x_TD: Float[Array, "T D"], slots_TK: Int[Array, "T K"], weights_TK: Float[Array, "T K"]
     ) -> Transit:
         """Pack this rank's tokens in the order in which they travel."""
+        raise NotImplementedError
 
     def send(self, transit: Transit) -> Transit:
         """Exchange packed tokens."""
+        return transit
 
     def relay(self, transit: Transit) -> Transit:
         """Exchange them once more, where the way has two stages."""
+        return transit
 
     def compute(self, transit: Transit, experts: RankExperts) -> Transit:
         """Apply this rank's experts to what arrived."""
+        raise NotImplementedError
 
     def answer(self, transit: Transit) -> Transit:
         """Exchange what the experts gave."""
+        return transit
 
     def relay_back(self, transit: Transit) -> Transit:
         """Exchange it once more, where the way has two stages."""
+        return transit
 
     def add(self, transit: Transit, experts: RankExperts) -> tuple[Float[Array, "T D"], Counts]:
         """Add what came back of each token, in further rounds too where there was no room for all; give the sums and the counts."""
+        raise NotImplementedError
 
     def rounds(self, transit: Transit) -> Array | None:
         """Rounds that all ranks need, where others than the first can be run before ``add``; else None, without the next three."""
+        return None
 
     def before_further(self, transit: Transit) -> Any:
         """What ``round`` adds to."""
+        raise NotImplementedError
 
     def round(self, transit: Transit, r: jax.Array, so_far: Any, experts: RankExperts) -> Any:
         """Run round ``r``, the second being 1, and add it to what the rounds before gave."""
+        raise NotImplementedError
 
     def after_further(self, transit: Transit, so_far: Any) -> Transit:
         """Hand the further rounds' sums to ``add``, which then runs none."""
+        raise NotImplementedError
 
 
-class OneStage:
-    """For a ``Method`` to inherit whose rows go straight to their experts, and the sums straight back."""
+class ExchangePlan(NamedTuple):
+    """How a rank's tokens are exchanged.
 
-    relays = False
+    kind: the method. chunk, chunks: tokens of an exchange, and how many follow one another. capacity: rows that a rank may send to another
+    in a round. rows, choices: what is sent of a chunk, and for how many of a token's choices a row is: for all of them, or for each
+    of them. crossing: rows that a rank may send to another host in a round of ``hierarchical``.
+    """
 
-    def relay(self, transit: Transit) -> Transit:
-        """Nothing to do."""
-        return transit
-
-    def relay_back(self, transit: Transit) -> Transit:
-        """Nothing to do."""
-        return transit
-
-
-class NoRoundsApart:
-    """For a ``Method`` to inherit that has one round, or runs all others in ``add``."""
-
-    def rounds(self, transit: Transit) -> Array | None:
-        """None to run apart from ``add``."""
-        return None
+    kind: type[Method]
+    chunk: int
+    chunks: int
+    capacity: int
+    rows: int
+    choices: int
+    crossing: int = 0
 
 
 def in_rounds(rounds: Array, run: Callable[[Array, Any], Any], so_far: Any) -> Any:

@@ -60,6 +60,11 @@ class WireFormat:
         return sum(count * dtype.itemsize for count, dtype in self.fields)
 
     @property
+    def answer_bytes(self) -> int:
+        """Bytes of a weighted sum on its way back."""
+        return self.width * np.dtype(self.dtype).itemsize
+
+    @property
     def row_words(self) -> int:
         """Words of a packed row."""
         return self.row_bytes // self.word.itemsize

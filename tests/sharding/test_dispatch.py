@@ -25,7 +25,7 @@ from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh, dispatch,
 
 EXPERTS, TOKENS = 32, 3  # tokens of a device
 METHODS = {
-    "gather": DispatchConfig("gather", report=True),
+    "gather": DispatchConfig("gather", capacity=64, report=True),  # so many that terms come back as columns, too
     "padded": DispatchConfig("padded", report=True),
     "padded, capacity 1": DispatchConfig("padded", capacity=1, report=True),
     "ragged": DispatchConfig("ragged", report=True),
@@ -125,16 +125,6 @@ def test_each_stage_of_an_exchange_is_a_part_of_its_own_with_one_collective(meth
 
     jax.eval_shape(step)
     assert found == [1, stages - 1] * 2
-
-
-def test_a_longer_queue_of_terms_takes_further_rounds_which_are_reported():
-    spec, call = compiled("dp=8", DispatchConfig("gather", capacity=2, report=True, by_choice=True), EXPERTS)
-    tokens = TOKENS * spec.num_devices
-    x, slots, weights = coded_rows(tokens), np.full((tokens, K), -1, np.int32), weights_of(tokens)
-    slots[:TOKENS, :2] = [EXPERTS - 1, EXPERTS - 2]  # six terms of the first rank's tokens, all of the last rank
-    y, report = call(x, slots, weights)
-    np.testing.assert_array_equal(y, expected(x, slots, weights))
-    assert set(np.asarray(report["rounds"])) == {3}
 
 
 def unequal_experts(params, rows, ids, weights):

@@ -63,6 +63,13 @@ def test_in_one_memory_auto_gathers_few_tokens_alone():
     assert found == {8: "gather", 16: "gather", 32: "padded", 256: "padded"}
 
 
+def test_terms_come_back_as_columns_where_these_are_no_longer_than_queues():
+    spec, sizes = MeshSpec.parse("dp=32"), {"top_k": 8, "experts": 256, "platform": "gpu"}
+    for capacity, method in ((None, "padded"), (128, "gather"), (127, "padded")):
+        config = DispatchConfig("gather", by_choice=True, capacity=capacity)
+        assert resolved_method(spec, config, tokens=16, **sizes) == method  # 16 tokens, 8 experts a rank
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "found"),
     [
@@ -76,7 +83,7 @@ def test_in_one_memory_auto_gathers_few_tokens_alone():
 def test_rows_pass_in_memory_where_experts_cannot_read_tokens_where_they_lie(mesh, options, found):
     config = DispatchConfig(**{"by_choice": True, "in_memory": SimpleNamespace(together=True), **options})
     spec, sizes = MeshSpec.parse(mesh), {"top_k": 8, "experts": 256, "platform": "cpu"}
-    assert [resolved_method(spec, config, tokens=tokens, **sizes) for tokens in (16, 64)] == found
+    assert [resolved_method(spec, config, tokens=tokens, **sizes) for tokens in (4, 64)] == found
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,6 @@ class ExpertRecorder:
             step.spec,
             dataclasses.replace(step.dispatch, overlapped=exchanges > 1),
             tokens=-(-slots // step.spec.tp_size),
-            exchanges=exchanges,
             width=step.config.hidden_size,
             top_k=step.config.num_experts_per_tok,
             dtype=step.dtype,
