@@ -26,7 +26,7 @@ class DispatchStatistics:
     rows_sent: rows that had to go to another device; the same number of weighted sums came back. rows_sent_per_rank:
         by the rank that the tokens belong to.
     rounds: exchanges that a rank took part in, summed over layers and chunks: above ``layers × chunks`` tokens overflowed.
-    payload_bytes: bytes of those rows, both ways. wire_bytes: bytes that devices sent, padding included.
+    payload_bytes: bytes of those rows, both ways, where they travel at all; wire_bytes: bytes that devices sent, padding included.
     """
 
     tokens_per_expert: np.ndarray
@@ -63,10 +63,10 @@ class DispatchStatistics:
         group = group_of(spec, config, experts, platform)
         plan = exchange_plan(config, tokens, top_k, group)
         wire = WireFormat(width, plan.choices, jnp.dtype(dtype), config.wire == "fp8")
-        payload = int(arrays["rows_sent"].sum()) * (wire.row_bytes + wire.answer_bytes)
         # One round's collectives of each chunk, times the rounds that each rank counted.
         collectives, rounds = plan.kind.collectives(group, wire, plan, 1), int(arrays["rounds"].sum())
-        padded = plan.kind.sends_padding(group)
+        padded, row_bytes = plan.kind.sends_padding(group), wire.row_bytes + wire.answer_bytes
+        payload = int(arrays["rows_sent"].sum()) * row_bytes if collectives else 0
         wire_bytes = 0 if padded else payload
         for each in collectives:
             if padded or each.purpose == "sizes":

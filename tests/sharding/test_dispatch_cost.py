@@ -1,6 +1,7 @@
 """The arithmetic of collectives and bytes, held against the program that JAX lowers."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,9 @@ def test_statistics_tell_load_payload_and_padding_and_count_an_expert_once_where
     assert found.payload_bytes == 3 * row
     assert found.wire_bytes == (1 + 1 + 2 + 2 + 4) * 4 * row  # rounds × capacity rows for the one other rank
     assert found.padding_share == pytest.approx(1 - 3 / 40)
+    in_memory = DispatchConfig(by_choice=True, in_memory=SimpleNamespace(together=True))
+    read = DispatchStatistics.of(counts, spec, in_memory, tokens=8, **shape)
+    assert (read.payload_bytes, read.wire_bytes) == (0, 0), "experts that read tokens where they lie are sent none"
     assert found.rounds == 2 + 1
     counts = {name: np.array([3] * 4) for name in ("rows_sent", "rows_received")} | {"rounds": np.array([1] * 4)}
     counts["tokens_per_expert"] = np.array([[3, 5]] * 4)

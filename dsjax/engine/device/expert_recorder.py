@@ -99,10 +99,12 @@ class ExpertRecorder:
         if step.apart is not None:
             shape = step.spec.dp_size, slots, step.config.hidden_size
             return LayerPass(step, "moe_layers", 0, 0, shape).between().statistics(counts, padded=step.apart.padded)
+        if exchanges > 1:
+            step = dataclasses.replace(step, dispatch=dataclasses.replace(step.dispatch, overlapped=True))
         return DispatchStatistics.of(
             counts,
             step.spec,
-            dataclasses.replace(step.dispatch, overlapped=exchanges > 1),
+            step.experts.config,
             tokens=-(-slots // step.spec.tp_size),
             width=step.config.hidden_size,
             top_k=step.config.num_experts_per_tok,

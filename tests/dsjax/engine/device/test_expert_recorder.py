@@ -1,12 +1,16 @@
 """Counts of tokens by expert are added up over launches, under whichever placement each of them had."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from tiny_steps import tiny
 
 from dsjax.engine.device import expert_recorder
 from dsjax.engine.device.expert_recorder import ExpertRecorder
+from dsjax.model.expert_dispatch import ExpertDispatch
 from dsjax.model.rows import GroupShape
+from sharding.dispatch import DispatchConfig
 from sharding.layer_placement import LayerPlacements
 
 LAYERS, RANKS, EXPERTS = 2, 2, 32
@@ -58,3 +62,11 @@ def test_reports_are_read_together_when_many_have_come_and_a_launch_without_any_
     assert counts.tokens_per_expert[0, 3] == 3 * expert_recorder._MOST_HELD
     recorder.add(report(1), rows(8), HERE)
     assert recorder.counts().tokens_per_expert[0, 3] == counts.tokens_per_expert[0, 3], "a copy stays as it is"
+
+
+def test_bytes_are_those_of_the_exchange_that_was_carried_out(recorder, monkeypatch):
+    in_memory = DispatchConfig(by_choice=True, in_memory=SimpleNamespace(together=True))
+    for config, sends in ((in_memory, False), (DispatchConfig("gather"), True)):
+        monkeypatch.setattr(ExpertDispatch, "config", config)
+        recorder.add(report(1), rows(8), HERE)
+        assert (recorder.read().dispatch_bytes > 0) == sends
