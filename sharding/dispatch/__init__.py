@@ -17,8 +17,11 @@ __all__ = [
     "DispatchConfig",
     "DispatchStatistics",
     "Exchange",
+    "ExpertGroup",
     "ExpertsOfMesh",
+    "Method",
     "Transit",
+    "WireFormat",
     "choose_method",
     "default_capacity",
     "dispatch",
@@ -28,18 +31,23 @@ __all__ = [
     "host_capacity",
     "hosts_of_a_token",
     "resolved_method",
+    "sent_to_experts",
 ]
 
 _WITH_JAX = {
     "Collective": "collectives",
     "DispatchStatistics": "statistics",
     "Exchange": "entry",
+    "ExpertGroup": "group",
     "ExpertsOfMesh": "entry",
+    "Method": "transit",
     "Transit": "transit",
+    "WireFormat": "wire",
     "dispatch": "entry",
     "dispatch_collectives": "cost",
     "further_together": "entry",
     "resolved_method": "entry",
+    "sent_to_experts": "local",
 }
 
 

@@ -273,6 +273,8 @@ def _check(field: dataclasses.Field, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise UserError(f"{flag} is {value!r}, expected a number above 0 and at most 1")
         return
+    if field.name == "dispatch" and isinstance(value, type):
+        return  # a method of the caller's own: `sharding.dispatch.Method`
     if choices is not None and value not in choices:
         raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
     if least is None:
