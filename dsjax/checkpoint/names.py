@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsjax.config import ModelConfig
+from dsjax.config.layers import moe_layers, stacks
 from dsjax.model.parameters import ParameterInfo
 
 SCALE_SUFFIX = "_scale_inv"
@@ -62,7 +63,6 @@ _MTP = {
     "eh_proj.weight": "eh_proj.weight",
     "final_norm.scale": "shared_head.norm.weight",
 }
-_STACKS = ("dense_layers.", "moe_layers.", "mtp.layers.")
 # Saved by old versions of the remote code, and computed here from the configuration.
 _COMPUTED = ("rotary_emb.inv_freq",)
 
@@ -83,10 +83,13 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a parameter comes from: name templates, with ``{layer}`` and ``{expert}`` to fill in."""
+    """Where a parameter comes from: name templates, with ``{layer}`` and ``{expert}`` to fill in.
+
+    layers: the number in the checkpoint of each layer of its stack; None where it is in no stack.
+    """
 
     templates: tuple[str, ...]
-    first_layer: int | None
+    layers: range | None
     transposed: bool
 
     @property
@@ -119,6 +122,7 @@ class TensorNames:
         self.parameters = {path: info for path, info in parameters.items() if info.init != "derived"}
         in_order = np.arange(config.n_routed_experts)
         self.experts = np.atleast_2d(in_order if experts is None else np.asarray(experts))
+        self._moe_layers = [*moe_layers(config.layer_runs), *range(config.num_hidden_layers, self.end_of_mtp)]
         self._sources = {path: _source(config, path, self.parameters) for path in self.parameters}
 
     def pieces(self, path: str, region: Sequence[slice] | None = None) -> Iterator[TensorPiece]:
@@ -126,7 +130,7 @@ class TensorNames:
         source, shape = self._sources[path], self.parameters[path].shape
         region = region if region is not None else [slice(0, size) for size in shape]
         axes = []
-        if source.first_layer is not None:
+        if source.layers is not None:
             axes.append(range(*region[0].indices(shape[0])))
         if source.per_expert:
             axes.append(range(*region[1].indices(shape[1])))
@@ -138,7 +142,7 @@ class TensorNames:
                 template = source.templates[part]
                 if expert == self.config.n_routed_experts:
                     template = template.replace("experts.{expert}", "shared_experts")
-                layer = source.first_layer + lead[0] if source.first_layer is not None else ""
+                layer = source.layers[lead[0]] if source.layers is not None else ""
                 name = template.format(layer=layer, expert=expert)
                 index: list[int | slice] = [*lead, *[slice(None)] * (len(shape) - len(lead))]
                 if stack_axis is not None:
@@ -164,7 +168,7 @@ class TensorNames:
 
     def _row(self, source: _Source, layer: int) -> int:
         """The row of ``experts`` of a layer in its stack."""
-        return min(source.first_layer + layer - self.config.num_dense_layers, len(self.experts) - 1)
+        return min(self._moe_layers.index(source.layers[layer]), len(self.experts) - 1)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the parameters are made of, with its shape."""
@@ -227,24 +231,20 @@ def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterIn
     if weight is not None:
         source = _source(config, weight, parameters)
         names = tuple(template + SCALE_SUFFIX for template in source.templates)
-        return _Source(names, source.first_layer, source.transposed)
+        return _Source(names, source.layers, source.transposed)
     for part, suffix in (("scale", PACKED_SCALE_SUFFIX), ("global_scale", PACKED_GLOBAL_SUFFIX)):
         weight = path.removesuffix(f".{part}") + ".weight"
         if path.endswith(f".{part}") and weight in parameters and parameters[weight].packed > 1:
             source = _source(config, weight, parameters)
             names = tuple(template + suffix for template in source.templates)
-            return _Source(names, source.first_layer, source.transposed and part == "scale")
+            return _Source(names, source.layers, source.transposed and part == "scale")
     matrix = path.endswith(".weight") and path != "embed.weight"
     if path in _MODEL:
         return _Source((_MODEL[path],), None, matrix)
-    first = {
-        "dense_layers.": 0,
-        "moe_layers.": config.num_dense_layers,
-        "mtp.layers.": config.num_hidden_layers,
-        "mtp.": config.num_hidden_layers,
-    }
-    for stack in _STACKS:
+    modules = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    layers = {f"{kind.stack}.": numbers for kind, numbers in stacks(config.layer_runs).items()}
+    for stack, numbers in (layers | {"mtp.layers.": modules}).items():
         if path.startswith(stack):
             names = _LAYER[path.removeprefix(stack)]
-            return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), first[stack], matrix)
-    return _Source((f"model.layers.{{layer}}.{_MTP[path.removeprefix('mtp.')]}",), first["mtp."], matrix)
+            return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), numbers, matrix)
+    return _Source((f"model.layers.{{layer}}.{_MTP[path.removeprefix('mtp.')]}",), modules, matrix)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
 from dsjax.config.hugging_face import read_fields, write_fields
+from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
 from dsjax.errors import ConfigError, why_unreadable
@@ -184,6 +185,13 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Layers of the main model with routed experts."""
         return self.num_hidden_layers - self.num_dense_layers
+
+    @property
+    def layer_runs(self) -> tuple[LayerRun, ...]:
+        """The main model's layers, by kind."""
+        dense, moe = LayerKind("dense_layers", "dense"), LayerKind("moe_layers", "moe")
+        runs = LayerRun((dense,), self.num_dense_layers), LayerRun((moe,), self.num_moe_layers)
+        return tuple(run for run in runs if run.count)
 
     @property
     def experts_per_group(self) -> int:

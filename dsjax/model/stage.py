@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from dsjax.config import ModelConfig
+from dsjax.config.layers import moe_layers, stacks
 from dsjax.errors import UserError
 from dsjax.model.parameter_counts import parameter_counts
 from dsjax.model.window import ParameterWindow
@@ -42,7 +44,7 @@ class Stage:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The configuration of a model that has this stage's layers alone; MTP modules are the last stage's."""
-        dense = min(max(whole.num_dense_layers - self.first, 0), self.layers)
+        dense = self.layers - len(self._moe_rows(whole))
         modules = whole.num_nextn_predict_layers if self.ends else 0
         routed = whole.n_routed_experts if dense < self.layers or modules else 0
         return dataclasses.replace(
@@ -54,23 +56,30 @@ class Stage:
             n_shared_experts=whole.n_shared_experts if routed else 0,
         )
 
+    def _moe_rows(self, whole: ModelConfig) -> range:
+        """The rows of a placement that are of this stage's layers: their places among the layers with experts."""
+        first, end = (
+            bisect_left(moe_layers(whole.layer_runs), layer) for layer in (self.first, self.first + self.layers)
+        )
+        return range(first, end)
+
     def first_row(self, whole: ModelConfig) -> int:
         """Where this stage's layers begin among those that have experts: the row of a placement."""
-        return max(self.first - whole.num_dense_layers, 0)
+        return self._moe_rows(whole).start
 
     def placement(self, whole: LayerPlacements, config: ModelConfig) -> LayerPlacements:
         """The rows of a placement that are of this stage's layers. config: of the whole model, the modules' rows behind it."""
-        first = self.first_row(config)
-        end = max(self.first + self.layers - config.num_dense_layers, 0)
-        rows = whole.physical_to_logical
-        return dataclasses.replace(whole, physical_to_logical=rows[first:] if self.ends else rows[first:end])
+        own, rows = self._moe_rows(config), whole.physical_to_logical
+        return dataclasses.replace(whole, physical_to_logical=rows[own.start : None if self.ends else own.stop])
 
     def window(self, whole: ModelConfig) -> ParameterWindow:
         """This stage's layers of the whole model's parameters; what is in no stack of layers is whole."""
-        dense, end = whole.num_dense_layers, self.first + self.layers
-        of_dense = range(min(self.first, dense), min(end, dense))
+        borders = self.first, self.first + self.layers
         return ParameterWindow(
-            {"dense_layers": of_dense, "moe_layers": range(max(self.first - dense, 0), max(end - dense, 0))}
+            {
+                kind.stack: range(*(bisect_left(numbers, border) for border in borders))
+                for kind, numbers in stacks(whole.layer_runs).items()
+            }
         )
 
 
@@ -106,7 +115,8 @@ def layer_work(config: ModelConfig, mtp: bool = False) -> tuple[list[int], int]:
     """Parameters that a token is multiplied with, in each layer, and behind the last one: head, and the MTP module if it drafts."""
     counts = parameter_counts(config)
     idle = (config.n_routed_experts - config.num_experts_per_tok) * counts["expert"]
-    work = [counts["dense_layer"]] * config.num_dense_layers + [counts["moe_layer"] - idle] * config.num_moe_layers
+    of_kind = {"dense": counts["dense_layer"], "moe": counts["moe_layer"] - idle}
+    work = [of_kind[kind.mlp] for run in config.layer_runs for kind in run.kinds * run.count]
     behind = config.vocab_size * config.hidden_size
     if mtp and config.num_nextn_predict_layers:
         behind += counts["mtp_module"] - (idle if config.is_moe else 0) + behind

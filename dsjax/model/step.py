@@ -13,16 +13,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from dsjax.config.layers import LayerRun
 from dsjax.model.apart import run_apart
 from dsjax.model.layer_values import Layer, Tokens
 from dsjax.model.paging import Cache
 from dsjax.model.rows import RowGroup
 from dsjax.model.step_description import StepDescription
-from dsjax.model.transformer import DecoderLayer, Transformer
+from dsjax.model.transformer import DecoderLayer, Transformer, by_layer, one_after_the_other
 from dsjax.model.two_batch import run_in_halves
 from sharding.host_memory import rows_from_host
 from sharding.on_ranks import on_ranks
@@ -59,17 +61,15 @@ class ModelStep(StepDescription):
                 if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
                     x = jnp.where(tokens.active[..., None], x, 0)
             x = self.sharding.whole(x)
-            layer, reports = jnp.int32(0), {}
-            if copies is not None:
-                copies = jax.tree.map(lambda array: _first(array, self.config.num_moe_layers), copies)
-            for stack in model.stacks:
-                if self.apart is not None and hasattr(stack, "moe"):
-                    first = self.config.num_dense_layers
-                    most = self.micro_batches([group.shape for group in groups])
-                    x, cache, reports = run_apart(self, "moe_layers", params, x, cache, first, tokens, copies, most)
-                    continue
-                x, cache, layer, report = self._run_stack(stack, x, cache, layer, tokens, copies)
-                reports |= report
+            layer, row, reports = 0, 0, []
+            for run in self.config.layer_runs:
+                with_experts = sum(kind.mlp == "moe" for kind in run.kinds)
+                rows = slice(row, row + with_experts * run.count)
+                own = None if not with_experts else jax.tree.map(lambda array: _part(array, rows), copies)  # noqa: B023
+                x, cache, report = self._run(model, run, params, x, cache, layer, tokens, own)
+                reports += [report] * bool(report)
+                layer, row = layer + run.layers, rows.stop
+            reports = one_after_the_other(reports) or {}
             if not self.ends:
                 return self.sharding.whole(x), cache, reports
             normed = self.in_place.normalise(model.final_norm, self.sharding.whole(x))
@@ -92,61 +92,83 @@ class ModelStep(StepDescription):
             return model.embed(tokens, self.dtype)
         return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
 
-    def _run_stack(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        graph, whole, weights = split = self.split(stack, tokens)
-        own_copies = None if hasattr(stack, "mlp") else copies
-
-        def merge(weights) -> DecoderLayer:
-            return nnx.merge(graph, whole, weights)
-
-        if own_copies is not None and self.in_halves([group.shape for group in tokens.groups]):
-            x, cache, reports = run_in_halves(self, merge, weights, x, cache, layer, tokens, own_copies)
-            return x, cache, layer + self.config.num_moe_layers, reports
-
+    def _run(
+        self, model: Transformer, run: LayerRun, params, x, cache, first: int, tokens: Tokens, copies: CopyTables | None
+    ):
+        """A run of layers, the first of which is ``first`` of the cache. copies: of its layers with experts."""
+        shapes = [group.shape for group in tokens.groups]
+        if copies is not None and self.apart is not None:
+            (kind,) = run.kinds
+            most = self.micro_batches(shapes)
+            return run_apart(self, kind.stack, params, x, cache, first, tokens, copies, most)
+        split = [self.split(getattr(model, kind.stack), tokens) for kind in run.kinds]
+        if copies is not None and self.in_halves(shapes):
+            ((graph, whole, weights),) = split
+            merge = partial(nnx.merge, graph, whole)
+            return run_in_halves(self, merge, weights, x, cache, jnp.int32(first), tokens, copies)
+        if copies is not None:  # of each kind with experts its own
+            kinds = sum(kind.mlp == "moe" for kind in run.kinds)
+            copies = jax.tree.map(
+                lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
+            )
         if self.rank_by_rank:
-            layers = jax.tree.leaves(weights)[0].shape[0]
-            x, cache, reports = self._rank_by_rank(split, layers, x, cache, layer, tokens, own_copies)
-            return x, cache, layer + layers, reports
-        first = layer
+            return self._rank_by_rank(split, run.count, x, cache, jnp.int32(first), tokens, copies)
 
         def body(carry, xs):
-            x, cache, layer = carry
+            x, cache, index = carry
             weights, copies = xs
-            of = Layer(merge(weights), layer - first, layer, tokens, copies)
-            x, cache, report = self.run_layer(of, x, cache)
-            return (x, cache, layer + 1), report
+            blocks = [nnx.merge(graph, whole, own) for (graph, whole, _), own in zip(split, weights, strict=True)]
+            x, cache, report = self._period(blocks, [None] * len(blocks), index, first, x, cache, tokens, copies)
+            return (x, cache, index + 1), report
 
-        (x, cache, layer), reports = jax.lax.scan(body, (x, cache, layer), (weights, own_copies))
-        return x, cache, layer, reports
+        weights = [own for *_, own in split]
+        (x, cache, _), reports = jax.lax.scan(body, (x, cache, jnp.int32(0)), (weights, copies))
+        return x, cache, by_layer(reports) if reports else {}
+
+    def _period(self, blocks, binds, index, first, x, cache, tokens: Tokens, copies: CopyTables | None):
+        """One layer of each kind of a run, the ``index``-th: the tokens, the cache, and the report of each that has experts."""
+        reports = []
+        for place, (block, bind) in enumerate(zip(blocks, binds, strict=True)):
+            own = None
+            if not hasattr(block, "mlp"):
+                own = jax.tree.map(lambda array: array[len(reports)], copies)  # noqa: B023
+            layer = first + index * len(blocks) + place
+            x, cache, report = self.run_layer(Layer(block, index, layer, tokens, own, bind), x, cache)
+            reports += [report] * (own is not None)
+        return x, cache, reports
 
     def run_first(self, stack: DecoderLayer, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
         """The first layer of a stack, where ranks run each by itself; arrays of reports and copies have a leading axis of 1."""
-        return self._rank_by_rank(self.split(stack, tokens), 1, x, cache, layer, tokens, copies)
+        copies = jax.tree.map(lambda array: array[:, None], copies)
+        return self._rank_by_rank([self.split(stack, tokens)], 1, x, cache, layer, tokens, copies)
 
-    def _rank_by_rank(self, split, layers: int, x, cache, layer, tokens: Tokens, copies: CopyTables | None):
-        """The first ``layers`` of a stack as one region of each rank. A layer's arrays are sliced in the branches that read them."""
-        graph, whole, weights = split
+    def _rank_by_rank(self, split, count: int, x, cache, first, tokens: Tokens, copies: CopyTables | None):
+        """A run of layers as one region of each rank. A layer's arrays are sliced in the branches that read them."""
+        graphs, wholes, weights = zip(*split, strict=True)
 
-        def run(whole, weights, x, cache, first, tokens, copies):
+        def run(wholes, weights, x, cache, first, tokens, copies):
             def body(carry, index):
                 x, cache = carry
                 own = lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # noqa: E731
-                bind = lambda: nnx.merge(graph, whole, jax.tree.map(own, weights))  # noqa: E731
-                of = Layer(bind(), index, first + index, tokens, jax.tree.map(own, copies), bind)
-                x, cache, report = self.run_layer(of, x, cache)
+                binds = [
+                    lambda graph=graph, whole=whole, stack=stack: nnx.merge(graph, whole, jax.tree.map(own, stack))
+                    for graph, whole, stack in zip(graphs, wholes, weights, strict=True)
+                ]
+                blocks, here = [bind() for bind in binds], jax.tree.map(own, copies)
+                x, cache, report = self._period(blocks, binds, index, first, x, cache, tokens, here)
                 return (x, cache), report
 
-            (x, cache), reports = jax.lax.scan(body, (x, cache), jnp.arange(layers))
-            return x, cache, reports
+            (x, cache), reports = jax.lax.scan(body, (x, cache), jnp.arange(count))
+            return x, cache, by_layer(reports) if reports else {}
 
         def laid_out(state: nnx.State) -> nnx.State:
             specs = [self.rules.spec(leaf.info.logical_axes) for _, leaf in nnx.to_flat_state(state)]
             return jax.tree.unflatten(jax.tree.structure(state), specs)
 
         by_rank, of_cache = P(self.spec.batch_axes), P(None, self.spec.batch_axes)
-        in_specs = (laid_out(whole), laid_out(weights), by_rank, of_cache, P(), by_rank, P())
+        in_specs = (tuple(map(laid_out, wholes)), tuple(map(laid_out, weights)), by_rank, of_cache, P(), by_rank, P())
         out_specs = by_rank, of_cache, P(None, self.spec.token_axes)
-        return on_ranks(run, self.mesh, in_specs, out_specs)(whole, weights, x, cache, layer, tokens, copies)
+        return on_ranks(run, self.mesh, in_specs, out_specs)(wholes, weights, x, cache, first, tokens, copies)
 
     def run_layer(self, of: Layer, x: Float[Array, "B T D"], cache: Cache):
         """All parts of a decoder layer, one after the other; gives the tokens, the cache, and the dispatch's report."""
@@ -158,5 +180,5 @@ class ModelStep(StepDescription):
         return x, cache, report
 
 
-def _first(array: Array, layers: int) -> Array:
-    return array if array.shape[0] == layers else array[:layers]
+def _part(array: Array, rows: slice) -> Array:
+    return array if array.shape[0] == rows.stop - rows.start else array[rows]

@@ -9,10 +9,10 @@ Sources: the reports of DeepSeek-V2 (arXiv 2405.04434, §2.1) and DeepSeek-V3 (a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
+from dsjax.config.layers import stacks
 from dsjax.kernels.gate import gated
 from dsjax.model.fp4_matrix import FP4Matrix
 from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
@@ -499,12 +500,10 @@ class Transformer(nnx.Module):
         mtp = mtp and config.num_nextn_predict_layers > 0
         if begins or (ends and (mtp or config.tie_word_embeddings)):
             self.embed = Embedding(declare, config)
-        if config.num_dense_layers:
-            self.dense_layers = DecoderLayer(declare.stacked(config.num_dense_layers), config, materialise=materialise)
-        if config.num_moe_layers:
-            self.moe_layers = DecoderLayer(
-                declare.stacked(config.num_moe_layers), config, num_physical=num_physical, materialise=materialise
-            )
+        for kind, numbers in stacks(config.layer_runs).items():
+            experts = num_physical if kind.mlp == "moe" else 0
+            stacked = declare.stacked(len(numbers))
+            setattr(self, kind.stack, DecoderLayer(stacked, config, num_physical=experts, materialise=materialise))
         if not ends:
             return
         self.final_norm = RMSNorm(declare, config.hidden_size, config.rms_norm_eps)
@@ -517,20 +516,24 @@ class Transformer(nnx.Module):
         """Logits of every position. how: fields of ``Pass``."""
         how = Pass(**how)
         rotation = self._rotation(tokens)
-        x, routings, observed = self.embed(tokens, dtype), None, []
-        for stack in self.stacks:
-            graph, weights = nnx.split(stack)
+        x, routings, observed = self.embed(tokens, dtype), [], []
+        for run in self.config.layer_runs:
+            graphs, weights = zip(*(nnx.split(getattr(self, kind.stack)) for kind in run.kinds), strict=True)
 
-            def body(x, weights, graph=graph):
-                return nnx.merge(graph, weights)(x, rotation, how)
+            def body(x, weights, graphs=graphs):
+                seen = []
+                for graph, own in zip(graphs, weights, strict=True):
+                    x, one = nnx.merge(graph, own)(x, rotation, how)
+                    seen.append(one)
+                return x, tuple(zip(*seen, strict=True))
 
-            run = jax.checkpoint(body) if how.remat else body
-            x, (routing, own) = jax.lax.scan(run, x, weights, unroll=how.unroll)
-            routings = routing if routing is not None else routings
-            observed.append(own)
+            x, (routing, own) = jax.lax.scan(jax.checkpoint(body) if how.remat else body, x, weights, unroll=how.unroll)
+            if routing := [one for one in routing if one is not None]:
+                routings.append(by_layer(routing))
+            if how.observe is not None:
+                observed.append(by_layer(own))
         hidden = how.products.normalise(self.final_norm, x)
-        observed = None if how.observe is None else jnp.concatenate(observed)
-        return Output(how.products.project(self, hidden), hidden, routings, observed)
+        return Output(how.products.project(self, hidden), hidden, *map(one_after_the_other, (routings, observed)))
 
     def predict_further(
         self, hidden: Float[Array, "B S D"], next_tokens: Int[Array, "B S"], *, depth: int = 0, **how
@@ -551,13 +554,20 @@ class Transformer(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         return Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
 
-    @property
-    def stacks(self) -> list[DecoderLayer]:
-        """The stacks of layers in order, with their leading ``layers`` axis."""
-        return [getattr(self, name) for name in ("dense_layers", "moe_layers") if hasattr(self, name)]
-
     def head_weight(self, dtype) -> Float[Array, "D V"]:
         """The output projection ``[D, V]``, which is the embedding's transpose where the two are tied."""
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)
+
+
+def by_layer(of_kinds: Sequence[Any]) -> Any:
+    """What a run's kinds gave, arrays ``[count, ...]`` each, in the order of their layers: ``[count × kinds, ...]``."""
+    if len(of_kinds) == 1:
+        return of_kinds[0]
+    return jax.tree.map(lambda *arrays: rearrange(list(arrays), "kind count ... -> (count kind) ..."), *of_kinds)
+
+
+def one_after_the_other(runs: Sequence[Any]) -> Any:
+    """What runs of layers gave, stacked over all their layers; None where there is nothing."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *runs) if runs else None

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from dsjax.engine.afd.expert_side import ExpertSide
-from dsjax.engine.device.expert_programs import STACKS
+from dsjax.engine.device.expert_programs import MODULES
 from dsjax.model.expert_dispatch import EXPERTS
 from dsjax.model.parameters import ParameterInfo
 
@@ -40,7 +40,8 @@ class StackRow(NamedTuple):
 def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
     """The rows of a placement: the model's MoE layers, and behind them the MTP module's. infos: of the experts' parameters."""
     layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in infos.items()}
-    return [StackRow(stack, layer) for stack in STACKS for layer in range(layers.get(stack, 0))]
+    behind = sorted(layers, key=lambda stack: stack == MODULES)
+    return [StackRow(stack, layer) for stack in behind for layer in range(layers[stack])]
 
 
 class SlotWriter:

@@ -25,8 +25,8 @@ from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 from sharding.placement import CopyTables
 
-STACKS = ("moe_layers", "mtp.layers")
-"""Stacks of layers that may have experts, in the order of the rows of a placement."""
+MODULES = "mtp.layers"
+"""The stack of the MTP modules' layers. Their rows of a placement stand behind those of the model's."""
 
 Stack = dict[str, Any]
 """The experts of one stack of layers: ``gate_up.weight`` and the like to arrays ``[layers, X, …]``, or to their descriptions."""
@@ -47,7 +47,8 @@ class ExpertLayers(NamedTuple):
 def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
     stacks, first = [], 0
-    for stack in STACKS:
+    own = [kind.stack for run in step.config.layer_runs for kind in run.kinds if kind.mlp == "moe"]
+    for stack in (*own, MODULES):
         prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}
         if names:
