@@ -31,16 +31,16 @@ class StaticResult:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
-        layout = self.instance.layout
+        instance, layout = self.instance, self.instance.layout
         return {
             "mesh": str(layout.mesh),
             "expert_mesh": f"ep={layout.experts}" if layout.experts else None,
             "kind": layout.kind,
             "redundant_experts": layout.redundant,
             "devices": layout.devices,
-            "batch_per_dp_rank": self.instance.requests(self.batch),
-            "max_batch_per_dp_rank": self.instance.requests(self.instance.max_batch),
-            "cache_tokens_per_dp_rank": self.instance.cache_tokens.to_json(),
+            "batch_per_dp_rank": instance.requests(self.batch),
+            "max_batch_per_dp_rank": instance.requests(instance.max_batch),
+            "cache_tokens_per_dp_rank": instance.cache_tokens.to_json(),
             "ttft_s": self.ttft and as_json(self.ttft),
             "tpot_s": self.tpot and as_json(self.tpot),
             "tokens_per_s_device": as_json(self.rate),
@@ -71,14 +71,10 @@ def _with_intervals(result: StaticResult) -> StaticResult:
 
 
 def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
-    work = instance.workload
+    work, users = instance.workload, batch * instance.replicas / instance.layout.devices
     tokens = min(batch * work.computed, instance.options.prefill_tokens)
-    ttft = tpot = None
-    users = batch * instance.replicas / instance.layout.devices
-    if mode != "static_gen":
-        ttft = instance.prompt_seconds(tokens) * batch
-    if mode != "static_ctx":
-        tpot = instance.tpot(batch)
+    ttft = None if mode == "static_gen" else instance.prompt_seconds(tokens) * batch
+    tpot = None if mode == "static_ctx" else instance.tpot(batch)
     if tpot is None:
         rate = users * work.computed / ttft
     elif ttft is None:
@@ -109,24 +105,17 @@ def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | Non
 
 def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:
     """The table, or what is missing."""
-    table = Table(title=f"{mode}: most tokens a second a device first", title_justify="left")
-    table.add_column("layout")
-    for name in (
-        "devices",
-        "batch",
-        "of at most",
-        "TTFT s",
-        "TPOT ms",
-        "prompt tokens/s" if mode == "static_ctx" else "tokens/s",
-    ):
-        table.add_column(name + (" a device" if name.endswith("tokens/s") else ""), justify="right", no_wrap=True)
+    rate = ("prompt tokens/s" if mode == "static_ctx" else "tokens/s") + " a device"
+    table = Table("layout", title=f"{mode}: most tokens a second a device first", title_justify="left")
+    for name in ("devices", "batch", "of at most", "TTFT s", "TPOT ms", rate):
+        table.add_column(name, justify="right", no_wrap=True)
     for result in results[:rows]:
-        layout = result.instance.layout
+        instance, layout = result.instance, result.instance.layout
         table.add_row(
             f"{layout}\n{layout.kind}",
             str(layout.devices),
-            str(result.instance.requests(result.batch)),
-            str(result.instance.requests(result.instance.max_batch)),
+            str(instance.requests(result.batch)),
+            str(instance.requests(instance.max_batch)),
             result.ttft.text(1, 2, TWO_LINES) if result.ttft else "",
             result.tpot.text(1e3, 1, TWO_LINES) if result.tpot else "",
             result.rate.text(1, 0, TWO_LINES),
