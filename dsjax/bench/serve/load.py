@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class LoadResult:
 
 async def run_load(
     sender: Sender,
-    requests: Sequence[BenchRequest],
+    requests: Iterable[BenchRequest],
     arrivals: Sequence[float],
     max_concurrency: int | None,
     *,
@@ -85,7 +85,7 @@ async def run_load(
 
     Args:
         sender: sends and reads.
-        requests: what to send.
+        requests: what to send, in order; each is taken when it is sent, so that those of an hour need not be in memory.
         arrivals: seconds after the start at which each is due, ascending.
         max_concurrency: None for no bound.
         duration: seconds after which nothing more is sent; what is under way then is waited for.
@@ -93,7 +93,7 @@ async def run_load(
         on_done: called with each record.
         clock: the one that `sender` reads.
     """
-    zero = clock()
+    zero, source = clock(), iter(requests)
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     done: dict[int, RequestRecord] = {}
 
@@ -101,7 +101,7 @@ async def run_load(
         async with slots:
             if duration is not None and clock() - zero >= duration:
                 return
-            record = await sender.send(requests[index], arrival=arrivals[index], zero=zero)
+            record = await sender.send(next(source), arrival=arrivals[index], zero=zero)
         done[index] = record
         on_done(record)
 

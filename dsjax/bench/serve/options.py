@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.bench.serve.report import LATENCIES
-from dsjax.bench.serve.statistics import parse_goodput
+from dsjax.bench.serve.statistics import LATENCIES, parse_goodput
 from dsjax.options import Checked, OptionError, check_place, option
 
 _MOST = 10_000_000

@@ -11,7 +11,7 @@ from dsjax.bench.serve.client import Client, Target, open_session
 from dsjax.bench.serve.load import run_load
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
-from dsjax.bench.serve.statistics import DraftFigures
+from dsjax.bench.serve.statistics import draft_figures
 from dsjax.options import OptionError
 from dsjax.top.reading import Exposition
 
@@ -142,5 +142,14 @@ def test_drafts_at_positions_that_are_no_numbers_are_left_out():
     lines = [f"{name}_drafts_total 2", f"{name}_draft_tokens_total 4", f"{name}_accepted_tokens_total 1"]
     lines += [f'{name}_accepted_tokens_per_pos_total{{position="{each}"}} 1' for each in ("0", "last")]
     after = Exposition("\n".join(lines) + "\n")
-    assert DraftFigures.between(Exposition(""), after) == DraftFigures(2, 4, 1, (1,))
-    assert DraftFigures.between(Exposition(""), Exposition(f"{name}_draft_tokens_total +Inf\n")) is None
+    found = draft_figures(Exposition(""), after)
+    assert found == {
+        "spec_decode_acceptance_rate": 25,
+        "spec_decode_acceptance_length": 1.5,
+        "spec_decode_num_drafts": 2,
+        "spec_decode_draft_tokens": 4,
+        "spec_decode_accepted_tokens": 1,
+        "spec_decode_per_position_acceptance_rates": [0.5],
+    }
+    endless = draft_figures(Exposition(""), Exposition(f"{name}_draft_tokens_total +Inf\n"))
+    assert endless == dict.fromkeys(found)
