@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from dsjax.errors import UserError, check_fields, why_unreadable
+from dsjax.errors import UserError, check_fields
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
 from dsjax.plan.tiers import Wiring, read_wiring
+from dsjax.toml_files import bundled_names, check_kind, read_toml
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
 
@@ -148,7 +144,6 @@ def _sooner(of: Any, factor: float) -> Any:
 
 
 _LATENCIES = ("latency", "latency_low", "latency_high")
-_WORDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "a table", bool: "true or false"}
 _COUNTS = ("hosts", "devices_per_host", "nics_per_host", "scale_up_devices")
 _OPTIONAL = {
     "scale_up_devices": int,
@@ -175,11 +170,9 @@ _OF_PREFILL = ("hardware", "hosts", "devices_per_host", "scale_up_devices", "net
 _PLACES = ("inside_host", "between_hosts")
 
 
-@functools.cache
 def bundled_clusters() -> tuple[str, ...]:
     """Names that `load_cluster` knows: the files of `configs/clusters`."""
-    folder = importlib.resources.files("configs") / "clusters"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return bundled_names("clusters")
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
@@ -188,24 +181,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     Raises:
         UserError: no such cluster; not TOML; a field that is missing, unknown, of the wrong kind or out of range.
     """
-    key = str(name_or_path)
-    return _bundled(key) if key in bundled_clusters() else _read(key, Path(os.path.expanduser(name_or_path)))
-
-
-@functools.cache
-def _bundled(name: str) -> Cluster:
-    return _read(name, importlib.resources.files("configs") / "clusters" / f"{name}.toml")
-
-
-def _read(key: str, file: Path | Traversable) -> Cluster:
-    try:
-        return _from_fields(key, tomllib.loads(file.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"cluster {key!r} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"no cluster {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
-        ) from error
+    return _from_fields(str(name_or_path), read_toml("cluster", "clusters", name_or_path))
 
 
 def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:
@@ -213,8 +189,7 @@ def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:
     check_fields(f"cluster {key!r}", values, known, _REQUIRED)
     for name, value in values.items():
         kind = known[name]
-        if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_WORDS[kind]}")
+        check_kind(f"cluster {key!r}", name, value, kind)
         if name in _COUNTS and value < 1:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected at least 1")
         if kind is float:

@@ -18,6 +18,10 @@ from sharding.mesh import MeshSpec
 
 _METHODS = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
 """Kind of a collective to the dispatch that has it."""
+_WHOLES = {"rows": "batch", "row_tokens": "chunk", "context": "context"}
+_TEXTS = {name: name for name in ("target", "step", "weights", "kv_cache_dtype")}
+_TEXTS |= {"form": "mla", "wire": "dispatch_wire"}
+"""Fields of `DryRun` to those of the JSON."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def _from_json(path: Path, written: str, values: Mapping[str, Any]) -> DryRun:
         raise ValueError("it is of attention and experts apart, and a plan takes dry runs of one mesh")
     if "stages" in values:
         raise ValueError("it is of several stages, of which a plan takes no dry run yet")
-    memory, timeline, step = values["device_bytes"], values.get("timeline"), _text(values, "step")
+    memory, timeline, step = values["device_bytes"], values.get("timeline"), values["step"]
     if step not in ("decode", "prefill"):
         raise ValueError(f"its step is {step!r}, expected decode or prefill")
     outputs = _whole(memory, "outputs") - _whole(memory, "aliased")
@@ -143,16 +147,9 @@ def _from_json(path: Path, written: str, values: Mapping[str, Any]) -> DryRun:
         weight_bytes=_whole(memory, "weights_total", 1),
         mesh=MeshSpec.parse(_text(values, "mesh")),
         physical_experts=_whole(values, "physical_experts"),
-        target=values["target"],
-        step=step,
-        rows=_whole(values, "batch", 1),
-        row_tokens=_whole(values, "chunk", 1),
-        context=_whole(values, "context", 1),
+        **{field: _whole(values, name, 1) for field, name in _WHOLES.items()},
+        **{field: _text(values, name) for field, name in _TEXTS.items()},
         tokens=_number(values, "tokens_per_device", above=True),
-        weights=_text(values, "weights"),
-        kv_cache_dtype=_text(values, "kv_cache_dtype"),
-        form=_text(values, "mla"),
-        wire=_text(values, "dispatch_wire"),
         dispatch=_text(values, "dispatch") if "dispatch" in values else "",
         temporaries=_whole(memory, "temporaries") + max(0, outputs) + code,
         collectives=tuple(_sent(one) for one in values["collectives"]),

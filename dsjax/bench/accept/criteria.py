@@ -2,20 +2,17 @@
 
 import dataclasses
 import fnmatch
-import importlib.resources
 import math
 import operator
-import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from dsjax.bench.accept.kinds import KINDS
 from dsjax.bench.accept.kinds.kind import Measurement
-from dsjax.errors import UserError, check_fields, why_unreadable
+from dsjax.errors import UserError, check_fields
 from dsjax.options import OptionError
+from dsjax.toml_files import bundled_names, check_kind, read_toml
 
 _BOUNDS = {
     "below": ("<", operator.lt),
@@ -24,7 +21,6 @@ _BOUNDS = {
     "at_least": ("≥", operator.ge),
     "between": ("", lambda value, bound: bound[0] <= value <= bound[1]),
 }
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,7 @@ class Checklist:
 
 def bundled_checklists() -> tuple[str, ...]:
     """Names that `load_checklist` knows: the files of `configs/acceptance`."""
-    folder = importlib.resources.files("configs") / "acceptance"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return bundled_names("acceptance")
 
 
 def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
@@ -123,17 +118,7 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
     Raises:
         UserError: no such file; not TOML; something in it that is missing, unknown, or of the wrong kind.
     """
-    where, file = f"criteria {name_or_path!r}", Path(os.path.expanduser(name_or_path))
-    if name_or_path in bundled_checklists():
-        file = importlib.resources.files("configs") / "acceptance" / f"{name_or_path}.toml"
-    try:
-        body = tomllib.loads(file.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{where} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"no {where} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_checklists())}"
-        ) from error
+    where, body = f"criteria {name_or_path!r}", read_toml("criteria", "acceptance", name_or_path)
     fields = ("name", "description", "measurements", "criteria")
     check_fields(where, body, fields, fields)
     if not isinstance(body["measurements"], dict) or not isinstance(body["criteria"], list):
@@ -167,8 +152,7 @@ def _measurement(where: str, name: str, table: Any, quick: bool) -> Measurement:
     check_fields(f"{where}: quick", short, names, ())
     for key, value in (*given.items(), *short.items()):
         hint = hints[key]
-        if isinstance(value, bool) != (hint is bool) or not isinstance(value, (int, float) if hint is float else hint):
-            raise UserError(f"{where}: {key} is {value!r}, expected {_WORDS[hint]}")
+        check_kind(where, key, value, hint)
         if hint in (int, float) and not 0 <= value < math.inf:
             raise UserError(f"{where}: {key} is {value!r}, expected 0 or more")
     # Both, so that a mistake in quick shows at once.
@@ -182,8 +166,7 @@ def _criterion(where: str, number: int, table: Any, measurements: Mapping[str, M
     required = ("id", "measurement", "value", "source")
     check_fields(where, table, (*required, *_BOUNDS, "warning", "failing", "note"), required)
     for name in (*required, "note"):
-        if not isinstance(table.get(name, ""), str):
-            raise UserError(f"{where}: {name} is {table[name]!r}, expected text")
+        check_kind(where, name, table.get(name, ""), str)
     bounds = [name for name in _BOUNDS if name in table]
     if len(bounds) != 1:
         raise UserError(f"{where}: found {' and '.join(bounds) or 'no bound'}, expected one of {', '.join(_BOUNDS)}")
