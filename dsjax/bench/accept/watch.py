@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from dsjax.bench.serve.server_facts import scrape
 from dsjax.top.reading import Exposition
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -22,8 +23,7 @@ _BALANCE = (
     "dsjax_eplb_balancedness", "dsjax_eplb_rebalances_total", "dsjax_eplb_exchange_seconds_total", "dsjax_eplb_rebalance_seconds_total",
     "dsjax_eplb_windows_total",
 )  # fmt: skip
-_NAMES = [("name[]", name) for name in (_TOKENS, _STARTED, OURS, _USED, _LIMIT, *_BALANCE)]
-"""Asked for by name, since a large server of ours has thousands of samples; other servers give all."""
+_NAMES = (_TOKENS, _STARTED, OURS, _USED, _LIMIT, *_BALANCE)
 
 
 @dataclass
@@ -64,13 +64,13 @@ class ServerWatch:
             await self._look()
 
     async def _look(self) -> None:
-        answered = await self._get(f"{self.url}/v1/models") is not None
+        answered = await self._answers()
         self.outages += self._answered and not answered
         self._answered = answered
-        own = await self._exposition(f"{self.url}/metrics", _NAMES)
+        own = await scrape(self.session, f"{self.url}/metrics", _NAMES)
         if own is not None:
             self.counters.append(own)
-        others = [await self._exposition(url) for url in self.device_metrics]
+        others = [await scrape(self.session, url, ()) for url in self.device_metrics]
         self._read_memory([each for each in (own, *others) if each is not None])
 
     def _read_memory(self, seen: list[Exposition]) -> None:
@@ -100,18 +100,10 @@ class ServerWatch:
             for before, after in itertools.pairwise(self.counters)
         )
 
-    async def _exposition(self, url: str, names: Sequence[tuple[str, str]] = ()) -> Exposition | None:
-        text = await self._get(url, names)
+    async def _answers(self) -> bool:
         try:
-            return None if text is None else Exposition(text)
-        except ValueError:
-            return None
-
-    async def _get(self, url: str, params: Sequence[tuple[str, str]] = ()) -> str | None:
-        """The answer's text; None for no answer, or one that is an error."""
-        try:
-            async with self.session.get(url, params=params, timeout=_TIMEOUT) as response:
-                text = await response.text()
-                return text if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
-            return None
+            async with self.session.get(f"{self.url}/v1/models", timeout=_TIMEOUT) as response:
+                await response.read()
+                return response.status == 200
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return False

@@ -273,9 +273,7 @@ class Times:
 
     def _at(self, share: float) -> float:
         ordered = self.each
-        if len(ordered) < 10:
-            return ordered[0 if share < 0.5 else -1]
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return ordered[int(share * len(ordered))] if len(ordered) >= 10 else ordered[0 if share < 0.5 else -1]
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields, seconds."""

@@ -14,7 +14,7 @@ from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions,
 from dsjax.bench.serve.ready_server import WARM_UP_DRAW, ReadyServer
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import Advance
-from dsjax.bench.serve.server_facts import ServerFacts, read_counters
+from dsjax.bench.serve.server_facts import ServerFacts, scrape
 from dsjax.bench.serve.statistics import draft_figures, figures
 from dsjax.options import OptionError
 
@@ -162,10 +162,11 @@ class Benchmark:
             arrivals = [time - times[0] for time in times]
         title = f"point {number}" if load.search else f"point {number} of {len(load.points())}"
         how = {"duration": duration, "stop": self.stop}
-        before = await read_counters(ready.session, ready.url)
+        metrics = f"{ready.url}/metrics"
+        before = await scrape(ready.session, metrics)
         with self.progress(title, len(requests)) as advance:
             result = await run_load(ready.client, requests, arrivals, concurrency, **how, on_done=advance)
-        drafts = draft_figures(before, await read_counters(ready.session, ready.url))
+        drafts = draft_figures(before, await scrape(ready.session, metrics))
         records = result.records
         if duration is not None and len(records) == len(requests) and arrivals[-1] < duration > result.duration:
             self.say(

@@ -32,11 +32,8 @@ Result = TypeVar("Result")
 class Target:
     """Where requests go, and what all of them have in common.
 
-    Attributes:
-        base_url: of the server, without `/v1`.
-        ignore_eos: vLLM's extra field; sent only when true, because other servers refuse what they do not know.
-        extra_body: further fields of every request.
-        timeout: seconds that one request may take from its sending to its end.
+    base_url: of the server, without `/v1`. ignore_eos: vLLM's extra field; sent only when true, because other servers refuse what they do
+    not know. extra_body: further fields of every request. timeout: seconds that one request may take from its sending to its end.
     """
 
     base_url: str
@@ -96,12 +93,8 @@ class Client:
     ) -> RequestRecord:
         """Send a request and read its answer to the end; an error is in the record, not raised.
 
-        Args:
-            request: what to send.
-            arrival: when it was due, for the record.
-            zero: the clock's reading at the run's start; the record's times count from it.
-            headers: of this request alone.
-            on_start: called with the record when the sending begins; it grows while the answer comes.
+        arrival: when it was due, for the record. zero: the clock's reading at the run's start; the record's times count from it. headers:
+        of this request alone. on_start: called with the record when the sending begins; it grows while the answer comes.
         """
         payload = json.dumps(self._target.body(request)).encode()
         record = RequestRecord(arrival=arrival, start=self._clock() - zero, prompt_tokens=request.prompt_tokens)
