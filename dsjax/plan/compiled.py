@@ -52,7 +52,6 @@ class DryRun:
     file: str
     provenance: str
     parameters: int
-    cache_bytes_per_token: float
     weight_bytes: int
     mesh: MeshSpec
     physical_experts: int
@@ -135,7 +134,7 @@ def _from_json(path: Path, written: str, values: Mapping[str, Any]) -> DryRun:
         raise ValueError(f"its step is {step!r}, expected decode or prefill")
     outputs = _whole(memory, "outputs") - _whole(memory, "aliased")
     code = _whole(memory, "code") if memory.get("code") is not None else 0
-    cached, flops = _whole(values, "cache_tokens") + _whole(values, "page_size", 1), values["costs"]["flops_by_dtype"]
+    flops = values["costs"]["flops_by_dtype"]
     versions = values.get("versions")
     made = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
     target = f"{path.name}, dsjax dryrun --target {_text(values, 'target')}"
@@ -143,7 +142,6 @@ def _from_json(path: Path, written: str, values: Mapping[str, Any]) -> DryRun:
         file=str(path),
         provenance=", ".join([target, *made, written]),
         parameters=_whole(values["parameters"], "total", 1),
-        cache_bytes_per_token=_whole(memory, "cache") / cached,
         weight_bytes=_whole(memory, "weights_total", 1),
         mesh=MeshSpec.parse(_text(values, "mesh")),
         physical_experts=_whole(values, "physical_experts"),

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from dsjax.plan.figure import TWO_LINES, as_json, spread
 from dsjax.plan.instance import Instance
-from dsjax.plan.question import Question
-from dsjax.plan.search import NO_LAYOUT, Shown, instances
+from dsjax.plan.search import NO_LAYOUT, Shown
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,8 @@ class StaticResult:
         }
 
 
-def static(question: Question, mode: str, batch: int | None) -> list[StaticResult]:
-    """Every layout with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
-    return static_of(instances(question)[1], mode, batch)
-
-
 def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence[StaticResult]:
-    """Compute the results of instances that are known to fit."""
+    """Every instance with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
     # Of several stages, a batch of a DP rank is in as many parts, which they take in turn.
     sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
     results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]

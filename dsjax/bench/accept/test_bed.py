@@ -84,7 +84,7 @@ class TestBed:
 
     def watch(self, interval: float) -> ServerWatch:
         """A watch of the server."""
-        return ServerWatch(self.server.session, self.server.url, self.options.metrics_urls, interval)
+        return ServerWatch(self.server.session, self.server.url, self.options.device_metrics or (), interval)
 
     async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> str | None:
         """Post to one of dsjax's endpoints for administrators; what was wrong, or None."""

@@ -17,11 +17,10 @@ _TOKENS, _STARTED = "vllm:generation_tokens_total", "process_start_time_seconds"
 OURS = "dsjax_compilations_after_warm_up_total"
 """A counter that every server of dsjax shows from its start, and no other server."""
 _USED, _LIMIT = "dsjax_device_memory_used_bytes", "dsjax_device_memory_limit_bytes"
-_DCGM_USED, _DCGM_FREE, _DCGM_BUSY = "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_FB_FREE", "DCGM_FI_DEV_GPU_UTIL"
+_DCGM_USED, _DCGM_FREE = "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_FB_FREE"
 _BALANCE = (
-    "dsjax_step_seconds_count", "dsjax_expert_tokens_total", "dsjax_expert_balancedness", "dsjax_eplb_rank_tokens",
-    "dsjax_eplb_balancedness", "dsjax_eplb_rebalances_total", "dsjax_eplb_exchange_seconds_total", "dsjax_eplb_rebalance_seconds_total",
-    "dsjax_eplb_windows_total",
+    "dsjax_step_seconds_count", "dsjax_expert_tokens_total", "dsjax_eplb_rank_tokens", "dsjax_eplb_rebalances_total",
+    "dsjax_eplb_exchange_seconds_total", "dsjax_eplb_rebalance_seconds_total",
 )  # fmt: skip
 _NAMES = (_TOKENS, _STARTED, OURS, _USED, _LIMIT, *_BALANCE)
 
@@ -32,8 +31,7 @@ class ServerWatch:
 
     device_metrics: further addresses that show devices' memory: followers' `/metrics`, NVIDIA's dcgm-exporter. interval: seconds between
     two looks. counters: the server's metrics at each look that had an answer. memory: (seconds since the watch began, largest share of a
-    device's memory in use, bytes in use of all devices) of each look. busy: mean utilisation of the devices at each look, 0 to 1; empty
-    where nobody tells it. outages: times that `/v1/models` stopped answering.
+    device's memory in use, bytes in use of all devices) of each look. outages: times that `/v1/models` stopped answering.
     """
 
     session: aiohttp.ClientSession
@@ -42,7 +40,6 @@ class ServerWatch:
     interval: float
     counters: list[Exposition] = field(default_factory=list)
     memory: list[tuple[float, float, float]] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
     outages: int = 0
 
     async def __aenter__(self) -> "ServerWatch":
@@ -75,7 +72,6 @@ class ServerWatch:
 
     def _read_memory(self, seen: list[Exposition]) -> None:
         devices: list[tuple[float, float]] = []  # bytes in use, and share of the device
-        busy: list[float] = []
         for each in seen:
             limits, free = (each.by(_LIMIT, "device", "process", "instance"), each.by(_DCGM_FREE, "gpu", "Hostname"))
             used = each.by(_USED, "device", "process", "instance")
@@ -83,12 +79,9 @@ class ServerWatch:
             for key, now in each.by(_DCGM_USED, "gpu", "Hostname").items():
                 if whole := now + free.get(key, 0.0):
                     devices.append((now * 2**20, now / whole))  # dcgm-exporter's are MiB
-            busy += [percent / 100 for percent in each.by(_DCGM_BUSY, "gpu", "Hostname").values()]
         if devices:
             used, shares = zip(*devices, strict=True)
             self.memory.append((time.perf_counter() - self._zero, max(shares), sum(used)))
-        if busy:
-            self.busy.append(sum(busy) / len(busy))
 
     @property
     def restarts(self) -> int | None:

@@ -149,12 +149,11 @@ def _loop(
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A step of the whole model from the times of its layers. Exchanges between ranks are not in it."""
+    """A step of the whole model from the times of its layers, without exchanges between ranks. parts: name, how many, seconds of one."""
 
     variant: str
     context: int
     parts: tuple[tuple[str, int, float], ...]
-    """(name, how many, seconds of one)."""
 
     @property
     def seconds(self) -> float:

@@ -86,20 +86,19 @@ class CollectiveRow:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
-        ordered = sorted(self.samples)
-        few = len(ordered) < 10
-        expectation = self.expectation
+        ordered, group, expectation = sorted(self.samples), self.case.group, self.expectation
+        left_out = len(ordered) // 10  # of few samples none
         return {
-            "group": list(self.case.group.uses),
-            "between_hosts": self.case.group.between_hosts,
-            "ranks": self.case.group.ranks,
-            "hosts": self.case.group.hosts,
+            "group": list(group.uses),
+            "between_hosts": group.between_hosts,
+            "ranks": group.ranks,
+            "hosts": group.hosts,
             "collective": self.case.collective,
             "operand_bytes": self.operand_bytes,
             "sent_bytes": self.sent_bytes,
             "median_s": self.median,
-            "low_s": ordered[0 if few else len(ordered) // 10],
-            "high_s": ordered[-1 if few else len(ordered) - 1 - len(ordered) // 10],
+            "low_s": ordered[left_out],
+            "high_s": ordered[-1 - left_out],
             "samples_s": list(self.samples),
             "bytes_per_s": self.bandwidth,
             "correct": self.correct,

@@ -79,7 +79,7 @@ class LoadMeasurement(RandomLengths):
     def depends_on(self, bed: TestBed) -> tuple[str, ...]:
         """Where memory is read, whether experts' load can be recorded, and a ShareGPT file."""
         o = bed.options
-        return (*o.metrics_urls, "admin" if o.admin_api_key else "", o.dataset_path or "")
+        return (*(o.device_metrics or ()), "admin" if o.admin_api_key else "", o.dataset_path or "")
 
     async def put_load(self, bed: TestBed) -> LoadRun:
         """Put the load on the server and watch it meanwhile."""
