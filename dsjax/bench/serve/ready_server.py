@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from dsjax.bench.serve.client import Client, Target
+from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.options import ServerOptions, WorkloadOptions
 from dsjax.bench.serve.prompts import PromptSource
@@ -39,9 +39,7 @@ class ReadyServer:
         o, url = options, server_url(options.base_url)
         facts = await ask_server(session, url, o.model, o.ready_check_timeout_sec)
         source = PromptSource.find(o.tokenizer, o.vocab_size, facts)
-        asked = (o.ignore_eos, o.temperature, o.extra_fields(), o.request_timeout)
-        client = Client(session, Target(url, o.endpoint, facts.model, *asked), source.token_counter)
-        return cls(o, session, url, facts, source, client)
+        return cls(o, session, url, facts, source, Client(session, url, facts.model, o, source.token_counter))
 
     async def dataset(self, workload: WorkloadOptions) -> Dataset:
         """The workload with prompts in the first form that a test request of two tokens is answered in.

@@ -7,8 +7,9 @@ import asyncio
 
 import pytest
 
-from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.client import Client, open_session
 from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
 from dsjax.bench.serve.statistics import draft_figures
@@ -18,11 +19,10 @@ from dsjax.top.reading import Exposition
 GRAIN, AGES = 0.005, 20.0
 
 
-def send(url, *requests, endpoint="completions", **options):
+def send(url, *requests, **options):
     async def work():
         async with open_session("key") as session:
-            target = Target(url, endpoint, "tiny", timeout=options.pop("timeout", AGES), **options)
-            client = Client(session, target)
+            client = Client(session, url, "tiny", ServerOptions(**{"request_timeout": AGES} | options))
             return await run_load(client, requests, [0.0] * len(requests), None)
 
     return asyncio.run(work()).records
@@ -43,7 +43,7 @@ def test_times_are_those_of_the_script(start_fake, endpoint):
 
 def test_what_is_sent(start_fake):
     server = start_fake()
-    send(server.url, BenchRequest([1, 2], 2, 4), ignore_eos=True, extra_body={"top_p": 0.5})
+    send(server.url, BenchRequest([1, 2], 2, 4), ignore_eos=True, extra_body='{"top_p": 0.5}')
     send(server.url, BenchRequest("hi", 1, 4), endpoint="chat", temperature=None)
     common = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
     completions = {"prompt": [1, 2], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
@@ -61,7 +61,9 @@ def test_what_is_sent(start_fake):
     ],
 )
 def test_every_way_to_fail_is_one_line_in_the_record(start_fake, script, message):
-    (record,) = send(start_fake(**script).url, BenchRequest("x", 1, 5), timeout=0.3 if "hang" in script else AGES)
+    (record,) = send(
+        start_fake(**script).url, BenchRequest("x", 1, 5), request_timeout=0.3 if "hang" in script else AGES
+    )
     assert not record.succeeded
     assert message in record.error
     assert "\n" not in record.error
