@@ -319,7 +319,7 @@ def show(verdict: Verdict, name: str, device: str) -> str:
         advice = "use more devices, fewer bytes a weight, a smaller --prefill-tokens or a shorter --context"
         return "\n".join([*lines, f"  no memory fraction fits; {advice}"])
     low, high = verdict.fractions
-    return "\n".join([*lines, f"  memory fractions that fit: {low:g} to {high:g}, which dsjax plan takes"])
+    return "\n".join([*lines, f"  memory fractions that fit: {low:g} to {high:g} (dsjax plan counts on the greatest)"])
 
 
 def _gb(figure: Figure) -> str:

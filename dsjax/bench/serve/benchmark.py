@@ -172,7 +172,7 @@ class Benchmark:
             self.say(
                 f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
             )
-        found = figures(result, self.report.percentiles, self.report.objectives, load.goodput_share)
+        found = figures(records, result.duration, self.report.percentiles, self.report.objectives, load.goodput_share)
         devices = self.server.devices or ready.facts.num_devices
         asked = {
             "num_prompts": len(requests) if duration is None else len(records),

@@ -11,7 +11,6 @@ import numpy as np
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:
-    from dsjax.bench.serve.load import LoadResult
     from dsjax.bench.serve.records import RequestRecord
     from dsjax.top.reading import Exposition
 
@@ -60,14 +59,18 @@ def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
 
 
 def figures(
-    result: LoadResult, percentiles: Sequence[float], objectives: Mapping[str, float], wanted: float
+    records: Sequence[RequestRecord],
+    duration: float,
+    percentiles: Sequence[float],
+    objectives: Mapping[str, float],
+    wanted: float,
 ) -> dict[str, Any]:
     """All fields of a point that follow from its records. None: there is no such value.
 
     percentiles: which, between 0 and 100. objectives: milliseconds by metric; empty for none. wanted: the share of all requests, failed
     ones too, that must meet every objective.
     """
-    records, duration = result.records, max(result.duration, 1e-9)
+    seconds = max(duration, 1e-9)
     good = [record for record in records if record.succeeded]
     inputs, outputs = sum(r.prompt_tokens for r in good), sum(r.output_tokens for r in good)
     cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
@@ -78,7 +81,7 @@ def figures(
         "output_throughput_per_user": 1e3 / tpot if tpot else None,
         "error_counts": dict(Counter(r.error for r in records if r.error is not None).most_common()),
         **goodput_figures(records, objectives, wanted),
-        "duration": result.duration,
+        "duration": duration,
         "completed": len(good),
         "failed": len(records) - len(good),
         "total_input_tokens": inputs,
@@ -86,11 +89,11 @@ def figures(
         "meant_input_tokens": sum(r.meant_prompt_tokens for r in good),
         "total_cached_tokens": sum(cached) if cached else None,
         "cached_share": sum(cached) / inputs if cached and inputs else None,
-        "request_throughput": len(good) / duration,
-        "request_goodput": sum(is_good(r, objectives) for r in good) / duration if objectives else None,
-        "output_throughput": outputs / duration,
-        "input_throughput": inputs / duration,
-        "total_token_throughput": (inputs + outputs) / duration,
+        "request_throughput": len(good) / seconds,
+        "request_goodput": sum(is_good(r, objectives) for r in good) / seconds if objectives else None,
+        "output_throughput": outputs / seconds,
+        "input_throughput": inputs / seconds,
+        "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": _best_second(good),
         "max_concurrent_requests": _peak_concurrency(good),
         "tokens_per_chunk": outputs / chunks if chunks else None,

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from dsjax.bench.serve.answer import AnswerError, AnswerReader
-from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.report import report
 from dsjax.bench.serve.result_files import write_points_csv
@@ -37,7 +36,7 @@ DONE = event(b"[DONE]")
 
 
 def found_in(records, seconds, percentiles=(50,), objectives=None):
-    return figures(LoadResult(records, seconds, False), percentiles, objectives or {}, 0.95)
+    return figures(records, seconds, percentiles, objectives or {}, 0.95)
 
 
 def shown(found) -> str:

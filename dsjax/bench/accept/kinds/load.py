@@ -107,14 +107,16 @@ class LoadMeasurement(RandomLengths):
     def evaluate(self, bed: TestBed, run: LoadRun) -> Measured:
         """The values of a load that was put on a server."""
         counted, records, end = run.counted, run.result.records, run.begin + self.seconds
-        of_counted = figures(LoadResult(counted, run.result.duration, False), (50, 99), {}, 1.0)
+        of_counted = figures(counted, run.result.duration, (50, 99), {}, 1.0)
         completed = of_counted["completed"]
         good = [record for record in counted if record.succeeded]
         found, why = Measured(samples=completed), bed.why_none(of_counted)
         rate = tokens_between(records, run.begin, end) / self.seconds
         inputs = sum(r.prompt_tokens for r in records if r.succeeded and run.begin <= r.chunk_times[0] < end)
         found.enter({"output_tokens_per_s": rate, "total_tokens_per_s": rate + inputs / self.seconds})
-        found.enter({"sessions_at_once": figures(run.result, (50,), {}, 1.0)["max_concurrent_requests"]})
+        found.enter(
+            {"sessions_at_once": figures(records, run.result.duration, (50,), {}, 1.0)["max_concurrent_requests"]}
+        )
         found.enter({"error_share": of_counted["failed"] / len(counted) if counted else None}, "no request was sent")
         for metric, p in _LATENCIES:
             ms = of_counted[f"p{p}_{metric}_ms"]

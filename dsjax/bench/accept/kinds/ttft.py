@@ -40,7 +40,7 @@ class TtftMeasurement(Measurement):
                 report(len(done), "")
 
             result = await run_load(client, source, [0.0] * self.requests, 1, on_done=on_done)
-        found_in = figures(result, _PERCENTILES, {}, 1.0)
+        found_in = figures(result.records, result.duration, _PERCENTILES, {}, 1.0)
         answered, found, why = found_in["completed"], Measured(samples=found_in["completed"]), bed.why_none(found_in)
         for name in ("mean", *(f"p{p}" for p in _PERCENTILES)):
             ms = found_in[f"{name}_ttft_ms"]
