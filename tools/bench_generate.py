@@ -247,8 +247,9 @@ def _flags(options: dict[str, Any]) -> list[str]:
 
 def _served(args: argparse.Namespace, how: str, variants: list[str], stack: contextlib.ExitStack):
     sys.path.insert(0, str(ROOT))
-    from dsjax.bench.serve.client import Client, Target, open_session
+    from dsjax.bench.serve.client import Client, open_session
     from dsjax.bench.serve.load import run_load
+    from dsjax.bench.serve.options import ServerOptions
     from dsjax.bench.serve.records import BenchRequest
     from dsjax.config import load_config
     from tools.serve_process import processor_seconds, serve_process
@@ -260,7 +261,7 @@ def _served(args: argparse.Namespace, how: str, variants: list[str], stack: cont
 
     async def send() -> None:
         async with open_session(None) as session:
-            client = Client(session, Target(server.url, "completions", "bench", ignore_eos=True))
+            client = Client(session, server.url, "bench", ServerOptions(ignore_eos=True))
             result = await run_load(client, requests, [0.0] * len(requests), None)
         if failed := [record.error for record in result.records if record.error is not None]:
             sys.exit(f"{len(failed)} requests failed: {failed[0]}")

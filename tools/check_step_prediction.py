@@ -152,7 +152,7 @@ def is_needed(case) -> bool:
 def predictions(setting, rows, device, ceilings, steps, args):
     """The planner's figure for each step, and the file that it was given."""
     from dsjax.bench.modules.report import to_json
-    from dsjax.bench.modules.run import ModuleResults
+    from dsjax.bench.processes import Results
     from dsjax.plan.figure import spread
     from dsjax.plan.layout import parse_layout
     from dsjax.plan.measured import Measured
@@ -160,7 +160,7 @@ def predictions(setting, rows, device, ceilings, steps, args):
     from dsjax.plan.own_cluster import choose_precision, find_cluster
 
     command = shlex.join(["python", *sys.argv])
-    body = to_json(ModuleResults(rows), setting, args.model, ceilings, device, command)
+    body = to_json(Results(rows), setting, args.model, ceilings, device, command)
     measured = Measured("this run", body)
     cluster = find_cluster("this-machine", measured)
     layout = parse_layout("dp=1", 0, setting.config)

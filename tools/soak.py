@@ -24,7 +24,8 @@ import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dsjax.bench.serve.client import Client, Target, open_session, run
+from dsjax.bench.serve.client import Client, open_session, run
+from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.server_facts import ask_server
 from dsjax.top.reading import Exposition
 from tools.serve_process import ServeProcess, serve_process
@@ -82,8 +83,8 @@ async def soak(args: argparse.Namespace, server: ServeProcess) -> dict[str, Any]
     async with open_session(args.api_key) as session:
         facts = await ask_server(session, server.url, None)
         length = facts.max_model_len or sys.exit("the server does not say its max_model_len")
-        target = Target(server.url, "completions", facts.model, ignore_eos=True, timeout=args.request_timeout)
-        client = Client(session, target)
+        options = ServerOptions(ignore_eos=True, request_timeout=args.request_timeout)
+        client = Client(session, server.url, facts.model, options)
         info = await _json(session, f"{server.url}/server_info")
         ranks = len(info["ranks"])
         print(f"{facts.model}: {ranks} DP ranks, {length} tokens; measuring the bound", file=sys.stderr)

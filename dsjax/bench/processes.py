@@ -1,9 +1,14 @@
-"""`Processes`: those that measure together: of a group over several hosts, or one alone. JAX is imported when they meet."""
+"""`Processes`: those that measure together, of a group over several hosts or one alone; `Results`: what their run has come to.
+
+JAX is imported when they meet.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dsjax.hosts import GroupOptions, HostOptions
@@ -23,13 +28,50 @@ def alone(what: str, value: Any) -> list[Any]:
     return [value]
 
 
+@dataclass
+class Results:
+    """What was timed, and the cases that were left out, each with the reason.
+
+    interrupted: Ctrl-C has ended the run; failure: what went wrong in another process, or on the way to it, has.
+    """
+
+    rows: list[Any] = field(default_factory=list)
+    skipped: list[tuple[Any, str]] = field(default_factory=list)
+    interrupted: bool = False
+    failure: Exception | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run ended before its last case."""
+        return self.interrupted or self.failure is not None
+
+    @contextlib.contextmanager
+    def collecting(self, agree: Agree) -> Iterator[None]:
+        """Keep what was done when Ctrl-C ends the block, or, in a group, the loss of another process."""
+        import jax
+
+        from dsjax.hosts.rendezvous import GroupError
+
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+        except (GroupError, jax.errors.JaxRuntimeError) as error:
+            if agree is alone:
+                raise
+            self.failure = error
+
+
+def as_flags(options: Any) -> dict[str, Any]:
+    """The values of a dataclass of options by their flags, as messages of a group name them."""
+    return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(options).items()}
+
+
 class Processes:
     """What a benchmark needs to know of the processes that take part. group: None for one that is alone.
 
-    Attributes:
-        leads: whether this is process 0, or the only one: it prints and writes.
-        agree: as of `Agree`; all ask the same in the same order. Where another process is gone, or has ended with an error, it raises
-            a `GroupError` that says so.
+    leads: whether this is process 0, or the only one: it prints and writes. agree: as of `Agree`; all ask the same in the same order.
+    Where another process is gone, or has ended with an error, it raises a `GroupError` that says so.
     """
 
     def __init__(self, group: HostGroup | None = None):
@@ -54,10 +96,18 @@ class Processes:
 
             check_shares(spec, mesh, self._group)
 
-    def report(self, write: Callable[[], None]) -> None:
-        """Have process 0 print and write, while the others wait; what goes wrong there is an error in all."""
+    def report(self, results: Results, write: Callable[[], None]) -> None:
+        """Have process 0 print and write, while the others wait; what goes wrong there is an error in all.
+
+        Raises:
+            GroupError, KeyboardInterrupt: a group's run has ended early; process 0 has written what there is.
+        """
         if self._group is None:
             write()
+        elif results.partial:  # the others wait for this process, or have gone: the group ends
+            if self.leads:
+                write()
+            raise results.failure or KeyboardInterrupt
         else:
             self._group.agreement.run("report", write if self.leads else lambda: None)
 

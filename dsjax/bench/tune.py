@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,30 +77,23 @@ def find_products(
     infos: of all parameters. n_physical: physical experts. quantises: whether rows are FP8 where weights are.
     """
     ways = dict(zip(spec.axes, spec.shape, strict=True))
-    products_of_layers: dict[Product, None] = {}
+    found: list[Product] = []
     for path, info in infos.items():
-        layer, name = path.startswith(("dense_layers.", "moe_layers.")), path.split(".")[-2]
-        if info.packed > 1:  # its kernels have no table
+        name = path.split(".")[-2]
+        wanted = path.startswith(("dense_layers.", "moe_layers.")) and path.endswith(".weight")
+        # A packed format's kernels have no table.
+        if not wanted or info.packed > 1 or name not in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down"):
             continue
-        if not (layer and path.endswith(".weight") and name in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down")):
-            continue
-        split = rules.spec(info.logical_axes)
-        local = [
-            size // math.prod(ways[axis] for axis in axes_of(entry))
-            for size, entry in zip(info.shape, split, strict=True)
-        ]
-        suffix = "_fp8" * (info.quantised and quantises)
+        split = zip(info.shape, rules.spec(info.logical_axes), strict=True)
+        local = [size // math.prod(ways[axis] for axis in axes_of(entry)) for size, entry in split]
+        suffix, dtype = "_fp8" * (info.quantised and quantises), info.dtype.name
         for count in tokens:
             if ".experts." in path:
                 load = count * spec.dp_size / spec.num_devices * spec.ep_size * config.num_experts_per_tok / n_physical
-                products_of_layers[Product(f"experts_{name}{suffix}", local[2], local[-1], info.dtype.name, load)] = (
-                    None
-                )
+                found.append(Product(f"experts_{name}{suffix}", local[2], local[-1], dtype, load))
             else:
-                products_of_layers[
-                    Product(f"dense{suffix}", local[1], math.prod(local[2:]), info.dtype.name, count)
-                ] = None
-    return list(products_of_layers)
+                found.append(Product(f"dense{suffix}", local[1], math.prod(local[2:]), dtype, count))
+    return list(dict.fromkeys(found))
 
 
 def candidates(product: Product) -> Iterator[Tiles]:
@@ -164,29 +156,39 @@ def device_timer(
 ) -> Timer:
     """Times kernels on the first device, with random values. dtype: of computation; experts: physical ones of a device."""
     kept: dict[Product, tuple] = {}
-
     cores = Cores.of(jax.local_devices()[0])
 
-    def sizes(product: Product, tiles: Tiles) -> dict[str, Any]:
-        """The default sizes are those that the device has room for, which the kernel chooses itself."""
-        return {"tiles": None if tiles == default_tiles(product) else tiles, "cores": cores}
+    def attend(inputs, start, length, layer, options):
+        q_latent, q_rope, cache, tables = inputs
+        at = (cache, setting.cache_dtype, layer, start, length, tables)
+        scale = setting.config.softmax_scale
+        return attention.latent_attention(q_latent, q_rope, *at, scale=scale, **options)
 
-    def attend(product: Product, tiles: AttentionTiles) -> float | None:
-        inputs, start, length = kept[product]
+    def multiply(kernel, inputs, groups, layer, options):
+        weight, scale, x = inputs
+        arguments, options = (weight, scale, weight.dtype, layer, x), options | {"dtype": dtype}
+        if kernel == "dense":
+            return products.dense(*arguments, **options)
+        return (products.gate_up if kernel == "experts_gate_up" else products.down)(*arguments, groups, **options)
+
+    def timer(product: Product, tiles: Tiles) -> float | None:
+        attends, kernel = product.kernel == ATTENTION, product.kernel.removesuffix("_fp8")
+        if product not in kept:
+            kept.clear()
+            kept[product] = _cache(product, dtype, setting) if attends else _arrays(product, dtype, experts)
+        inputs, *fixed = kept[product]
+        # The default sizes are those that the device has room for, which the kernel chooses itself.
+        options = {"tiles": None if tiles == default_tiles(product) else tiles, "cores": cores, "interpret": interpret}
 
         def apply(inputs, layer, total):
-            q_latent, q_rope, cache, tables = inputs
-            out = attention.latent_attention(
-                q_latent, q_rope, cache, setting.cache_dtype, layer, start, length, tables,
-                scale=setting.config.softmax_scale, interpret=interpret, **sizes(product, tiles),
-            )  # fmt: skip
-            return total + out.reshape(-1)[0].astype(jnp.float32)
+            made = (
+                attend(inputs, *fixed, layer, options) if attends else multiply(kernel, inputs, *fixed, layer, options)
+            )
+            return total + jax.tree.leaves(made)[-1].reshape(-1)[0].astype(jnp.float32)
 
-        return measured(apply, inputs, next(iter(inputs[2].values())).shape[0])
-
-    def measured(apply, inputs, layers: int) -> float | None:
         try:
-            prepared = device_loop(apply, inputs, jnp.float32(0), depth=layers)
+            depth = (next(iter(inputs[2].values())) if attends else inputs[0]).shape[0]
+            prepared = device_loop(apply, inputs, jnp.float32(0), depth=depth)
             prepared.warm_up(budget)
             times = prepared.take(budget)
         except jax.errors.JaxRuntimeError:
@@ -194,32 +196,6 @@ def device_timer(
         if times is None:
             raise UserError(f"a kernel cannot be timed: {DROWNED}; what was tuned before is kept")
         return times.median
-
-    def timer(product: Product, tiles: Tiles) -> float | None:
-        if product not in kept:
-            kept.clear()
-            kept[product] = (
-                _cache(product, dtype, setting) if product.kernel == ATTENTION else _arrays(product, dtype, experts)
-            )
-        if product.kernel == ATTENTION:
-            return attend(product, tiles)
-        weight, scale, x, groups = kept[product]
-        kind, options = (
-            product.kernel.removesuffix("_fp8"),
-            {"dtype": dtype, "interpret": interpret, **sizes(product, tiles)},
-        )
-
-        def apply(inputs, layer, total):
-            weight, scale, x = inputs
-            arguments = (weight, scale, weight.dtype, layer, x)
-            if kind == "dense":
-                out = products.dense(*arguments, **options)
-            else:
-                out = (products.gate_up if kind == "experts_gate_up" else products.down)(*arguments, groups, **options)
-            leaf = jax.tree.leaves(out)[-1]
-            return total + leaf.reshape(-1)[0].astype(jnp.float32)
-
-        return measured(apply, (weight, scale, x), weight.shape[0])
 
     return timer
 
@@ -264,4 +240,4 @@ def _arrays(product: Product, dtype: np.dtype, experts: int) -> tuple:
     rows = load if dense else X * load + SLACK
     x = jax.random.normal(key, (rows, K), jnp.float32).astype(dtype)
     groups = Groups(jnp.arange(X) * load, jnp.full((X,), load), product.rows)
-    return weight, scale, fp8.quantise(x) if quantised else x, groups
+    return (weight, scale, fp8.quantise(x) if quantised else x), groups

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dsjax.errors import UserError, check_fields, why_unreadable
+from dsjax.errors import UserError, check_fields
+from dsjax.toml_files import bundled_names, read_toml
 
 _KINDS = {
     "str": (str, "text"),
@@ -108,8 +106,7 @@ class Hardware:
 
 def bundled_hardware() -> tuple[str, ...]:
     """Names that `load_hardware` knows: the files of `configs/hardware`."""
-    folder = importlib.resources.files("configs") / "hardware"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return bundled_names("hardware")
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
@@ -118,22 +115,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     Raises:
         UserError: no such hardware; a file that is not TOML; a field that is missing, unknown, of the wrong kind or without a source.
     """
-    key = str(name_or_path)
-    if key in bundled_hardware():
-        text = (importlib.resources.files("configs") / "hardware" / f"{key}.toml").read_text(encoding="utf-8")
-    else:
-        path = Path(os.path.expanduser(name_or_path))
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"no hardware {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_hardware())}"
-            ) from error
-        key = path.stem
-    try:
-        return _from_fields(key, tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"hardware {key!r} is not valid TOML: {error}") from error
+    values, key = read_toml("hardware", "hardware", name_or_path), str(name_or_path)
+    return _from_fields(key if key in bundled_hardware() else Path(key).stem, values)
 
 
 def _from_fields(key: str, values: Mapping[str, Any]) -> Hardware:

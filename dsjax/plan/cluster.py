@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsjax.errors import UserError, check_fields, why_unreadable
+from dsjax.errors import UserError, check_fields
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
 from dsjax.plan.tiers import Wiring, read_wiring
+from dsjax.toml_files import bundled_names, check_kind, read_toml
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
 
@@ -96,51 +93,39 @@ class Cluster:
         if not self.wiring or hosts < 2:
             return self
         share, tier = self.wiring.share(hosts, self.hosts, ring=ring), self.wiring.highest(hosts)
-        ends = (tier.latency, tier.latency_low, tier.latency_high) if tier else ()
-        latency = dict(zip(("latency", "latency_low", "latency_high"), ends, strict=False))
+        latency = {name: getattr(tier, name) for name in _LATENCIES} if tier else {}
         return dataclasses.replace(self, network_gbps=self.network_gbps * share, wiring=Wiring(), **latency)
 
     def scaled(self, resource: str, factor: float) -> Cluster:
         """Make a cluster with `factor` times as much of one of `RESOURCES` (latency: so many times shorter)."""
+        parts = {name: getattr(self, name) for name in ("prefill", "experts", "measured")}
+        changed = {name: part.scaled(resource, factor) for name, part in parts.items() if part is not None}
         chip = self.hardware
-        if self.prefill is not None:
-            self = dataclasses.replace(self, prefill=self.prefill.scaled(resource, factor))
-        if self.experts is not None:
-            self = dataclasses.replace(self, experts=self.experts.scaled(resource, factor))
-        if self.measured is not None:
-            self = dataclasses.replace(self, measured=self.measured.scaled(resource, factor))
-        if resource == "compute":
-            chip = chip.scaled(factor)
-        elif resource == "memory bandwidth":
-            chip = dataclasses.replace(chip, memory_bandwidth=chip.memory_bandwidth * factor)
-        elif resource == "scale-up":
-            chip = dataclasses.replace(chip, scale_up_bandwidth=chip.scale_up_bandwidth * factor)
-        elif resource == "network":
-            return dataclasses.replace(self, network_gbps=self.network_gbps * factor)
+        if resource == "latency":
+            tiers = tuple(_sooner(tier, factor) for tier in self.wiring.tiers)
+            changed["wiring"] = dataclasses.replace(self.wiring, tiers=tiers)
+            return dataclasses.replace(_sooner(self, factor), **changed)
+        if resource == "network":
+            changed["network_gbps"] = self.network_gbps * factor
+        elif resource == "compute":
+            changed["hardware"] = chip.scaled(factor)
         else:
-            low, high = self.latency_low / factor, self.latency_high / factor
-            tiers = (
-                dataclasses.replace(
-                    t,
-                    latency=t.latency / factor,
-                    latency_low=t.latency_low / factor,
-                    latency_high=t.latency_high / factor,
-                )
-                for t in self.wiring.tiers
-            )
-            wiring = dataclasses.replace(self.wiring, tiers=tuple(tiers))
-            return dataclasses.replace(
-                self, latency=self.latency / factor, latency_low=low, latency_high=high, wiring=wiring
-            )
-        return dataclasses.replace(self, hardware=chip)
+            field = {"memory bandwidth": "memory_bandwidth", "scale-up": "scale_up_bandwidth"}[resource]
+            changed["hardware"] = dataclasses.replace(chip, **{field: getattr(chip, field) * factor})
+        return dataclasses.replace(self, **changed)
 
     def with_experts_on(self, hardware: Hardware, hosts: int) -> Cluster:
         """Make a cluster with so many hosts of another device beside it for the routed experts, with cards and network as these have."""
+        alone = dataclasses.replace(self, wiring=Wiring(), prefill=None, experts=None, measured=None)
         beside = dataclasses.replace(
-            self, name=f"{self.name}, experts", description=f"{hosts} hosts of {hardware.name}", hardware=hardware, hosts=hosts,
-            devices_per_host=hardware.devices_per_host, scale_up_devices=hardware.scale_up_devices, wiring=Wiring(), prefill=None,
-            experts=None, measured=None,
-        )  # fmt: skip
+            alone,
+            name=f"{self.name}, experts",
+            description=f"{hosts} hosts of {hardware.name}",
+            hardware=hardware,
+            hosts=hosts,
+            devices_per_host=hardware.devices_per_host,
+            scale_up_devices=hardware.scale_up_devices,
+        )
         return dataclasses.replace(self, experts=beside)
 
     def resized(self, hosts: int) -> Cluster:
@@ -153,37 +138,41 @@ class Cluster:
         return dataclasses.replace(self, description=described, hosts=hosts, wiring=wiring)
 
 
-_WORDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "a table", bool: "true or false"}
-_LEAST = {"hosts": 1, "devices_per_host": 1, "nics_per_host": 1, "scale_up_devices": 1}
-_FIELDS = {
+def _sooner(of: Any, factor: float) -> Any:
+    """A cluster or a tier with latencies `factor` times shorter."""
+    return dataclasses.replace(of, **{name: getattr(of, name) / factor for name in _LATENCIES})
+
+
+_LATENCIES = ("latency", "latency_low", "latency_high")
+_COUNTS = ("hosts", "devices_per_host", "nics_per_host", "scale_up_devices")
+_OPTIONAL = {
+    "scale_up_devices": int,
+    "devices_per_host": int,
+    "storage_gb_per_s": float,
+    "acceptance": dict,
+    "tiers": list,
+    "direct": bool,
+    "prefill": dict,
+}
+_REQUIRED = {
     "name": str,
     "description": str,
     "hardware": str,
     "hosts": int,
-    "devices_per_host": int,
-    "scale_up_devices": int,
     "network": str,
     "network_gbps": float,
     "nics_per_host": int,
     "latency_us": float,
     "latency_us_range": list,
-    "storage_gb_per_s": float,
-    "acceptance": dict,
     "sources": dict,
-    "tiers": list,
-    "direct": bool,
-    "prefill": dict,
 }
-_OPTIONAL = ("scale_up_devices", "devices_per_host", "storage_gb_per_s", "acceptance", "tiers", "direct", "prefill")
 _OF_PREFILL = ("hardware", "hosts", "devices_per_host", "scale_up_devices", "network_gbps", "nics_per_host")
 _PLACES = ("inside_host", "between_hosts")
 
 
-@functools.cache
 def bundled_clusters() -> tuple[str, ...]:
     """Names that `load_cluster` knows: the files of `configs/clusters`."""
-    folder = importlib.resources.files("configs") / "clusters"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return bundled_names("clusters")
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
@@ -192,65 +181,45 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     Raises:
         UserError: no such cluster; not TOML; a field that is missing, unknown, of the wrong kind or out of range.
     """
-    key = str(name_or_path)
-    if key in bundled_clusters():
-        return _bundled(key)
-    try:
-        text = Path(os.path.expanduser(name_or_path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"no cluster {key!r} ({why_unreadable(error)}); expected a TOML file, or one of {', '.join(bundled_clusters())}"
-        ) from error
-    try:
-        return _from_fields(key, tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"cluster {key!r} is not valid TOML: {error}") from error
-
-
-@functools.cache
-def _bundled(name: str) -> Cluster:
-    text = (importlib.resources.files("configs") / "clusters" / f"{name}.toml").read_text(encoding="utf-8")
-    return _from_fields(name, tomllib.loads(text))
+    return _from_fields(str(name_or_path), read_toml("cluster", "clusters", name_or_path))
 
 
 def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:
-    check_fields(f"cluster {key!r}", values, _FIELDS, [name for name in _FIELDS if name not in _OPTIONAL])
+    known = _REQUIRED | _OPTIONAL
+    check_fields(f"cluster {key!r}", values, known, _REQUIRED)
     for name, value in values.items():
-        wanted = (int, float) if _FIELDS[name] is float else (_FIELDS[name],)
-        if isinstance(value, bool) != (_FIELDS[name] is bool) or not isinstance(value, wanted):
-            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected {_WORDS[_FIELDS[name]]}")
-        if name in _LEAST and value < _LEAST[name]:
-            raise UserError(f"cluster {key!r}: {name} is {value}, expected at least {_LEAST[name]}")
-        if name in ("network_gbps", "latency_us", "storage_gb_per_s") and not 0 < value < math.inf:
-            raise UserError(f"cluster {key!r}: {name} is {value}, expected a number above 0")
+        kind = known[name]
+        check_kind(f"cluster {key!r}", name, value, kind)
+        if name in _COUNTS and value < 1:
+            raise UserError(f"cluster {key!r}: {name} is {value}, expected at least 1")
+        if kind is float:
+            _number(key, name, value)
     try:
         chip = load_hardware(values["hardware"])
     except UserError as error:
         raise UserError(f"cluster {key!r}: {error}") from error
-    low, high = _range(key, values["latency_us_range"], values["latency_us"])
-    devices_per_host = values.get("devices_per_host", chip.devices_per_host)
+    middle, ends = values["latency_us"], values["latency_us_range"]
+    numbers = len(ends) == 2 and all(isinstance(e, int | float) and not isinstance(e, bool) for e in ends)
+    if not numbers or not 0 < ends[0] <= middle <= ends[1] < math.inf:
+        raise UserError(
+            f"cluster {key!r}: latency_us_range is {ends!r}, expected two numbers around latency_us, which is {middle}"
+        )
+    same = ("name", "description", "hosts", "network", "network_gbps", "nics_per_host")
     cluster = Cluster(
-        name=values["name"],
-        description=values["description"],
+        **{name: values[name] for name in same},
+        **{name: value * 1e-6 for name, value in zip(_LATENCIES, (middle, *ends), strict=True)},
         hardware=chip,
-        hosts=values["hosts"],
-        devices_per_host=devices_per_host,
+        devices_per_host=values.get("devices_per_host", chip.devices_per_host),
         scale_up_devices=values.get("scale_up_devices", chip.scale_up_devices),
-        network=values["network"],
-        network_gbps=values["network_gbps"],
-        nics_per_host=values["nics_per_host"],
-        latency=values["latency_us"] * 1e-6,
-        latency_low=low * 1e-6,
-        latency_high=high * 1e-6,
         sources=dict(values["sources"]),
         storage=values["storage_gb_per_s"] * 1e9 if "storage_gb_per_s" in values else None,
         acceptance=_acceptance(key, values.get("acceptance", {})),
         wiring=read_wiring(key, values, values["hosts"], values["nics_per_host"]),
         prefill=_prefill(key, values) if "prefill" in values else None,
     )
-    if cluster.domain % devices_per_host and devices_per_host % cluster.domain:
+    if cluster.domain % cluster.devices_per_host and cluster.devices_per_host % cluster.domain:
         raise UserError(
-            f"cluster {key!r}: a scale-up domain of {cluster.domain} devices and hosts of {devices_per_host} cut each other; "
+            f"cluster {key!r}: a scale-up domain of {cluster.domain} devices and hosts of {cluster.devices_per_host} cut each other; "
             "expected one to be a multiple of the other"
         )
     return cluster
@@ -264,52 +233,44 @@ def _prefill(key: str, values: Mapping[str, Any]) -> Cluster:
             f"cluster {key!r}: prefill has {', '.join(sorted(side)) or 'nothing'}; expected hardware and hosts, and where they differ "
             f"{', '.join(_OF_PREFILL[2:])}"
         )
-    apart = ("prefill", "scale_up_devices", "devices_per_host", "tiers", "direct", "acceptance")
-    others = {name: value for name, value in values.items() if name not in apart}
+    others = {name: values[name] for name in (*_REQUIRED, "storage_gb_per_s") if name in values}
     chip = load_hardware(side["hardware"]).name if isinstance(side["hardware"], str) else side["hardware"]
     described = {"name": f"{values['name']}, prefill", "description": f"{side['hosts']} hosts of {chip}"}
     return _from_fields(f"{key}, prefill", {**others, **described, **side})
 
 
-def _range(key: str, ends: list, value: float) -> tuple[float, float]:
-    numbers = len(ends) == 2 and all(isinstance(e, int | float) and not isinstance(e, bool) for e in ends)
-    if not numbers or not 0 < ends[0] <= value <= ends[1] < math.inf:
+def _number(key: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"cluster {key!r}: {name} is {value!r}, expected a number above 0")
+    return float(value)
+
+
+def _table(key: str, name: str, table: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
+    unknown = table.keys() - set(known) if isinstance(table, Mapping) else [repr(table)]
+    if unknown:
         raise UserError(
-            f"cluster {key!r}: latency_us_range is {ends!r}, expected two numbers around latency_us, which is {value}"
+            f"cluster {key!r}: {name} has {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
         )
-    return ends[0], ends[1]
+    return table
 
 
 def _acceptance(key: str, values: Mapping[str, Any]) -> Acceptance:
     """The table `[acceptance]`: `warning`, `failing`, and tables such as `[acceptance.inside_host.all_gather]`: own expectations."""
-
-    def number(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"cluster {key!r}: {name} is {value!r}, expected a number above 0")
-        return float(value)
-
-    def fields(name: str, table: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
-        if not isinstance(table, Mapping) or table.keys() - set(known):
-            what = ", ".join(sorted(table.keys() - set(known))) if isinstance(table, Mapping) else repr(table)
-            raise UserError(f"cluster {key!r}: {name} has {what}, expected some of {', '.join(known)}")
-        return table
-
-    fields("acceptance", values, ("warning", "failing", *_PLACES))
-    expected, known = {}, (*COLLECTIVES, SEND_RECEIVE)
+    _table(key, "acceptance", values, ("warning", "failing", *_PLACES))
+    expected = {}
     for place in _PLACES:
-        for collective, bounds in fields(f"acceptance.{place}", values.get(place, {}), known).items():
+        known = (*COLLECTIVES, SEND_RECEIVE)
+        for collective, bounds in _table(key, f"acceptance.{place}", values.get(place, {}), known).items():
             name = f"acceptance.{place}.{collective}"
-            bounds = fields(name, bounds, ("latency_us", "gb_per_s"))
-            if len(bounds) < 2:
+            if len(_table(key, name, bounds, ("latency_us", "gb_per_s"))) < 2:
                 raise UserError(f"cluster {key!r}: {name} needs both latency_us and gb_per_s")
-            seconds, rate = (number(f"{name}.{field}", bounds[field]) for field in ("latency_us", "gb_per_s"))
+            seconds, rate = (_number(key, f"{name}.{one}", bounds[one]) for one in ("latency_us", "gb_per_s"))
             expected[place, collective] = seconds * 1e-6, rate * 1e9
-    default = Acceptance()
-    warning = number("acceptance.warning", values.get("warning", default.warning))
-    failing = number("acceptance.failing", values.get("failing", default.failing))
-    if not 1 <= warning <= failing:
+    ends = {name: _number(key, f"acceptance.{name}", values[name]) for name in ("warning", "failing") if name in values}
+    found = Acceptance(**ends, expected=expected)
+    if not 1 <= found.warning <= found.failing:
         raise UserError(
-            f"cluster {key!r}: acceptance.warning is {warning:g} and acceptance.failing {failing:g}, expected 1 or more, and the "
-            "second no less than the first: they multiply the expected duration"
+            f"cluster {key!r}: acceptance.warning is {found.warning:g} and acceptance.failing {found.failing:g}, expected 1 or more, "
+            "and the second no less than the first: they multiply the expected duration"
         )
-    return Acceptance(warning, failing, expected)
+    return found

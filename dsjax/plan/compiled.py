@@ -1,4 +1,4 @@
-"""`DryRun`: what `dsjax dryrun --json` read from a compiled step, and which of it a plan may take."""
+"""`DryRun`: what `dsjax dryrun --json` read from a compiled step."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from dsjax.config import ModelConfig
 from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.figure import Figure, Kind, drawn
 from dsjax.plan.layout import InstanceLayout
-from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
+
+_METHODS = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
+"""Kind of a collective to the dispatch that has it."""
+_WHOLES = {"rows": "batch", "row_tokens": "chunk", "context": "context"}
+_TEXTS = {name: name for name in ("target", "step", "weights", "kv_cache_dtype")}
+_TEXTS |= {"form": "mla", "wire": "dispatch_wire"}
+"""Fields of `DryRun` to those of the JSON."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of the program: bytes that a device sends to the others each time, and how often a step has it."""
+    """A collective of the program: bytes that a device sends to the others each time, and how often a step has it.
+
+    size: all of them; inside: those that stay in the scale-up domain. dispatches: it belongs to the experts' dispatch or combine.
+    """
 
     kind: str
-    axes: tuple[str, ...]
     ranks: int
     size: float
     inside: float
-    between: float
     times: float
     dispatches: bool
-
-    @classmethod
-    def read(cls, one: Mapping[str, Any]) -> Sent:
-        """One entry of the JSON's `collectives`."""
-        kind, ranks, times = _word(one, "kind"), _whole(one, "ranks", 2), _number(one, "times")
-        dispatches = kind == "ragged-all-to-all" or "/dispatch/" in _word(one, "op_name")
-        inside, between = _number(one, "bytes_inside"), _number(one, "bytes_between")
-        return cls(kind, tuple(one["axes"] or ()), ranks, inside + between, inside, between, times, dispatches)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class DryRun:
     file: str
     provenance: str
     parameters: int
-    cache_bytes_per_token: float
     weight_bytes: int
     mesh: MeshSpec
     physical_experts: int
@@ -71,7 +69,7 @@ class DryRun:
     temporaries: int
     collectives: tuple[Sent, ...]
     flops: Mapping[str, float]
-    timeline: float | None = None
+    timeline: Figure | None = None
     halves: bool = False
 
     @property
@@ -90,8 +88,7 @@ class DryRun:
         if self.dispatch == "hierarchical":
             return self.dispatch
         kinds = {c.kind for c in self.exchanges}
-        known = {"ragged-all-to-all": "ragged", "all-to-all": "padded", "reduce-scatter": "gather"}
-        return next((method for kind, method in known.items() if kind in kinds), None)
+        return next((method for kind, method in _METHODS.items() if kind in kinds), None)
 
     @property
     def shape(self) -> str:
@@ -105,9 +102,8 @@ class DryRun:
 
     def figure(self, value: float, name: str, unit: str = "") -> float:
         """A number that was read from this program."""
-        return drawn(
-            Figure(value, kinds=Kind.COMPILED, name=name, unit=unit, source=f"{self.provenance}: {self.shape}")
-        )
+        source = f"{self.provenance}: {self.shape}"
+        return drawn(Figure(value, kinds=Kind.COMPILED, name=name, unit=unit, source=source))
 
 
 def read_dry_run(path: str | Path) -> DryRun:
@@ -120,55 +116,55 @@ def read_dry_run(path: str | Path) -> DryRun:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
-        return _from_json(str(path), written, values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshError) as error:
+        return _from_json(path, written, values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else why_unreadable(error)
         raise UserError(
             f"--compiled {path}: {reason}; expected a file that `dsjax dryrun --model … --mesh … --target … --json FILE` wrote"
         ) from error
 
 
-def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
+def _from_json(path: Path, written: str, values: Mapping[str, Any]) -> DryRun:
     if "expert_mesh" in values:
-        raise UserError(
-            f"--compiled {file} is of attention and experts apart, and a plan takes dry runs of one mesh; leave it out"
-        )
+        raise ValueError("it is of attention and experts apart, and a plan takes dry runs of one mesh")
     if "stages" in values:
         raise ValueError("it is of several stages, of which a plan takes no dry run yet")
-    memory, timeline, step = values["device_bytes"], values.get("timeline"), _word(values, "step")
+    memory, timeline, step = values["device_bytes"], values.get("timeline"), values["step"]
     if step not in ("decode", "prefill"):
         raise ValueError(f"its step is {step!r}, expected decode or prefill")
     outputs = _whole(memory, "outputs") - _whole(memory, "aliased")
     code = _whole(memory, "code") if memory.get("code") is not None else 0
+    flops = values["costs"]["flops_by_dtype"]
+    versions = values.get("versions")
+    made = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+    target = f"{path.name}, dsjax dryrun --target {_text(values, 'target')}"
     return DryRun(
-        file=file,
-        provenance=f"{Path(file).name}, dsjax dryrun --target {_word(values, 'target')}, {_versions(values)}{written}",
+        file=str(path),
+        provenance=", ".join([target, *made, written]),
         parameters=_whole(values["parameters"], "total", 1),
-        cache_bytes_per_token=_whole(memory, "cache")
-        / (_whole(values, "cache_tokens") + _whole(values, "page_size", 1)),
         weight_bytes=_whole(memory, "weights_total", 1),
-        mesh=MeshSpec.parse(_word(values, "mesh")),
+        mesh=MeshSpec.parse(_text(values, "mesh")),
         physical_experts=_whole(values, "physical_experts"),
-        target=values["target"],
-        step=step,
-        rows=_whole(values, "batch", 1),
-        row_tokens=_whole(values, "chunk", 1),
-        context=_whole(values, "context", 1),
+        **{field: _whole(values, name, 1) for field, name in _WHOLES.items()},
+        **{field: _text(values, name) for field, name in _TEXTS.items()},
         tokens=_number(values, "tokens_per_device", above=True),
-        weights=_word(values, "weights"),
-        kv_cache_dtype=_word(values, "kv_cache_dtype"),
-        form=_word(values, "mla"),
-        wire=_word(values, "dispatch_wire"),
-        dispatch=_word(values, "dispatch") if "dispatch" in values else "",
+        dispatch=_text(values, "dispatch") if "dispatch" in values else "",
         temporaries=_whole(memory, "temporaries") + max(0, outputs) + code,
-        collectives=tuple(Sent.read(one) for one in values["collectives"]),
-        flops={dtype: _number(values["costs"]["flops_by_dtype"], dtype) for dtype in values["costs"]["flops_by_dtype"]},
+        collectives=tuple(_sent(one) for one in values["collectives"]),
+        flops={dtype: _number(flops, dtype) for dtype in flops},
         timeline=_predicted(timeline["step"]) if timeline else None,
         halves=bool(values.get("halves", False)),
     )
 
 
-def _predicted(step: Mapping[str, Any]) -> float:
+def _sent(one: Mapping[str, Any]) -> Sent:
+    kind, inside = _text(one, "kind"), _number(one, "bytes_inside")
+    dispatches = kind == "ragged-all-to-all" or "/dispatch/" in _text(one, "op_name")
+    size = inside + _number(one, "bytes_between")
+    return Sent(kind, _whole(one, "ranks", 2), size, inside, _number(one, "times"), dispatches)
+
+
+def _predicted(step: Mapping[str, Any]) -> Figure:
     value, low, high = (_number(step, end, above=True) for end in ("value", "low", "high"))
     if not low <= value <= high:
         raise ValueError(
@@ -185,27 +181,18 @@ def _whole(values: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 
 def _number(values: Mapping[str, Any], name: str, above: bool = False) -> float:
-    """A field that is a number of at least 0, or above it."""
     value = values[name]
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not 0 <= value < math.inf
-        or (above and not value)
+        or (above and value == 0)
     ):
         raise ValueError(f"{name} is {value!r}, expected a number {'above' if above else 'of at least'} 0")
     return float(value)
 
 
-def _word(values: Mapping[str, Any], name: str) -> str:
-    value = values[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}, expected text")
-    return value
-
-
-def _versions(values: Mapping[str, Any]) -> str:
-    versions = values.get("versions")
-    if not isinstance(versions, dict):
-        return ""
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) + ", "
+def _text(values: Mapping[str, Any], name: str) -> str:
+    if not isinstance(values[name], str):
+        raise ValueError(f"{name} is {values[name]!r}, expected text")
+    return values[name]

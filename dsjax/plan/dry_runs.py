@@ -16,11 +16,11 @@ from dsjax.plan.precision import BF16, Precision
 
 def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Precision) -> str | None:
     """Why a dry run says nothing of this model, device and precision; None where it does."""
-    total, token = parameter_counts(config)["main_model"], cluster.hardware.key
+    total, device = parameter_counts(config)["main_model"], cluster.hardware.key
     if run.parameters != total:
         return f"it is of a model of {run.parameters:,} parameters, the plan's has {total:,}"
-    if run.target != token:
-        return f"it was compiled for {run.target}, the cluster has {token}"
+    if run.target != device:
+        return f"it was compiled for {run.target}, the cluster has {device}"
     if run.weights != precision.weights:
         return f"its weights are {run.weights}, the plan's precision is {precision.name}"
     if run.kv_cache_dtype != ("bfloat16" if precision.cache == BF16 else "float8_e4m3fn"):
@@ -37,6 +37,13 @@ def wire_refusal(run: DryRun, dispatch: str, precision: Precision) -> str | None
     wire = "compute" if precision.wire == BF16 else "fp8"
     if run.method and run.wire != wire:
         return f"the program's wire is {run.wire}, the plan's {wire}: compile with --dispatch-wire {wire}"
+    return None
+
+
+def halves_refusal(run: DryRun, overlap: str) -> str | None:
+    """Why a plan of dsjax cannot take the time of a dry run in two halves; None where it can, or where the step is whole."""
+    if run.halves and overlap != "on":
+        return "the program computes the step in two halves, and the plan's does not: give --two-batch-overlap on"
     return None
 
 
@@ -58,21 +65,8 @@ class DryRunUsage:
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
         run = self.run
-        return {
-            "file": run.file,
-            "mesh": str(run.mesh),
-            "target": run.target,
-            "step": run.step,
-            "used": self.used,
-            "what": self.text,
-        }
-
-
-def halves_refusal(run: DryRun, overlap: str) -> str | None:
-    """Why a plan of dsjax cannot take the time of a dry run in two halves; None where it can, or where the step is whole."""
-    if run.halves and overlap != "on":
-        return "the program computes the step in two halves, and the plan's does not: give --two-batch-overlap on"
-    return None
+        about = {"file": run.file, "mesh": str(run.mesh), "target": run.target, "step": run.step}
+        return about | {"used": self.used, "what": self.text}
 
 
 def usage(
@@ -85,25 +79,21 @@ def usage(
     overlap: str = "off",
 ) -> DryRunUsage:
     """What a plan over these layouts (of units, with their weights' bytes) takes from a dry run."""
-    reason = refusal(run, config, cluster, precision)
-    layout = run.layout(config)
+    reason, layout = refusal(run, config, cluster, precision), run.layout(config)
     if reason is None and layout not in weights:
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"
     if reason:
         return DryRunUsage(run, False, reason)
-    ours = weights[layout]
-    agree = "to the byte" if ours == run.weight_bytes else f"to within {ours - run.weight_bytes:+,} bytes"
-    memory = f"temporaries {run.temporaries / 1e9:.2f} GB; its weights agree with the plan's {agree}"
-    other = wire_refusal(run, dispatch, precision) or halves_refusal(run, overlap)
-    if other:
-        return DryRunUsage(run, True, f"{memory}; not its exchanges and operations: {other}")
-    if run.halves:
+    beyond = weights[layout] - run.weight_bytes
+    agree = f"to within {beyond:+,} bytes" if beyond else "to the byte"
+    if other := wire_refusal(run, dispatch, precision) or halves_refusal(run, overlap):
+        taken = f"not its exchanges and operations: {other}"
+    elif run.halves:
         timed = f"its time, {run.timeline * 1e3:.4g} ms" if run.timeline else "no time: it has no timeline"
-        return DryRunUsage(run, True, f"{memory}; of a step in two halves {timed}")
-    count = sum(sent.times for sent in run.collectives)
-    sent = sum(sent.times * sent.size for sent in run.collectives)
-    return DryRunUsage(
-        run,
-        True,
-        f"{memory}; {count:g} collectives that send {sent / 1e9:.3g} GB; {sum(run.flops.values()):.3g} operations",
-    )
+        taken = f"of a step in two halves {timed}"
+    else:
+        count = sum(sent.times for sent in run.collectives)
+        sent = sum(sent.times * sent.size for sent in run.collectives)
+        taken = f"{count:g} collectives that send {sent / 1e9:.3g} GB; {sum(run.flops.values()):.3g} operations"
+    memory = f"temporaries {run.temporaries / 1e9:.2f} GB; its weights agree with the plan's {agree}"
+    return DryRunUsage(run, True, f"{memory}; {taken}")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
-from dsjax.model.stage import stages_of
 from dsjax.plan.figure import Figure, assumed, spread
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
+from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ RULES = {
     "sglang": (STATIC, 0.85),
     "tensorrt-llm": (FREE, 0.90),
 }
-"""Engine → (what its memory fraction is of, the fraction if none is given).
+"""Engine → (what its memory fraction is of, its default).
 
 `profiled`: of the device, for everything but captured graphs, a step's peak among it (vLLM's `--gpu-memory-utilization`); the cache must
 hold the longest request. `static`: of what is free at the start, for weights and cache alone, so that a step and graphs take the rest
@@ -43,8 +42,6 @@ _WHOLE_EXPERTS = ("vllm", "tensorrt-llm", "published", "dsjax")
 `fused_experts`: `[tokens, top-k, 2 × width]`). SGLang's cut every expert over all devices unless DeepEP is asked for."""
 _LOW_LATENCY_TOKENS = 128
 """Tokens of a rank for which DeepEP's decode kernels keep buffers, as in its README."""
-
-
 _DRAWS = 64
 DOES_NOT_FIT = 3
 """Exit status of `dsjax plan fit` where a launch does not fit."""
@@ -56,7 +53,6 @@ class Launch:
 
     prefill_tokens: most prompt tokens of a DP rank in a step. longest: tokens of the longest request. sampled: rows of a step that sample.
     graphs: whether decode steps are captured. deepep: buffers of DeepEP's decode kernels. mtp: the MTP module is loaded.
-    stages: of a pipeline, each of which has a share of the layers in whole ones; the fullest one is judged.
     """
 
     engine: str
@@ -68,7 +64,6 @@ class Launch:
     graphs: bool = True
     deepep: bool = False
     mtp: bool = False
-    stages: int = 1
 
     def __post_init__(self):
         if self.fraction is not None and not 0 < self.fraction <= 1:
@@ -78,7 +73,7 @@ class Launch:
 
     @property
     def share(self) -> float:
-        """The fraction that holds."""
+        """The memory fraction in force."""
         return RULES[self.engine][1] if self.fraction is None else self.fraction
 
 
@@ -90,10 +85,6 @@ class Condition:
     needed: Figure
     room: Figure
     left: Figure
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable fields; figures as `Figure.to_json`."""
-        return {"what": self.name, "needed": self.needed.to_json(), "room": self.room.to_json()}
 
 
 @dataclass(frozen=True)
@@ -126,6 +117,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
+        conditions = [{"what": c.name, "needed": c.needed.to_json(), "room": c.room.to_json()} for c in self.conditions]
         return {
             "fits": self.fits,
             "sure": self.sure,
@@ -134,7 +126,7 @@ class Verdict:
             "memory_fraction": self.launch.share,
             "device_bytes": self.launch.device_bytes,
             "parts": {part.name: part.to_json() for part in self.parts},
-            "conditions": [condition.to_json() for condition in self.conditions],
+            "conditions": conditions,
             "cache_tokens_per_dp_rank": self.cache_tokens.to_json(),
             "fractions_that_fit": list(self.fractions) if self.fractions else None,
         }
@@ -143,17 +135,10 @@ class Verdict:
 def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> Verdict:
     """Judge a launch."""
     parts = _parts(config, layout, precision, launch)
-    per_token = max(
-        cache_bytes_per_token(stage.config(config), precision, launch.mtp and stage.ends)
-        for stage in stages_of(config, layout.mesh.pp_size, mtp=launch.mtp)
-    )
-    if launch.stages > 1:
-        per_token = math.ceil(
-            per_token * math.ceil(config.num_hidden_layers / launch.stages) / config.num_hidden_layers
-        )
+    per_token = max(share.cache_per_token for share in stage_shares(config, layout, precision, launch.mtp))
     tried = [n / 100 for n in range(30, 100)]
     good = [f for f in tried if all(room >= needed for _, needed, room in _judge(launch, f, parts, per_token)[0])]
-    conditions, _ = _judge(launch, launch.share, parts, per_token)
+    names = [name for name, _, _ in _judge(launch, launch.share, parts, per_token)[0]]
 
     def compute() -> list[float]:
         parts = _parts(config, layout, precision, launch)
@@ -162,11 +147,11 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
         return [*parts.values(), *rooms, max(0.0, cache / per_token)]
 
     *figures, tokens = spread(compute, _DRAWS)
-    for (name, part), figure in zip(parts.items(), figures, strict=False):
+    shown, rest = tuple(figures[: len(parts)]), iter(figures[len(parts) :])
+    for (name, part), figure in zip(parts.items(), shown, strict=True):
         figure.name, figure.unit, figure.source = name, "B", getattr(part, "source", "")
-    rest = iter(figures[len(parts) :])
-    shown = tuple(Condition(name, next(rest), next(rest), next(rest)) for name, _, _ in conditions)
-    return Verdict(launch, layout, tuple(figures[: len(parts)]), shown, tokens, (good[0], good[-1]) if good else None)
+    conditions = tuple(Condition(name, next(rest), next(rest), next(rest)) for name in names)
+    return Verdict(launch, layout, shown, conditions, tokens, (good[0], good[-1]) if good else None)
 
 
 def asked(
@@ -185,8 +170,7 @@ def asked(
         MeshError: a mesh that does not parse, or does not fit the model.
     """
     options.check_launch(config, workload)
-    layout = parse_layout(mesh, options.redundant, config)
-    layout = dataclasses.replace(layout, fused=options.fused)
+    layout = dataclasses.replace(parse_layout(mesh, options.redundant, config), fused=options.fused)
     if layout.devices > cluster.num_devices:
         raise UserError(
             f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
@@ -222,88 +206,67 @@ def set_aside(config: ModelConfig, layout: InstanceLayout, precision: Precision,
 
 def _judge(
     launch: Launch, share: float, parts: dict[str, float], per_token: int
-) -> tuple[tuple[tuple[str, float, float], ...], float]:
+) -> tuple[list[tuple[str, float, float]], float]:
     """((what is needed, its bytes, bytes of its room), …), and the bytes of the cache."""
-    device = launch.device_bytes
+    device, rule = launch.device_bytes, RULES[launch.engine][0]
     weights, step, graphs, outside = (parts[name] for name in ("weights", "step", "graphs", "outside"))
-    rule = RULES[launch.engine][0]
+    captured = "captured graphs, in what the fraction leaves"
     if rule == STATIC:
         available = device - outside
         if "draft" in parts:
             weights, step = weights - parts["draft"], step + parts["draft"] + graphs
-        cache = available * share - weights
-        return (
-            (
-                "weights and the cache of one step of prompts",
-                weights + launch.prefill_tokens * per_token,
-                available * share,
-            ),
+        needed = weights + launch.prefill_tokens * per_token
+        return [
+            ("weights and the cache of one step of prompts", needed, available * share),
             ("a step and captured graphs, in what the fraction leaves", step + graphs, available * (1 - share)),
-        ), cache
+        ], available * share - weights
+    needed = weights + step + outside
     if rule == FREE:
-        cache = (device - outside - weights - step) * share
-        return (
-            ("weights, a step and what lies outside the framework", weights + step + outside, device),
-            (
-                "captured graphs, in what the fraction leaves",
-                graphs,
-                (device - outside - weights - step) * (1 - share),
-            ),
-        ), cache
-    held = launch.longest * per_token
-    cache = device * share - weights - step - outside
-    return (
-        (
-            f"weights, a step and the cache of one request of {launch.longest:,} tokens",
-            weights + step + outside + held,
-            device * share,
-        ),
-        ("captured graphs, in what the fraction leaves", graphs, device * (1 - share)),
-    ), cache
+        return [
+            ("weights, a step and what lies outside the framework", needed, device),
+            (captured, graphs, (device - needed) * (1 - share)),
+        ], (device - needed) * share
+    name = f"weights, a step and the cache of one request of {launch.longest:,} tokens"
+    return [
+        (name, needed + launch.longest * per_token, device * share),
+        (captured, graphs, device * (1 - share)),
+    ], device * share - needed
 
 
 def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> dict[str, float]:
-    """Weights, a step's peak, captured graphs, and what lies outside the framework.
+    """Weights, a step's peak, captured graphs, and what lies outside the framework: the driver's share, contexts, communication buffers.
 
-    SGLang loads the draft model after it has given the main one its static share, so that the draft's weights and graphs lie in what the
-    fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them, SemiAnalysisAI/InferenceX issue 2128).
+    DeepEP's decode kernels keep twice a sent and a received row of bf16 for each expert and token, as its
+    `get_low_latency_rdma_size_hint` counts. SGLang loads the draft model after it has given the main one its static share, so that the
+    draft's weights and graphs lie in what the fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them,
+    SemiAnalysisAI/InferenceX issue 2128).
     """
+    graphs = "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143)"
+    ends = (2.2e9, 1.2e9, 4.0e9) if layout.devices > 1 else (1.2e9, 0.7e9, 2.0e9)
+    outside = "the driver keeps 0.5 to 0.8 GB of what it reports; contexts, NCCL and libraries"
     found = {
-        "weights": _weights(config, layout, precision, launch),
+        "weights": _weights(config, layout, precision, launch.engine, launch.mtp),
         "step": _step(config, layout, launch),
-        "graphs": _graphs(launch),
-        "outside": _outside(config, layout, launch),
+        "graphs": assumed(1.5e9, 0.5e9, 6e9, "graphs", graphs, "B") if launch.graphs else 0,
+        "outside": assumed(*ends, "driver, contexts, communication", outside, "B"),
     }
+    if launch.deepep:
+        experts = config.n_routed_experts + layout.redundant
+        found["outside"] += 2 * 2 * _LOW_LATENCY_TOKENS * experts * config.hidden_size * 2
     if launch.mtp and RULES[launch.engine][0] == STATIC:
-        without = _weights(config, layout, precision, dataclasses.replace(launch, mtp=False))
-        found["draft"] = found["weights"] - without
+        found["draft"] = found["weights"] - _weights(config, layout, precision, launch.engine, False)
     return found
 
 
-def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> int:
+def _weights(config: ModelConfig, layout: InstanceLayout, precision: Precision, engine: str, mtp: bool) -> int:
     """All weights of a device, and with other engines than dsjax the absorbed matrices, which they keep beside `kv_b_proj` in bf16."""
-    sizes = weight_bytes(config, layout, precision, launch.mtp)
-    if launch.stages > 1:
-        return _fullest_stage(config, layout, launch, sizes)
-    total = sum(sizes.values())
-    if launch.engine == "dsjax":
+    total = sum(weight_bytes(config, layout, precision, mtp).values())
+    if engine == "dsjax":
         return total
-    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if launch.mtp else 0)
-    layers = math.ceil(layers / layout.mesh.pp_size)
+    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     heads = config.num_attention_heads // layout.mesh.tp_size
     absorbed = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
-    return total + round(layers * absorbed * BF16)
-
-
-def _fullest_stage(config: ModelConfig, layout: InstanceLayout, launch: Launch, sizes: dict[str, int]) -> int:
-    """Weights of a device of the stage that has most: the first with the embedding, or the last with the head; its layers count as the
-    mean one."""
-    ends = sizes.get("embedding and head", 0)
-    most = math.ceil(config.num_hidden_layers / launch.stages)
-    heads = config.num_attention_heads // layout.mesh.tp_size
-    absorbed = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim) * BF16
-    each = (sum(sizes.values()) - ends) / config.num_hidden_layers + (0 if launch.engine == "dsjax" else absorbed)
-    return round(most * each + ends / 2)
+    return total + round(math.ceil(layers / layout.mesh.pp_size) * absorbed * BF16)
 
 
 def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
@@ -314,13 +277,13 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
     Without DeepEP, DP ranks gather each other's tokens, and each device has rows for all of them; with it, about as many as its own.
     Where replicas share whole experts, an expert's inner width is not cut.
     """
-    mesh, tokens, width = layout.mesh, launch.prefill_tokens, config.hidden_size
+    mesh, tokens, width = layout.mesh.stage, launch.prefill_tokens, config.hidden_size
     heads = config.num_attention_heads // mesh.tp_size
-    projected = config.qk_nope_head_dim + config.v_head_dim
-    attention = tokens * heads * (2 * config.qk_head_dim + 2 * config.v_head_dim + projected)
+    each = 2 * config.qk_head_dim + 2 * config.v_head_dim + config.qk_nope_head_dim + config.v_head_dim
+    scores = 0
     if config.index_topk is not None:  # absorbed, behind an indexer with a float32 score for each token and position
-        latent = 2 * config.kv_lora_rank + config.qk_rope_head_dim
-        attention = tokens * heads * (latent + config.qk_head_dim + config.v_head_dim) + 2 * tokens * launch.longest
+        each = 2 * config.kv_lora_rank + config.qk_rope_head_dim + config.qk_head_dim + config.v_head_dim
+        scores = 2 * tokens * launch.longest
     most = math.inf if launch.engine == "tensorrt-llm" else _MOST_EXPERT_TOKENS
     gathered = tokens if launch.deepep else min(tokens * mesh.dp_size, max(tokens, most))
     rows = min(gathered, most) * (config.num_experts_per_tok if config.is_moe else 0)
@@ -328,54 +291,22 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
     cut = mesh.tp_size if launch.deepep else mesh.expert_width_shards if whole else mesh.num_devices
     experts = rows * (width + 3 * config.moe_intermediate_size // cut)
     stream = 4 * tokens * width + (2 * gathered * width if gathered > tokens else 0)
-    values = (max(attention, experts) + stream) * BF16
-    logits = 3 * 4 * launch.sampled * config.vocab_size
-    return assumed(
-        values + logits,
-        0.6 * (values + logits),
-        2.0 * (values + logits),
-        "step",
-        "the largest arrays of a prefill step; allocators keep more, and kernels reuse some",
-        "B",
-    )
-
-
-def _graphs(launch: Launch) -> float:
-    if not launch.graphs:
-        return 0
-    return assumed(
-        1.5e9, 0.5e9, 6e9, "graphs",
-        "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143)", "B",
-    )  # fmt: skip
-
-
-def _outside(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
-    """The driver's share, contexts and communication buffers: with DeepEP's decode kernels twice a sent and a received row of bf16 for
-    each expert and token, as its `get_low_latency_rdma_size_hint` counts."""
-    many = layout.devices > 1
-    base = assumed(
-        2.2e9 if many else 1.2e9,
-        1.2e9 if many else 0.7e9,
-        4.0e9 if many else 2.0e9,
-        "driver, contexts, communication",
-        "the driver keeps 0.5 to 0.8 GB of what it reports; contexts, NCCL and libraries",
-        "B",
-    )
-    if not launch.deepep:
-        return base
-    buffers = 2 * 2 * _LOW_LATENCY_TOKENS * (config.n_routed_experts + layout.redundant) * config.hidden_size * 2
-    return base + buffers
+    values = (max(tokens * heads * each + scores, experts) + stream) * BF16 + 3 * 4 * launch.sampled * config.vocab_size
+    why = "the largest arrays of a prefill step; allocators keep more, and kernels reuse some"
+    return assumed(values, 0.6 * values, 2.0 * values, "step", why, "B")
 
 
 def show(verdict: Verdict, name: str, device: str) -> str:
     """The verdict for a reader."""
-    launch, mesh = verdict.launch, verdict.layout
+    launch, tokens = verdict.launch, verdict.cache_tokens
+    default = f"{launch.engine}'s default" if launch.fraction is None else "--memory-fraction"
     lines = [
-        f"{name} on {device}, {mesh} ({mesh.kind}), {launch.engine}, memory fraction {launch.share:g}: {verdict.words}",
+        f"{name} on {device}, {verdict.layout} ({verdict.layout.kind}), {launch.engine}: {verdict.words}",
+        f"  memory fraction {launch.share:g}: {default}",
         "",
     ]
-    for figure in verdict.parts:
-        lines.append(f"  {figure.name:<10} {_gb(figure)}" + (f"   {figure.source}" if figure.source else ""))
+    for part in verdict.parts:
+        lines.append(f"  {part.name:<10} {_gb(part)}" + (f"   {part.source}" if part.source else ""))
     for condition in verdict.conditions:
         left = condition.left
         said = f"{left / 1e9:.1f} GB left" if left >= 0 else f"lacks {-left / 1e9:.1f} GB"
@@ -383,19 +314,15 @@ def show(verdict: Verdict, name: str, device: str) -> str:
             f"  {condition.name}: {_gb(condition.needed)} of {_gb(condition.room)}, {said} "
             f"({left.low / 1e9:.1f} – {left.high / 1e9:.1f})"
         )
-    tokens = verdict.cache_tokens
     lines.append(f"  cache of a DP rank: {tokens:,.0f} tokens ({tokens.low:,.0f} – {tokens.high:,.0f})")
-    if verdict.fractions:
-        low, high = verdict.fractions
-        lines.append(f"  memory fractions that fit: {low:g} to {high:g}")
-    else:
-        lines.append(
-            "  no memory fraction fits; use more devices, fewer bytes a weight, a smaller --prefill-tokens or a shorter --context"
-        )
-    return "\n".join(lines)
+    if verdict.fractions is None:
+        advice = "use more devices, fewer bytes a weight, a smaller --prefill-tokens or a shorter --context"
+        return "\n".join([*lines, f"  no memory fraction fits; {advice}"])
+    low, high = verdict.fractions
+    return "\n".join([*lines, f"  memory fractions that fit: {low:g} to {high:g} (dsjax plan counts on the greatest)"])
 
 
-def _gb(figure: float) -> str:
+def _gb(figure: Figure) -> str:
     if figure.low == figure.high:
         return f"{figure / 1e9:.1f} GB"
     return f"{figure / 1e9:.1f} ({figure.low / 1e9:.1f} – {figure.high / 1e9:.1f}) GB"

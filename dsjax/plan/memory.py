@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
@@ -15,36 +14,56 @@ from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision, bytes_of
 
 
-def weight_bytes(
+@dataclass(frozen=True)
+class StageShare:
+    """What one device of a pipeline stage holds: its part of the model, weights by component, and a cached token's bytes."""
+
+    config: ModelConfig
+    weights: dict[str, int]
+    cache_per_token: int
+
+
+def stage_shares(
     config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
-) -> dict[str, int]:
-    """Bytes of weights on one device by component. Exact: FP8 scales are counted block by block (ragged ends included).
+) -> list[StageShare]:
+    """Return the share of each stage. Exact: FP8 scales are counted block by block (ragged ends included).
 
     What `tp` divides: heads' matrices, MLP and shared-expert widths, the vocabulary; the latents' projections, router and
     norms are whole on every device.
     """
-    counts, mesh = parameter_counts(config), layout.mesh
-    if mesh.pp_size > 1:
-        return max(_stages_weights(config, layout, precision, mtp), key=lambda sizes: sum(sizes.values()))
-    tp, layers = mesh.tp_size, config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    moe_layers = layers - config.num_dense_layers if config.is_moe else 0
-    dense_layers = layers - moe_layers
-    width, (attention, others) = config.hidden_size, attention_matrices(config, tp)
-    held = config.is_moe and not layout.experts
-    slots = (config.n_routed_experts + layout.redundant) // mesh.ep_size if held else 0
-    of_shared = mesh.expert_width_shards if layout.fused else tp
-    sizes = {
-        "attention": layers * (bytes_of(attention, precision.linear) + (others + 2 * width) * 2),
-        "dense MLP": dense_layers * _mlp(width, config.intermediate_size // tp, precision.mlp),
-        "experts": moe_layers * slots * expert_bytes(config, mesh.expert_width_shards, precision),
-        "shared experts": moe_layers
-        * _mlp(width, config.n_shared_experts * config.moe_intermediate_size // of_shared, precision.mlp),
-        "router": moe_layers * (counts["router"] * 2 + router_bias_parameters(config) * 4),
-        "embedding and head": (counts["embedding"] + counts["head"]) * 2 // tp + width * 2,
-    }
-    if mtp:
-        sizes["MTP projection and norms"] = config.num_nextn_predict_layers * (2 * width * width + 3 * width) * 2
-    return {name: size for name, size in sizes.items() if size}
+    mesh, width, shares = layout.mesh, config.hidden_size, []
+    tp, shards, counts = mesh.tp_size, mesh.expert_width_shards, parameter_counts(config)
+    attention, others = attention_matrices(config, tp)
+    for stage in stages_of(config, mesh.pp_size, mtp=mtp):
+        part = stage.config(config) if mesh.pp_size > 1 else config
+        drafts = mtp and stage.ends
+        modules = config.num_nextn_predict_layers if drafts else 0
+        layers = part.num_hidden_layers + modules
+        moe = layers - part.num_dense_layers if part.is_moe else 0
+        slots = (part.n_routed_experts + layout.redundant) // mesh.ep_size if part.is_moe and not layout.experts else 0
+        shared = part.n_shared_experts * config.moe_intermediate_size // (shards if layout.fused else tp)
+        embedded = stage.begins or (stage.ends and (mtp or config.tie_word_embeddings))
+        vocabulary = counts["embedding"] * embedded + counts["head"] * stage.ends
+        sizes = {
+            "attention": layers * (bytes_of(attention, precision.linear) + (others + 2 * width) * 2),
+            "dense MLP": (layers - moe) * _mlp(width, config.intermediate_size // tp, precision.mlp),
+            "experts": moe * slots * expert_bytes(config, shards, precision),
+            "shared experts": moe * _mlp(width, shared, precision.mlp),
+            "router": moe * (counts["router"] * 2 + router_bias_parameters(config) * 4),
+            "embedding and head": vocabulary * 2 // tp + width * 2 * stage.ends,
+            "MTP projection and norms": modules * (2 * width * width + 3 * width) * 2,
+        }
+        held = {name: size for name, size in sizes.items() if size}
+        shares.append(StageShare(part, held, cache_bytes_per_token(part, precision, drafts)))
+    return shares
+
+
+def weight_bytes(
+    config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False
+) -> dict[str, int]:
+    """Bytes of weights on one device by component; of several stages, those of the heaviest."""
+    shares = stage_shares(config, layout, precision, mtp)
+    return max((share.weights for share in shares), key=lambda sizes: sum(sizes.values()))
 
 
 def expert_side_bytes(config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool = False) -> int:
@@ -52,22 +71,6 @@ def expert_side_bytes(config: ModelConfig, layout: InstanceLayout, precision: Pr
     layers = config.num_moe_layers + (config.num_nextn_predict_layers if mtp else 0)
     slots = (config.n_routed_experts + layout.redundant) // layout.experts
     return layers * slots * expert_bytes(config, 1, precision)
-
-
-def _stages_weights(
-    config: ModelConfig, layout: InstanceLayout, precision: Precision, mtp: bool
-) -> list[dict[str, int]]:
-    """Count the memory of each stage in the same way."""
-    counts, width, found = parameter_counts(config), config.hidden_size, []
-    for stage in stages_of(config, layout.mesh.pp_size, mtp=mtp):
-        sizes = weight_bytes(
-            stage.config(config), dataclasses.replace(layout, mesh=layout.mesh.stage), precision, mtp and stage.ends
-        )
-        embedded = stage.begins or (stage.ends and (mtp or config.tie_word_embeddings))
-        whole = counts["embedding"] * embedded + counts["head"] * stage.ends
-        sizes["embedding and head"] = whole * 2 // layout.mesh.tp_size + width * 2 * stage.ends
-        found.append({name: size for name, size in sizes.items() if size})
-    return found
 
 
 def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
@@ -126,58 +129,28 @@ def memory(
     balanced: bool = False,
     expert_device_bytes: int | None = None,
 ) -> Memory:
-    """Compute the memory of one device of a layout.
+    """Return the memory of one device: of several stages, of the one with room for the fewest tokens.
 
-    aside: bytes of the runtime, communication buffers, graphs and a step's temporaries (`fit.set_aside`).
-
-    expert_device_bytes: of the devices that have the experts, where these are others. Where the experts do not fit there, their memory is
-    told; else that of a device with attention. balanced: experts move while serving, so that the
-    staging buffer of one layer's slots is set aside too.
+    aside: bytes of the runtime, communication buffers, graphs and a step's temporaries (`fit.set_aside`). balanced: experts move while
+    serving, so that each device sets aside a buffer for one layer's slots. expert_device_bytes: of the devices with experts alone, where
+    these differ; where the experts do not fit there, the result is such a device's memory.
     """
-    if layout.mesh.pp_size > 1:
-        return _memory_of_stages(config, layout, precision, device_bytes, aside, mtp, balanced)
-    weights = weight_bytes(config, layout, precision, mtp)
-    reserve = _set_aside(device_bytes, aside, dry_runs)
     if layout.experts:
-        there = {"experts": expert_side_bytes(config, layout, precision, mtp)}
-        beside = Memory(there, aside, expert_device_bytes or device_bytes, 1)
-        if beside.cache <= 0:  # what forbids the layout is that side
+        experts = {"experts": expert_side_bytes(config, layout, precision, mtp)}
+        beside = Memory(experts, aside, expert_device_bytes or device_bytes, 1)
+        if beside.cache <= 0:
             return beside
-    elif balanced:
-        reserve = reserve + _staging(config, layout, precision)
-    return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
-
-
-def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) -> float:
-    """Bytes of a device for experts that are on their way to it: one layer's slots."""
-    slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
-    return slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
-
-
-def _memory_of_stages(
-    config: ModelConfig,
-    layout: InstanceLayout,
-    precision: Precision,
-    device_bytes: int,
-    reserve: float,
-    mtp: bool,
-    balanced: bool,
-) -> Memory:
-    """The stage with room for the fewest tokens. Its tokens are of one of as many batches as there are stages, which share its cache."""
-    count = layout.mesh.pp_size
-    staging = _staging(config, layout, precision) if balanced else None
+    reserve, stages = _set_aside(device_bytes, aside, dry_runs), layout.mesh.pp_size
+    staging = 0
+    if balanced and not layout.experts:
+        slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
+        staging = slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
+    # As many batches as there are stages share the cache of each.
     each = [
-        Memory(
-            weights,
-            reserve + staging if staging is not None and stage.config(config).is_moe else reserve,
-            device_bytes,
-            count * cache_bytes_per_token(stage.config(config), precision, mtp and stage.ends),
-        )
-        for stage, weights in zip(
-            stages_of(config, count, mtp=mtp), _stages_weights(config, layout, precision, mtp), strict=True
-        )
+        Memory(share.weights, reserve + staging * share.config.is_moe, device_bytes, stages * share.cache_per_token)
+        for share in stage_shares(config, layout, precision, mtp)
     ]
-    return min(each, key=lambda memory: memory.cache_tokens)
+    return min(each, key=lambda one: one.cache_tokens)
 
 
 def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) -> float:
@@ -188,15 +161,7 @@ def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) ->
     if not dry_runs:
         return usual
     run = max(dry_runs, key=lambda one: one.temporaries)
-    unseen = assumed(
-        0.02 * device_bytes,
-        0.01 * device_bytes,
-        0.05 * device_bytes,
-        "runtime, communication buffers, fragmentation",
-        "what a compiler does not see",
-        "B",
-    )
+    ends = (share * device_bytes for share in (0.02, 0.01, 0.05))
+    unseen = assumed(*ends, "runtime, communication buffers, fragmentation", "what a compiler does not see", "B")
     temporaries = run.figure(run.temporaries, "temporaries", "B") + unseen
-    if len({one.step for one in dry_runs}) == 1:
-        temporaries = max(temporaries, usual)
-    return temporaries
+    return temporaries if len({one.step for one in dry_runs}) == 2 else max(temporaries, usual)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import MappingProxyType
 
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, bundled_hardware, load_hardware
@@ -57,13 +56,10 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
     Raises:
         UserError: `operators` is a device without tables.
     """
-    if cluster.prefill is not None:
-        first, tables = with_tables(cluster.prefill, tables)
-        cluster = dataclasses.replace(cluster, prefill=first)
-    if cluster.experts is not None:
-        beside, tables = with_tables(cluster.experts, tables)
-        if beside is not cluster.experts:
-            cluster = dataclasses.replace(cluster, experts=beside)
+    for side in ("prefill", "experts"):
+        if getattr(cluster, side) is not None:
+            known, tables = with_tables(getattr(cluster, side), tables)
+            cluster = dataclasses.replace(cluster, **{side: known})
     chip = cluster.hardware
     if chip.operators and chip.operators not in tables.devices:
         raise UserError(
@@ -88,9 +84,27 @@ def _timed_alike(chip: Hardware) -> tuple:
 
 
 def _of_device(measured: Measured) -> Cluster:
-    device = measured.device
-    count = device["count"]
-    chip = load_hardware(device["hardware"]) if device["hardware"] else _hardware(measured)
+    """One host of the devices that were measured; an unknown device's rates are the ceilings that the file has."""
+    device, count = measured.device, measured.device["count"]
+    if device["hardware"]:
+        chip = load_hardware(device["hardware"])
+    else:
+        ceilings = measured.body["ceilings"]
+        moved = dict.fromkeys(("memory_bandwidth", "scale_up_bandwidth"), ceilings["bytes_per_s"])
+        computed = dict.fromkeys(("bf16_flops", "fp8_flops"), ceilings["flops_per_s"])
+        fields = ("memory_bytes", *moved, *computed, "scale_up_devices")
+        chip = Hardware(
+            key=device["name"],
+            name=device["name"],
+            platform=device["platform"],
+            memory_bytes=device["memory_bytes"],
+            **moved,
+            **computed,
+            scale_up_devices=count,
+            devices_per_host=count,
+            scale_out_gbps=1.0,
+            sources=dict.fromkeys(fields, ceilings["source"]),
+        )
     nothing = f"one host with {count} device{'s' * (count > 1)}: nothing is sent between hosts"
     return Cluster(
         name="measured device",
@@ -106,26 +120,6 @@ def _of_device(measured: Measured) -> Cluster:
         latency_low=1e-6,
         latency_high=1e-6,
         sources={"network": nothing},
-    )
-
-
-def _hardware(measured: Measured) -> Hardware:
-    device, ceilings = measured.device, measured.body["ceilings"]
-    fields = ("memory_bytes", "memory_bandwidth", "bf16_flops", "fp8_flops", "scale_up_bandwidth", "scale_up_devices")
-    return Hardware(
-        key=device["name"],
-        name=device["name"],
-        platform=device["platform"],
-        memory_bytes=device["memory_bytes"],
-        memory_bandwidth=ceilings["bytes_per_s"],
-        bf16_flops=ceilings["flops_per_s"],
-        fp8_flops=ceilings["flops_per_s"],
-        scale_up_bandwidth=ceilings["bytes_per_s"],
-        scale_up_devices=device["count"],
-        devices_per_host=device["count"],
-        scale_out_gbps=1.0,
-        xla=MappingProxyType({}),
-        sources=MappingProxyType(dict.fromkeys(fields, ceilings["source"])),
     )
 
 

@@ -17,8 +17,7 @@ from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
 
 def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | None:
     """The dry run of that phase whose tokens a device are nearest."""
-    step = "decode" if decode else "prefill"
-    same_step = [run for run in runs if run.step == step]
+    same_step = [run for run in runs if (run.step == "decode") == decode]
     return min(same_step, key=lambda run: abs(math.log(run.tokens / tokens)), default=None)
 
 
@@ -34,20 +33,18 @@ def exchanges(
 
     `ragged`: the program tells the most that rows can be; even routing's share of it, and the busiest rank, are reckoned.
     """
-    then = (
-        run.tokens * top_k / ranks if run.method == "ragged" else exchanged_rows(run.method, run.tokens, top_k, ranks)
-    )
-    scale = exchanged_rows(run.method, tokens, top_k, ranks) / then
-    factor = scale * (slowest if run.method == "ragged" else 1.0)
+    rows = exchanged_rows(run.method, tokens, top_k, ranks)
+    if run.method == "ragged":
+        factor = rows / (run.tokens * top_k / ranks) * slowest
+    else:
+        factor = rows / exchanged_rows(run.method, run.tokens, top_k, ranks)
     times = []
     for sent in run.exchanges:
-        each = run.figure(sent.size / (sent.ranks - 1), "bytes to each rank", "B")
+        each = run.figure(sent.size / (sent.ranks - 1), "bytes to each rank", "B") * factor
         # Rows cross between hosts alone where a dispatch has two stages.
         near, of = (1, ranks) if run.method == "hierarchical" and not sent.inside else (None, None)
         kind = sent.kind.replace("-", "_")
-        times.append(
-            xla_collective(cluster, sent.ranks, each * factor, kind=kind, near=near, of=of) * (sent.times / layers)
-        )
+        times.append(xla_collective(cluster, sent.ranks, each, kind=kind, near=near, of=of) * (sent.times / layers))
     half = len(times) - len(times) // 2
     return sum(times[:half]), sum(times[half:])
 
@@ -68,15 +65,14 @@ def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> float:
 
 def needed_flops(config: ModelConfig, run: DryRun) -> float:
     """Operations of matrix products that a device has to do in the step that was compiled, under even routing."""
-    tp, tokens, width = run.mesh.tp_size, run.step_tokens, config.hidden_size
+    tp, width, expert = run.mesh.tp_size, config.hidden_size, expert_parameters(config)
     mla = mla_cost(config, run.form, rows=run.rows, chunk=run.row_tokens, context=run.context, tp=tp)
     moe = config.num_moe_layers if config.is_moe else 0
     dense = 3 * width * (config.intermediate_size // tp) * (config.num_hidden_layers - moe)
-    shared = config.n_shared_experts * expert_parameters(config) // tp * moe
-    router = config.n_routed_experts * width * moe
-    experts = run.tokens * config.num_experts_per_tok * expert_parameters(config) * moe
+    beside = moe * (config.n_shared_experts * expert // tp + config.n_routed_experts * width)
+    experts = run.tokens * config.num_experts_per_tok * expert * moe
     head = run.rows * width * (config.vocab_size // tp)
-    return mla.flops * config.num_hidden_layers + 2.0 * (tokens * (dense + shared + router) + experts + head)
+    return mla.flops * config.num_hidden_layers + 2.0 * (run.step_tokens * (dense + beside) + experts + head)
 
 
 def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> float | None:

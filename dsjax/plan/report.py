@@ -174,10 +174,9 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
     winner = plan.winner
     console.print(f"[bold]winner[/bold]: {winner.name()}, {winner.mode}", highlight=False)
     memory = winner.decode.memory
-    aside = memory.reserve
     console.print(
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside / 1e9:.1f} GB set aside, "
-        f"room for {winner.decode.cache_tokens:,.0f} cached tokens "
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {memory.reserve / 1e9:.1f} GB set aside at the "
+        f"greatest memory fraction that fits, room for {winner.decode.cache_tokens:,.0f} cached tokens "
         f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; "
         f"at most {winner.decode.max_batch} requests",
         highlight=False,

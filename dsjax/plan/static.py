@@ -12,8 +12,7 @@ from rich.table import Table
 
 from dsjax.plan.figure import TWO_LINES, as_json, spread
 from dsjax.plan.instance import Instance
-from dsjax.plan.question import Question
-from dsjax.plan.search import NO_LAYOUT, Shown, instances
+from dsjax.plan.search import NO_LAYOUT, Shown
 
 
 @dataclass(frozen=True)
@@ -31,29 +30,24 @@ class StaticResult:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
-        layout = self.instance.layout
+        instance, layout = self.instance, self.instance.layout
         return {
             "mesh": str(layout.mesh),
             "expert_mesh": f"ep={layout.experts}" if layout.experts else None,
             "kind": layout.kind,
             "redundant_experts": layout.redundant,
             "devices": layout.devices,
-            "batch_per_dp_rank": self.instance.requests(self.batch),
-            "max_batch_per_dp_rank": self.instance.requests(self.instance.max_batch),
-            "cache_tokens_per_dp_rank": self.instance.cache_tokens.to_json(),
+            "batch_per_dp_rank": instance.requests(self.batch),
+            "max_batch_per_dp_rank": instance.requests(instance.max_batch),
+            "cache_tokens_per_dp_rank": instance.cache_tokens.to_json(),
             "ttft_s": self.ttft and as_json(self.ttft),
             "tpot_s": self.tpot and as_json(self.tpot),
             "tokens_per_s_device": as_json(self.rate),
         }
 
 
-def static(question: Question, mode: str, batch: int | None) -> list[StaticResult]:
-    """Every layout with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
-    return static_of(instances(question)[1], mode, batch)
-
-
 def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence[StaticResult]:
-    """Compute the results of instances that are known to fit."""
+    """Every instance with room for the batch, most tokens a second a device first; batch None: as many as each holds."""
     # Of several stages, a batch of a DP rank is in as many parts, which they take in turn.
     sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
     results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]
@@ -71,14 +65,10 @@ def _with_intervals(result: StaticResult) -> StaticResult:
 
 
 def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
-    work = instance.workload
+    work, users = instance.workload, batch * instance.replicas / instance.layout.devices
     tokens = min(batch * work.computed, instance.options.prefill_tokens)
-    ttft = tpot = None
-    users = batch * instance.replicas / instance.layout.devices
-    if mode != "static_gen":
-        ttft = instance.prompt_seconds(tokens) * batch
-    if mode != "static_ctx":
-        tpot = instance.tpot(batch)
+    ttft = None if mode == "static_gen" else instance.prompt_seconds(tokens) * batch
+    tpot = None if mode == "static_ctx" else instance.tpot(batch)
     if tpot is None:
         rate = users * work.computed / ttft
     elif ttft is None:
@@ -109,24 +99,17 @@ def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | Non
 
 def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:
     """The table, or what is missing."""
-    table = Table(title=f"{mode}: most tokens a second a device first", title_justify="left")
-    table.add_column("layout")
-    for name in (
-        "devices",
-        "batch",
-        "of at most",
-        "TTFT s",
-        "TPOT ms",
-        "prompt tokens/s" if mode == "static_ctx" else "tokens/s",
-    ):
-        table.add_column(name + (" a device" if name.endswith("tokens/s") else ""), justify="right", no_wrap=True)
+    rate = ("prompt tokens/s" if mode == "static_ctx" else "tokens/s") + " a device"
+    table = Table("layout", title=f"{mode}: most tokens a second a device first", title_justify="left")
+    for name in ("devices", "batch", "of at most", "TTFT s", "TPOT ms", rate):
+        table.add_column(name, justify="right", no_wrap=True)
     for result in results[:rows]:
-        layout = result.instance.layout
+        instance, layout = result.instance, result.instance.layout
         table.add_row(
             f"{layout}\n{layout.kind}",
             str(layout.devices),
-            str(result.instance.requests(result.batch)),
-            str(result.instance.requests(result.instance.max_batch)),
+            str(instance.requests(result.batch)),
+            str(instance.requests(instance.max_batch)),
             result.ttft.text(1, 2, TWO_LINES) if result.ttft else "",
             result.tpot.text(1e3, 1, TWO_LINES) if result.tpot else "",
             result.rate.text(1, 0, TWO_LINES),

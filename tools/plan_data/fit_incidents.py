@@ -4,8 +4,8 @@
 
 The rule (`dsjax/plan/fit.py`) was committed before the launches were looked for, and its verdict on each (`said`, `left_gb`) before its
 outcome (`fitted`, `happened`) was entered. N1 to N12 were judged after the rule had been changed by what M1 to M28 showed. Columns of the
-CSV: `thread` below https://github.com/; `device` of `DEVICES`; `precision` of the planner or `w4afp8`; `stages` of a pipeline, whose mesh
-is one stage's; `prefill_tokens` of a DP rank in a step; `longest` request; `sampled`, `graphs`, `deepep`, `mtp` as `Launch` has them.
+CSV: `thread` below https://github.com/; `device` of `DEVICES`; `precision` of the planner or `w4afp8`; `stages` of a pipeline, 1
+in all; `prefill_tokens` of a DP rank in a step; `longest` request; `sampled`, `graphs`, `deepep`, `mtp` as `Launch` has them.
 Left out are launches whose options are not given, vLLM before 0.7.1 with long requests (its cache is not the latent one), other engines,
 AWQ and GGUF.
 """
@@ -56,7 +56,6 @@ def judge(row: dict[str, str]) -> Verdict:
         graphs=row["graphs"] == "1",
         deepep=row["deepep"] == "1",
         mtp=row["mtp"] == "1",
-        stages=int(row["stages"]),
     )
     return fit(config, parse_layout(row["mesh"], int(row["redundant"]), config), _precision(row), launch)
 

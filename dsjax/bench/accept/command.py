@@ -6,7 +6,8 @@ import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,11 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     from dsjax.bench.accept.hooks import parse_hooks
     from dsjax.bench.accept.results import exit_status
     from dsjax.bench.serve.client import run
+    from dsjax.plan.measured_network import read_network
 
     whole = load_checklist(what.criteria, quick=what.quick)
-    checklist = whole.selected(what.only)
-    hooks = parse_hooks(others.hook or (), whole.hooks)
-    network = _network(others.network)
+    checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)
+    network = None if others.network is None else read_network(others.network).body
     try:
         report = run(_accept(what, server, others, checklist, hooks, network))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -64,66 +65,45 @@ async def _accept(
     server: ServerOptions,
     others: TestBedOptions,
     checklist: "Checklist",
-    hooks: dict[str, str],
-    network: dict[str, Any] | None,
+    hooks: Mapping[str, str],
+    network: Mapping[str, Any] | None,
 ) -> "Report | None":
     """Measure and report; None where only the list was asked for."""
     from dsjax.bench.accept.report import Report
-    from dsjax.bench.accept.results import Results
+    from dsjax.bench.accept.results import read_results
     from dsjax.bench.accept.run import expected, run_measurements, time_text
     from dsjax.bench.accept.test_bed import TestBed
     from dsjax.bench.serve.client import open_session
     from dsjax.bench.serve.ready_server import ReadyServer
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     # As Ctrl-C, also where a shell has started this in the background, without Ctrl-C: a fault must not outlive the command.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+    say = partial(print, file=sys.stderr, flush=True)
     async with open_session(server.api_key) as session:
         ready = await ReadyServer.connect(session, server)
-        bed = TestBed.of(ready, others, network, hooks, secrets.randbits(31), Console(stderr=True), what.progress)
+        bed = TestBed(ready, others, network, hooks, secrets.randbits(31), Console(stderr=True), what.progress)
         seconds = {name: expected(one, bed) for name, one in checklist.measurements.items()}
+        takes = f"about {time_text(sum(seconds.values()))}"
         if what.show_list:
-            report_console().print(_list(checklist, bed, seconds))
+            table = Table("measurement", title=f"{checklist.name}: {takes}", title_justify="left")
+            table.add_column("takes", justify="right", no_wrap=True)
+            table.add_column("what")
+            table.add_column("criteria")
+            for name, one in checklist.measurements.items():
+                criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
+                why = one.why_not(bed)
+                said = f"{one.title}; not testable: {why}" if why else one.title
+                table.add_row(name, time_text(seconds[name]), said, "; ".join(criteria) or "reported only")
+            report_console().print(table)
             return None
-        folder = Path(what.results)
-        results = Results.read(folder, ready.url, fresh=what.fresh)
-        say(
-            f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, about {time_text(sum(seconds.values()))}"
-        )
-        command = typed(sys.argv[1:])
-        report = Report(checklist, results.by_name, ready.url, ready.facts.model, what.criteria, what.quick, command)
+        folder, command = Path(what.results), typed(sys.argv[1:])
+        results = read_results(folder, ready.url, fresh=what.fresh)
+        say(f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, {takes}")
+        report = Report(checklist, results, ready.url, ready.facts.model, what.criteria, what.quick, command)
         # It is written first so that a folder that cannot be is known before an hour of load.
-        await run_measurements(
-            checklist, bed, results, fresh=what.fresh, say=say, on_result=lambda: report.write(folder)
-        )
+        write = partial(report.write, folder)
+        await run_measurements(checklist, bed, results, fresh=what.fresh, say=say, on_result=write)
     return report
-
-
-def _network(path: str | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    from dsjax.plan.measured_network import read_network
-
-    return dict(read_network(path).body)
-
-
-def _list(checklist: "Checklist", bed: Any, seconds: dict[str, float]) -> Table:
-    from dsjax.bench.accept.run import time_text
-
-    title = f"{checklist.name}: about {time_text(sum(seconds.values()))}"
-    table = Table(title=title, title_justify="left")
-    for name in ("measurement", "takes"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "takes" else "left")
-    table.add_column("what")
-    table.add_column("criteria")
-    for name, one in checklist.measurements.items():
-        criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
-        why = one.why_not(bed)
-        said = f"{one.title}; not testable: {why}" if why else one.title
-        table.add_row(name, time_text(seconds[name]), said, "; ".join(criteria) or "reported only")
-    return table
 
 
 def typed(words: Sequence[str]) -> str:

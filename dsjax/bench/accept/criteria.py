@@ -2,43 +2,34 @@
 
 import dataclasses
 import fnmatch
-import importlib.resources
 import math
-import os
-import tomllib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from dsjax.bench.accept.kinds import KINDS
 from dsjax.bench.accept.kinds.kind import Measurement
-from dsjax.errors import UserError, check_fields, why_unreadable
+from dsjax.errors import UserError, check_fields
 from dsjax.options import OptionError
+from dsjax.toml_files import bundled_names, check_kind, read_toml
 
 _BOUNDS = {
-    "below": lambda value, bound: value < bound,
-    "at_most": lambda value, bound: value <= bound,
-    "above": lambda value, bound: value > bound,
-    "at_least": lambda value, bound: value >= bound,
-    "between": lambda value, bound: bound[0] <= value <= bound[1],
+    "below": ("<", operator.lt),
+    "at_most": ("≤", operator.le),
+    "above": (">", operator.gt),
+    "at_least": ("≥", operator.ge),
+    "between": ("", lambda value, bound: bound[0] <= value <= bound[1]),
 }
-_SIGNS = {"below": "<", "at_most": "≤", "above": ">", "at_least": "≥"}
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 @dataclass(frozen=True)
 class Criterion:
     """A value and the bound that it is held against.
 
-    Attributes:
-        id: its name.
-        measurement, value: which value of which measurement.
-        unit: the value's.
-        kind, bound: `below`, `at_most`, `above`, `at_least` a number, or `between` two.
-        source: where the bound is from.
-        warning, failing: bounds beyond which a missed value is called so; None where the plan has none.
-        note: what a reader must know.
+    measurement, value: which value of which measurement; unit: the value's. kind, bound: `below`, `at_most`, `above`, `at_least` a
+    number, or `between` two. source: where the bound is from. warning, failing: bounds beyond which a missed value is called so; None
+    where the plan has none. note: what a reader must know.
     """
 
     id: str
@@ -54,24 +45,21 @@ class Criterion:
 
     def is_met_by(self, value: float) -> bool:
         """Whether a value is within the bound."""
-        return _BOUNDS[self.kind](value, self.bound)
+        return _BOUNDS[self.kind][1](value, self.bound)
 
     def grade(self, value: float) -> str | None:
         """`failing` or `warning` of a value that is beyond that bound; None of any other."""
-        for name in ("failing", "warning"):
-            limit = getattr(self, name)
-            if limit is not None and (value < limit if self.kind in ("above", "at_least") else value > limit):
-                return name
-        return None
+        is_beyond = operator.lt if self.kind in ("above", "at_least") else operator.gt
+        limits = {"failing": self.failing, "warning": self.warning}
+        return next((name for name, limit in limits.items() if limit is not None and is_beyond(value, limit)), None)
 
     @property
     def bound_text(self) -> str:
         """The bound as a report shows it."""
-        if isinstance(self.bound, tuple):
-            if self.bound[0] == self.bound[1]:
-                return figure(self.bound[0], self.unit)
-            return f"{figure(self.bound[0], '')} to {figure(self.bound[1], self.unit)}"
-        return f"{_SIGNS[self.kind]} {figure(self.bound, self.unit)}"
+        if not isinstance(self.bound, tuple):
+            return f"{_BOUNDS[self.kind][0]} {figure(self.bound, self.unit)}"
+        least, most = self.bound
+        return figure(most, self.unit) if least == most else f"{figure(least, '')} to {figure(most, self.unit)}"
 
 
 def figure(value: float, unit: str) -> str:
@@ -102,28 +90,26 @@ class Checklist:
         """
         if only is None:
             return self
-        kept: set[str] = set()
-        alone: set[str] = set()
+        ids, names = {c.id for c in self.criteria}, set(self.measurements)
+        kept, whole = set(), set()
         for word in (part.strip() for part in only.split(",")):
-            criteria = {c.id for c in self.criteria if fnmatch.fnmatchcase(c.id, word)}
-            whole = {name for name in self.measurements if fnmatch.fnmatchcase(name, word)}
-            if not criteria and not whole:
-                near = ", ".join(self.measurements)
+            named = fnmatch.filter(ids, word), fnmatch.filter(names, word)
+            if not any(named):
+                measurements = ", ".join(self.measurements)
                 raise OptionError(
-                    f"--only has {word!r}, which names no criterion and no measurement; measurements: {near}"
+                    f"--only has {word!r}, which names no criterion and no measurement; measurements: {measurements}"
                 )
-            kept |= criteria | {c.id for c in self.criteria if c.measurement in whole}
-            alone |= whole
-        chosen = [c for c in self.criteria if c.id in kept]
-        names = alone | {c.measurement for c in chosen}
-        measurements = {name: m for name, m in self.measurements.items() if name in names}
+            kept.update(named[0])
+            whole.update(named[1])
+        chosen = [c for c in self.criteria if c.id in kept or c.measurement in whole]
+        needed = whole | {c.measurement for c in chosen}
+        measurements = {name: m for name, m in self.measurements.items() if name in needed}
         return dataclasses.replace(self, measurements=measurements, criteria=chosen)
 
 
 def bundled_checklists() -> tuple[str, ...]:
     """Names that `load_checklist` knows: the files of `configs/acceptance`."""
-    folder = importlib.resources.files("configs") / "acceptance"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return bundled_names("acceptance")
 
 
 def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
@@ -132,37 +118,22 @@ def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
     Raises:
         UserError: no such file; not TOML; something in it that is missing, unknown, or of the wrong kind.
     """
-    if name_or_path in bundled_checklists():
-        file = importlib.resources.files("configs") / "acceptance" / f"{name_or_path}.toml"
-        text = file.read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(os.path.expanduser(name_or_path)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"no criteria {name_or_path!r} ({why_unreadable(error)}); expected a TOML file, or one of "
-                f"{', '.join(bundled_checklists())}"
-            ) from error
-    try:
-        body = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"criteria {name_or_path!r} is not valid TOML: {error}") from error
-    where = f"criteria {name_or_path!r}"
+    where, body = f"criteria {name_or_path!r}", read_toml("criteria", "acceptance", name_or_path)
     fields = ("name", "description", "measurements", "criteria")
     check_fields(where, body, fields, fields)
     if not isinstance(body["measurements"], dict) or not isinstance(body["criteria"], list):
         raise UserError(f"{where}: expected tables [measurements.NAME] and [[criteria]]")
-    if not body["measurements"]:
-        raise UserError(
-            f"{where}: it has no measurement, so that nothing could be missed; add a table [measurements.NAME]"
-        )
-    if not body["criteria"]:
-        raise UserError(f"{where}: it has no criterion, so that nothing could be missed; add a table [[criteria]]")
+    for field, what, table in (
+        ("measurements", "measurement", "[measurements.NAME]"),
+        ("criteria", "criterion", "[[criteria]]"),
+    ):
+        if not body[field]:
+            raise UserError(f"{where}: it has no {what}, so that nothing could be missed; add a table {table}")
     measurements = {name: _measurement(where, name, one, quick) for name, one in body["measurements"].items()}
     criteria = [_criterion(where, k, one, measurements) for k, one in enumerate(body["criteria"], 1)]
-    twice = {c.id for c in criteria if sum(other.id == c.id for other in criteria) > 1}
-    if twice:
-        raise UserError(f"{where}: several criteria are called {', '.join(sorted(twice))}; give each a name of its own")
+    ids = [c.id for c in criteria]
+    if twice := sorted({one for one in ids if ids.count(one) > 1}):
+        raise UserError(f"{where}: several criteria are called {', '.join(twice)}; give each a name of its own")
     return Checklist(str(body["name"]), str(body["description"]), measurements, criteria)
 
 
@@ -171,32 +142,21 @@ def _measurement(where: str, name: str, table: Any, quick: bool) -> Measurement:
     if not isinstance(table, dict) or table.get("kind") not in list(KINDS):
         found = table.get("kind") if isinstance(table, dict) else table
         raise UserError(f"{where}: kind is {found!r}, expected one of {', '.join(KINDS)}")
-    kind = KINDS[table["kind"]]
-    hints = get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "name"}
-    given = {key: value for key, value in table.items() if key not in ("kind", "quick")}
-    short = table.get("quick", {})
+    kind, short = KINDS[table["kind"]], table.get("quick", {})
     if not isinstance(short, dict):
         raise UserError(f"{where}: quick is {short!r}, expected a table of fields that are shorter with --quick")
-    for values in (given, short):
-        for key, value in values.items():
-            if key in fields:
-                _check_type(where, key, value, hints[key])
-    required = [key for key, field in fields.items() if field.default is dataclasses.MISSING]
-    check_fields(where, given, fields, required)
-    check_fields(f"{where}: quick", short, fields, ())
-    made = [
-        kind(name=name, **values) for values in (given, given | short)
-    ]  # both, so that a mistake in quick shows at once
-    return made[quick]
-
-
-def _check_type(where: str, key: str, value: Any, hint: type) -> None:
-    wanted = (int, float) if hint is float else (hint,)
-    if isinstance(value, bool) != (hint is bool) or not isinstance(value, wanted):
-        raise UserError(f"{where}: {key} is {value!r}, expected {_WORDS[hint]}")
-    if hint in (int, float) and not (0 <= value < math.inf):
-        raise UserError(f"{where}: {key} is {value!r}, expected 0 or more")
+    given = {key: value for key, value in table.items() if key not in ("kind", "quick")}
+    hints, fields = get_type_hints(kind), [field for field in dataclasses.fields(kind) if field.name != "name"]
+    names = [field.name for field in fields]
+    check_fields(where, given, names, [field.name for field in fields if field.default is dataclasses.MISSING])
+    check_fields(f"{where}: quick", short, names, ())
+    for key, value in (*given.items(), *short.items()):
+        hint = hints[key]
+        check_kind(where, key, value, hint)
+        if hint in (int, float) and not 0 <= value < math.inf:
+            raise UserError(f"{where}: {key} is {value!r}, expected 0 or more")
+    # Both, so that a mistake in quick shows at once.
+    return [kind(name=name, **values) for values in (given, given | short)][quick]
 
 
 def _criterion(where: str, number: int, table: Any, measurements: Mapping[str, Measurement]) -> Criterion:
@@ -206,45 +166,24 @@ def _criterion(where: str, number: int, table: Any, measurements: Mapping[str, M
     required = ("id", "measurement", "value", "source")
     check_fields(where, table, (*required, *_BOUNDS, "warning", "failing", "note"), required)
     for name in (*required, "note"):
-        if not isinstance(table.get(name, ""), str):
-            raise UserError(f"{where}: {name} is {table[name]!r}, expected text")
+        check_kind(where, name, table.get(name, ""), str)
     bounds = [name for name in _BOUNDS if name in table]
     if len(bounds) != 1:
         raise UserError(f"{where}: found {' and '.join(bounds) or 'no bound'}, expected one of {', '.join(_BOUNDS)}")
-    measurement = measurements.get(table["measurement"])
-    if measurement is None:
-        raise UserError(
-            f"{where}: there is no measurement {table['measurement']!r}; there are {', '.join(measurements)}"
-        )
-    if table["value"] not in measurement.UNITS:
-        raise UserError(
-            f"{where}: {table['measurement']} gives no {table['value']!r}; it gives {', '.join(measurement.UNITS)}"
-        )
-    return Criterion(
-        table["id"],
-        table["measurement"],
-        table["value"],
-        measurement.UNITS[table["value"]],
-        bounds[0],
-        _bound(where, bounds[0], table[bounds[0]]),
-        table["source"],
-        *(_number(where, name, table[name]) if name in table else None for name in ("warning", "failing")),
-        table.get("note", ""),
-    )
-
-
-def _bound(where: str, kind: str, bound: Any) -> float | tuple[float, float]:
-    if kind != "between":
-        return _number(where, kind, bound)
-    if not isinstance(bound, list) or len(bound) != 2:
+    measurement, value, kind = table["measurement"], table["value"], bounds[0]
+    if measurement not in measurements:
+        raise UserError(f"{where}: there is no measurement {measurement!r}; there are {', '.join(measurements)}")
+    units = measurements[measurement].UNITS
+    if value not in units:
+        raise UserError(f"{where}: {measurement} gives no {value!r}; it gives {', '.join(units)}")
+    bound, pair = table[kind], kind == "between"
+    if pair and (not isinstance(bound, list) or len(bound) != 2):
         raise UserError(f"{where}: between is {bound!r}, expected two numbers, [least, most]")
-    least, most = (_number(where, kind, each) for each in bound)
-    if least > most:
+    numbers = [(kind, one) for one in (bound if pair else [bound])]
+    for name, one in (*numbers, *((name, table[name]) for name in ("warning", "failing") if name in table)):
+        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one):
+            raise UserError(f"{where}: {name} is {one!r}, expected a number")
+    if pair and bound[0] > bound[1]:
         raise UserError(f"{where}: between is {bound!r}, expected the smaller number first")
-    return least, most
-
-
-def _number(where: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{where}: {name} is {value!r}, expected a number")
-    return float(value)
+    others = {name: table[name] for name in (*required, "warning", "failing", "note") if name in table}
+    return Criterion(unit=units[value], kind=kind, bound=tuple(bound) if pair else bound, **others)

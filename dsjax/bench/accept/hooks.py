@@ -6,21 +6,26 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dsjax.bench.accept.errors import NotTestedError
 from dsjax.options import OptionError
 
 _SCALE = "scale:"
-_TIMEOUT = 600.0
 _MOST_OUTPUT = 300
+
+
+class NotTestedError(Exception):
+    """A measurement, or some of its values, cannot be had here; the message says why, and what would make it testable."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Commands by name; `NAME-end` ends what `NAME` began. scale: asks the server to go on on another mesh, and says what was wrong."""
+    """Commands by name; `NAME-end` ends what `NAME` began. scale: asks the server to go on on another mesh, and says what was wrong.
+
+    timeout: seconds.
+    """
 
     commands: Mapping[str, str]
     scale: Callable[[str], Awaitable[str | None]]
-    timeout: float = _TIMEOUT
+    timeout: float = 600.0
 
     def why_not(self, name: str) -> str | None:
         """Why a fault cannot be made; None where both of its commands are there."""
@@ -33,21 +38,21 @@ class Hooks:
         """Run one, with its output kept for an error.
 
         Raises:
-            NotTestedError: it ended with an error, or not in ten minutes.
+            NotTestedError: it ended with an error, or not in time.
         """
         command = self.commands[name].replace("{value}", value)
+        hook = f"--hook {name} ({command})"
         if command.startswith(_SCALE):
             problem = await self.scale(command.removeprefix(_SCALE))
             if problem is not None:
-                raise NotTestedError(f"--hook {name} ({command}): {problem}")
+                raise NotTestedError(f"{hook}: {problem}")
             return
-        process = await asyncio.create_subprocess_shell(
-            command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+        pipes = {
+            "stdin": asyncio.subprocess.DEVNULL,
+            "stdout": asyncio.subprocess.PIPE,
+            "stderr": asyncio.subprocess.STDOUT,
+        }
+        process = await asyncio.create_subprocess_shell(command, **pipes, start_new_session=True)
         try:
             # Not `wait_for`: where the command ends in the same moment, Python 3.11's forgets that this was cancelled, by Ctrl-C.
             async with asyncio.timeout(self.timeout):
@@ -57,13 +62,11 @@ class Hooks:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
             if isinstance(error, TimeoutError):
-                raise NotTestedError(f"--hook {name} ({command}) did not end within {self.timeout:g} s") from None
+                raise NotTestedError(f"{hook} did not end within {self.timeout:g} s") from None
             raise
         if process.returncode:
             said = " ".join(output.decode("utf-8", "replace").split())[-_MOST_OUTPUT:]
-            raise NotTestedError(
-                f"--hook {name} ({command}) ended with {process.returncode}: {said or 'it said nothing'}"
-            )
+            raise NotTestedError(f"{hook} ended with {process.returncode}: {said or 'it said nothing'}")
 
 
 def parse_hooks(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
@@ -74,11 +77,10 @@ def parse_hooks(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     Raises:
         OptionError: a word without `=`, or a name that no measurement has.
     """
-    names = [*known, *(f"{name}-end" for name in known)]
-    hooks = {}
+    names, hooks = [*known, *(f"{name}-end" for name in known)], {}
     for word in words:
-        name, equals, command = word.partition("=")
-        if not equals or not command.strip():
+        name, _, command = word.partition("=")
+        if not command.strip():
             raise OptionError(f"--hook is {word!r}, expected NAME=COMMAND")
         if name not in names:
             raise OptionError(

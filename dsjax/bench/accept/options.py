@@ -50,12 +50,7 @@ class TestBedOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        for url in self.metrics_urls:
+        for url in self.device_metrics or ():
             check_url("--device-metrics", url, "http://HOST:PORT/metrics")
         if self.dataset_path is not None and not Path(self.dataset_path).is_file():
             raise OptionError(f"--dataset-path is {self.dataset_path}, which is no file; give a ShareGPT file")
-
-    @property
-    def metrics_urls(self) -> tuple[str, ...]:
-        """Addresses of `--device-metrics`."""
-        return tuple(self.device_metrics or ())

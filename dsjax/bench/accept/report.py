@@ -27,12 +27,8 @@ _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 class Report:
     """What a run has come to.
 
-    Attributes:
-        checklist: what was asked.
-        results: what was measured, by the measurements' names.
-        base_url, model: of the server.
-        criteria_file: as `--criteria` has it; quick: whether durations were short.
-        command: as typed, without keys and `--only`.
+    checklist: what was asked. results: what was measured, by the measurements' names. base_url, model: of the server. criteria_file: as
+    `--criteria` has it; quick: whether durations were short. command: as typed, without keys and `--only`.
     """
 
     checklist: Checklist
@@ -73,25 +69,24 @@ class Report:
             "verdict": worst(judged),
             "exit_status": exit_status(judged),
             "partial": self.partial,
-            "criteria": [self._criterion_json(one) for one in judged],
+            "criteria": [
+                {
+                    "id": one.criterion.id,
+                    "measurement": one.criterion.measurement,
+                    "value_name": one.criterion.value,
+                    "value": one.value,
+                    "unit": one.criterion.unit,
+                    "bound": one.criterion.bound_text,
+                    "verdict": one.verdict,
+                    "grade": one.grade,
+                    "reason": one.reason,
+                    "source": one.criterion.source,
+                    "note": one.criterion.note,
+                    "command": self.alone(one.criterion.id),
+                }
+                for one in judged
+            ],
             "measurements": {name: result.to_json() for name, result in self.results.items()},
-        }
-
-    def _criterion_json(self, one: Judged) -> dict[str, Any]:
-        c = one.criterion
-        return {
-            "id": c.id,
-            "measurement": c.measurement,
-            "value_name": c.value,
-            "value": one.value,
-            "unit": c.unit,
-            "bound": c.bound_text,
-            "verdict": one.verdict,
-            "grade": one.grade,
-            "reason": one.reason,
-            "source": c.source,
-            "note": c.note,
-            "command": self.alone(c.id),
         }
 
     def markdown(self) -> str:
@@ -100,56 +95,43 @@ class Report:
         counts = ", ".join(f"{sum(o.verdict == v for o in judged)} {v}" for v in ("met", "missed", "not tested"))
         how = ", with the short durations of `--quick`, which accepts nothing" if self.quick else ""
         lines = [
-            f"# Acceptance by {name}: {worst(judged)}",
-            "",
-            f"{self.checklist.description}. The server: `{self.model}` at {self.base_url}{how}. {counts}, of {len(judged)} criteria.",
-            "",
-            "```",
-            self.command,
-            "```",
-            "",
+            f"# Acceptance by {name}: {worst(judged)}\n",
+            f"{self.checklist.description}. The server: `{self.model}` at {self.base_url}{how}. {counts}, of {len(judged)} criteria.\n",
+            f"```\n{self.command}\n```\n",
         ]
         if self.partial:
-            lines += ["The run has not ended: measurements are still to come.", ""]
-        lines += ["| criterion | value | bound | verdict | from |", "|---|---|---|---|---|"]
+            lines.append("The run has not ended: measurements are still to come.\n")
+        lines.append("| criterion | value | bound | verdict | from |\n|---|---|---|---|---|")
         for one in judged:
             c = one.criterion
-            value = "" if one.value is None else figure(one.value, c.unit)
             verdict = f"**{one.verdict}**" if one.verdict == "missed" else one.verdict
             verdict += f" (beyond the plan's {one.grade} value)" if one.grade else ""
-            cells = (f"`{c.id}`", value, c.bound_text, verdict, c.source)
+            cells = (f"`{c.id}`", _value(one), c.bound_text, verdict, c.source)
             lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
-        lines += ["", f"One criterion alone: `{self.alone('CRITERION')}`", ""]
-        lines += self._notes(judged) + self._measured()
-        return "\n".join(lines).rstrip() + "\n"
-
-    def _notes(self, judged: Sequence[Judged]) -> list[str]:
+        lines.append(f"\nOne criterion alone: `{self.alone('CRITERION')}`\n")
         reasons: dict[str, list[str]] = {}
         for one in judged:
             if one.reason:
                 reasons.setdefault(f"{one.verdict}: {one.reason}", []).append(f"`{one.criterion.id}`")
-        notes = [(f"`{one.criterion.id}`", one.criterion.note) for one in judged if one.criterion.note]
-        lines = ["## Without a value", ""] if reasons else []
-        lines += [f"- {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
-        lines += ["", "## Notes on the criteria", "", *(f"- {name}: {note}" for name, note in notes)] if notes else []
-        return [*lines, ""]
-
-    def _measured(self) -> list[str]:
-        lines = ["## What was measured", ""]
-        for name in self.checklist.measurements:
+        if reasons:
+            lines += ["## Without a value\n", *(f"- {', '.join(ids)}: {reason}" for reason, ids in reasons.items())]
+        notes = [f"- `{one.criterion.id}`: {one.criterion.note}" for one in judged if one.criterion.note]
+        lines += ["\n## Notes on the criteria\n", *notes] if notes else []
+        lines.append("\n## What was measured\n")
+        for name, measurement in self.checklist.measurements.items():
             result = self.results.get(name)
             if result is None or result.measured is None:
                 continue
-            units = self.checklist.measurements[name].UNITS
             found = result.measured
-            values = ", ".join(f"{key} {figure(value, units.get(key, ''))}" for key, value in found.values.items())
+            values = ", ".join(
+                f"{k} {figure(value, measurement.UNITS.get(k, ''))}" for k, value in found.values.items()
+            )
             sampled = "" if found.samples is None else f", {found.samples:,} samples"
-            lines += [
-                f"**{result.title}** (`{name}`, {result.seconds:.0f} s{sampled}, {result.started}): {values}.",
-                "",
-            ]
-            lines += [" ".join(found.notes), ""] if found.notes else []
-        return lines
+            lines.append(
+                f"**{result.title}** (`{name}`, {result.seconds:.0f} s{sampled}, {result.started}): {values}.\n"
+            )
+            lines += [" ".join(found.notes) + "\n"] if found.notes else []
+        return "\n".join(lines).rstrip() + "\n"
 
     def junit(self) -> str:
         """The report for a build server: a suite for each measurement, a case for each criterion."""
@@ -196,9 +178,8 @@ class Report:
         table.add_column("verdict")
         for one in self.judged:
             c = one.criterion
-            value = "" if one.value is None else figure(one.value, c.unit)
             said = one.verdict + (f" ({one.grade})" if one.grade else "") + (f": {one.reason}" if one.reason else "")
-            table.add_row(c.id, value, c.bound_text, said, style=_STYLES[one.verdict])
+            table.add_row(c.id, _value(one), c.bound_text, said, style=_STYLES[one.verdict])
         return table
 
 
@@ -208,6 +189,10 @@ def _counts(judged: Sequence[Judged]) -> dict[str, str]:
         "failures": str(sum(one.verdict == "missed" for one in judged)),
         "skipped": str(sum(one.verdict == "not tested" for one in judged)),
     }
+
+
+def _value(one: Judged) -> str:
+    return "" if one.value is None else figure(one.value, one.criterion.unit)
 
 
 def _cell(text: str) -> str:

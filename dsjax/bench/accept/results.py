@@ -1,10 +1,10 @@
-"""`Results`: what was measured, kept in a folder so that a run can go on; and the verdicts that follow from it."""
+"""What was measured, kept in a folder so that a run can go on, and the verdicts that follow from it."""
 
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,8 @@ MISSED, NOT_TESTED = 3, 4
 class Result:
     """One measurement that was made, or tried.
 
-    Attributes:
-        kind, title: the measurement's.
-        fingerprint: of everything that the values depend on.
-        started: UTC, ISO 8601; seconds: that it took.
-        measured: what came of it; None where it could not be made.
-        reason: why not.
+    kind, title: the measurement's. fingerprint: of everything that the values depend on. started: UTC, ISO 8601; seconds: that it took.
+    measured: what came of it; None where it could not be made; reason: why not.
     """
 
     kind: str
@@ -40,9 +36,8 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
-        measured = dataclasses.asdict(self.measured or Measured())
-        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "measured"}
-        return head | {"tested": self.measured is not None} | measured
+        about = {name: value for name, value in vars(self).items() if name != "measured"}
+        return about | {"tested": self.measured is not None} | dataclasses.asdict(self.measured or Measured())
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "Result":
@@ -55,51 +50,39 @@ class Result:
         return cls(measured=measured, **{name: body[name] for name in names})
 
 
-@dataclass
-class Results:
-    """All results of a folder, by the measurements' names."""
+def read_results(folder: Path, base_url: str, *, fresh: bool) -> dict[str, Result]:
+    """Results that a folder holds, by the measurements' names. fresh: another server's report is no error, and is forgotten.
 
-    by_name: dict[str, Result] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, folder: Path, base_url: str, *, fresh: bool) -> "Results":
-        """What a folder holds; nothing where it is new. fresh: what another server's report holds is forgotten.
-
-        Raises:
-            UserError: it holds a report that cannot be read, or another server's.
-        """
-        path = folder / REPORT
-        if not path.exists():
-            return cls()
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(body, dict):
-                raise ValueError("it is no report of dsjax accept")
-            if body.get("format") != FORMAT:
-                raise ValueError(f"its format is {body.get('format')!r}, expected {FORMAT!r}")
-            found = cls({name: Result.from_json(one) for name, one in body["measurements"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"cannot go on from {path}: {why_unreadable(error)}; give another --results") from error
-        if body["base_url"] != base_url:
-            if fresh:
-                return cls()
-            raise UserError(
-                f"{path} has results of {body['base_url']}, and --base-url is {base_url}; give another --results, or --fresh"
-            )
+    Raises:
+        UserError: it holds a report that cannot be read, or another server's.
+    """
+    path = folder / REPORT
+    if not path.exists():
+        return {}
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(body, dict):
+            raise ValueError("it is no report of dsjax accept")
+        if body.get("format") != FORMAT:
+            raise ValueError(f"its format is {body.get('format')!r}, expected {FORMAT!r}")
+        found = {name: Result.from_json(one) for name, one in body["measurements"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot go on from {path}: {why_unreadable(error)}; give another --results") from error
+    if body["base_url"] == base_url:
         return found
+    if fresh:
+        return {}
+    raise UserError(
+        f"{path} has results of {body['base_url']}, and --base-url is {base_url}; give another --results, or --fresh"
+    )
 
-    def done(self, name: str, fingerprint: str) -> bool:
-        """Whether a measurement was made, and nothing that it depends on has changed."""
-        result = self.by_name.get(name)
-        return result is not None and result.measured is not None and result.fingerprint == fingerprint
 
-
-def fingerprint(kind: str, measurement: Measurement, bed: TestBed) -> str:
+def fingerprint(measurement: Measurement, bed: TestBed) -> str:
     """What a measurement's values depend on: its fields, the server, how it is asked, hooks and files."""
     o = bed.server.options
     asked = [o.endpoint, o.ignore_eos, o.extra_body, o.temperature, o.prompt_form, o.request_timeout]
     parts = {
-        "kind": kind,
+        "kind": measurement.KIND,
         "fields": dataclasses.asdict(measurement),
         "server": [bed.server.url, bed.server.facts.model, *asked],
         "others": measurement.depends_on(bed),
@@ -124,10 +107,8 @@ class Judged:
 
 def judge(criterion: Criterion, result: Result | None) -> Judged:
     """Hold a criterion against what was measured; None: nothing yet."""
-    if result is None:
-        return Judged(criterion, "not tested", reason="not measured yet")
-    if result.measured is None:
-        return Judged(criterion, "not tested", reason=result.reason)
+    if result is None or result.measured is None:
+        return Judged(criterion, "not tested", reason="not measured yet" if result is None else result.reason)
     value = result.measured.values.get(criterion.value)
     if value is None:
         verdict, why = result.measured.absent.get(criterion.value, ("not tested", "the measurement gave no such value"))

@@ -5,22 +5,20 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from rich.console import Console
 
-from dsjax.bench.accept.errors import NotTestedError
-from dsjax.bench.accept.hooks import Hooks
+from dsjax.bench.accept.hooks import Hooks, NotTestedError
 from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.datasets import DatasetError
+from dsjax.bench.serve.load import LoadResult, run_sessions
 from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.ready_server import ReadyServer
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
-from dsjax.bench.serve.statistics import Statistics
 from dsjax.progress import counting
 
 _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -30,43 +28,26 @@ _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=600)
 class TestBed:
     """What measurements are made with.
 
-    Attributes:
-        server: that is tested.
-        options: the command's.
-        network: the JSON of `dsjax bench network`; None where there is none.
-        hooks: the user's commands.
-        seed: of this run's prompts; another one each time, so that no run finds its prompts in the server's prefix cache.
-        console, progress: where progress is shown, and whether.
-        draws: numbers of draws of workloads, each used once.
+    network: the JSON of `dsjax bench network`; None where there is none. commands: the user's hooks. seed: of this run's prompts; another
+    one each time, so that no run finds its prompts in the server's prefix cache. draws: of workloads, each used once.
     """
 
     server: ReadyServer
     options: TestBedOptions
     network: Mapping[str, Any] | None
-    hooks: Hooks
+    commands: Mapping[str, str]
     seed: int
     console: Console
     progress: bool
-    draws: Iterator[int]
+    draws: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     __test__ = False  # pytest takes classes that are called Test… for its own
-
-    @classmethod
-    def of(
-        cls,
-        server: ReadyServer,
-        options: TestBedOptions,
-        network: Mapping[str, Any] | None,
-        commands: Mapping[str, str],
-        seed: int,
-        console: Console,
-        progress: bool,
-    ) -> "TestBed":
-        """Make one."""
-        scale = partial(_scale, server, options.admin_api_key)
-        return cls(server, options, network, Hooks(commands, scale), seed, console, progress, itertools.count(1))
-
     clock = staticmethod(time.perf_counter)
+
+    @property
+    def hooks(self) -> Hooks:
+        """The user's commands; `scale:` asks the server."""
+        return Hooks(self.commands, self._scale)
 
     async def requests(self, workload: WorkloadOptions) -> Iterator[BenchRequest]:
         """Requests of a workload without end, none of which was sent before; a ShareGPT file's come again and again.
@@ -84,13 +65,42 @@ class TestBed:
             return itertools.cycle(dataset.draw(next(self.draws), most)[0])
         return itertools.chain.from_iterable(dataset.draw(draw, most)[0] for draw in self.draws)
 
+    @contextlib.asynccontextmanager
+    async def sessions(
+        self, source: Iterator[BenchRequest], count: int
+    ) -> AsyncIterator[tuple[asyncio.Task[LoadResult], list[RequestRecord], asyncio.Event, float]]:
+        """So many sessions that send requests: (their task, the requests that have begun, what ends the sending, the clock at the start).
+
+        They are cancelled where the block is left before they have ended.
+        """
+        records, until, zero = [], asyncio.Event(), self.clock()
+        sending = run_sessions(self.server.client, source, count, until=until, zero=zero, on_start=records.append)
+        load = asyncio.create_task(sending)
+        try:
+            yield load, records, until, zero
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+
     def watch(self, interval: float) -> ServerWatch:
         """A watch of the server."""
-        return ServerWatch(self.server.session, self.server.url, self.options.metrics_urls, interval)
+        return ServerWatch(self.server.session, self.server.url, self.options.device_metrics or (), interval)
 
     async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> str | None:
         """Post to one of dsjax's endpoints for administrators; what was wrong, or None."""
-        return await _post(self.server, self.options.admin_api_key, path, body)
+        key, url = self.options.admin_api_key, self.server.url + path
+        how = {"headers": {"Authorization": f"Bearer {key}"} if key else {}, "timeout": _ADMIN_TIMEOUT}
+        try:
+            async with self.server.session.post(url, json=body, **how) as response:
+                text = await response.text()
+                return None if response.status == 200 else f"{path} answered {response.status}: {text[:300]}"
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            return f"{path}: {error or type(error).__name__}"
+
+    async def _scale(self, mesh: str) -> str | None:
+        if self.options.admin_api_key is None:
+            return "scale: needs --admin-api-key"
+        return await self.admin("/scale", {"mesh": mesh})
 
     async def answered(self, started: Sequence[RequestRecord], count: int, seconds: float) -> None:
         """Wait until so many of the requests that have begun were answered or have failed, at most so long."""
@@ -119,26 +129,8 @@ class TestBed:
                 ticking.cancel()
 
     @staticmethod
-    def why_none(statistics: Statistics) -> str:
-        """Why there are no latencies."""
-        if statistics.errors:
-            message, number = statistics.errors[0]
-            return f"none of {statistics.failed} requests was answered: {number} × {message}"
-        return "no request was answered" if not statistics.completed else "no answer had a second token"
-
-
-async def _scale(server: ReadyServer, key: str | None, mesh: str) -> str | None:
-    if key is None:
-        return "scale: needs --admin-api-key"
-    return await _post(server, key, "/scale", {"mesh": mesh})
-
-
-async def _post(server: ReadyServer, key: str | None, path: str, body: Mapping[str, Any] | None) -> str | None:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    how = {} if body is None else {"json": dict(body)}
-    try:
-        async with server.session.post(server.url + path, headers=headers, timeout=_ADMIN_TIMEOUT, **how) as response:
-            text = await response.text()
-            return None if response.status == 200 else f"{path} answered {response.status}: {text[:300]}"
-    except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        return f"{path}: {error or type(error).__name__}"
+    def why_none(figures: Mapping[str, Any]) -> str:
+        """Why a load has no latencies. figures: as of `statistics.figures`."""
+        for message, number in figures["error_counts"].items():
+            return f"none of {figures['failed']} requests was answered: {number} × {message}"
+        return "no answer had a second token" if figures["completed"] else "no request was answered"

@@ -62,23 +62,12 @@ def find_ceilings(setting: Setting, device: Device, hardware: str | None, budget
     if key is not None:
         chip = load_hardware(key)
         return Ceilings(chip.memory_bandwidth, chip.bf16_flops, f"configs/hardware: {chip.name}, vendor's figures")
-    copy, product = _copy(setting, budget), _product(setting, budget)
-    name = setting.dtype.name
-    return Ceilings(
-        copy, product, f"measured in this run: a copy of {_COPY_BYTES >> 20} MiB, a product of {_SIDE}² {name} matrices"
-    )
-
-
-def _copy(setting: Setting, budget: Budget) -> float:
     size = min(_COPY_BYTES, free_memory(setting.step.mesh.devices.flat[0]) // 8) // 4
-    prepared = device_loop(lambda _, i, x: x + 1, None, jnp.zeros(size, jnp.float32))
-    return 2 * 4 * size / _seconds(prepared, budget)
-
-
-def _product(setting: Setting, budget: Budget) -> float:
     matrix = setting.random((_SIDE, _SIDE), _SIDE**-0.5)
-    prepared = device_loop(lambda a, i, x: a @ x, matrix, matrix + 0)
-    return 2 * _SIDE**3 / _seconds(prepared, budget)
+    copy = _seconds(device_loop(lambda _, i, x: x + 1, None, jnp.zeros(size, jnp.float32)), budget)
+    product = _seconds(device_loop(lambda a, i, x: a @ x, matrix, matrix + 0), budget)
+    said = f"a copy of {_COPY_BYTES >> 20} MiB, a product of {_SIDE}² {setting.dtype.name} matrices"
+    return Ceilings(2 * 4 * size / copy, 2 * _SIDE**3 / product, f"measured in this run: {said}")
 
 
 def _seconds(prepared: PreparedCase, budget: Budget) -> float:

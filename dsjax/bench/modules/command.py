@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from dsjax.bench.modules.options import ModelOptions, ModuleGrid, RunOptions
-from dsjax.bench.processes import Processes, measuring_together
+from dsjax.bench.processes import Processes, as_flags, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
@@ -71,19 +71,12 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
         if plan:
             show_extrapolation(console, steps, plan, setting.config)
         if run.json_file:
-            command = shlex.join(["dsjax", *sys.argv[1:]])
+            command, members = shlex.join(["dsjax", *sys.argv[1:]]), processes.members
             more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
-            body = to_json(
-                results, setting, model.model, ceilings, device, command, processes=processes.members, **more
-            )
+            body = to_json(results, setting, model.model, ceilings, device, command, processes=members, **more)
             write_json(run.json_file, body)
 
-    if results.partial and processes.members:
-        # The others wait for this process, or have gone: the group ends. What there is is not lost.
-        if processes.leads:
-            report()
-        raise results.failure or KeyboardInterrupt
-    processes.report(report)
+    processes.report(results, report)
     return results.interrupted
 
 
@@ -95,10 +88,8 @@ def _alike(model: ModelOptions, grid: ModuleGrid, run: RunOptions) -> dict[str, 
         raise UserError(
             "--one-rank-of is measured on one device; start it on one host, without --coordinator-address and its like"
         )
-    options = dataclasses.asdict(model) | dataclasses.asdict(grid)
-    options |= {"seconds": run.seconds, "row_limit": run.row_limit}
-    del options["model"]
-    config = hashlib.sha256(repr(load_config(model.model)).encode()).hexdigest()[:16]
-    return {f"--{name.replace('_', '-')}": value for name, value in options.items()} | {
-        "a model configuration with the SHA-256 sum": config
-    }
+    alike = as_flags(model) | as_flags(grid) | {"--seconds": run.seconds, "--row-limit": run.row_limit}
+    alike["a model configuration with the SHA-256 sum"] = hashlib.sha256(
+        repr(load_config(alike.pop("--model"))).encode()
+    ).hexdigest()[:16]
+    return alike

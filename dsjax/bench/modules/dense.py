@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -31,41 +32,42 @@ def embedding_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleC
     memory, and the rows sent to the device. `copied`: the whole table sent, and then gathered.
     """
     config = setting.config
-    table = config.vocab_size * config.hidden_size * _table_dtype(setting).itemsize
+    itemsize = setting.step.table.infos["embed.weight"].dtype.itemsize
+    table = config.vocab_size * config.hidden_size * itemsize
     for count in tokens:
-        sizes, rows = {"tokens": count}, count * config.hidden_size * setting.dtype.itemsize
-        read = count * config.hidden_size * _table_dtype(setting).itemsize
-        build = partial(_on_device, setting, count)
-        yield ModuleCase("embedding", "device", sizes, ModuleWork(0, read, rows), 2 * table, build)
-        yield ModuleCase(
-            "embedding", "fetched", sizes, ModuleWork(0, read, 2 * rows), table, partial(_fetched, setting, count)
-        )
-        yield ModuleCase(
-            "embedding", "host", sizes, ModuleWork(0, read, 2 * rows), table, partial(_host, setting, count)
-        )
-    work = ModuleWork(0, 2 * table)
-    yield ModuleCase("embedding", "copied", {"tokens": 1}, work, 2 * table, partial(_copied, setting))
-
-
-def _table_dtype(setting: Setting) -> np.dtype:
-    return setting.step.table.infos["embed.weight"].dtype
+        rows, read = (count * config.hidden_size * size for size in (setting.dtype.itemsize, itemsize))
+        for variant, moved, memory, make in (
+            ("device", rows, 2 * table, _on_device),
+            ("fetched", 2 * rows, table, _fetched),
+            ("host", 2 * rows, table, _host),
+        ):
+            work, build = ModuleWork(0, read, moved), partial(make, setting, count)
+            yield ModuleCase("embedding", variant, {"tokens": count}, work, memory, build)
+    yield ModuleCase(
+        "embedding", "copied", {"tokens": 1}, ModuleWork(0, 2 * table), 2 * table, partial(_copied, setting)
+    )
 
 
 def _tokens(setting: Setting, count: int, turn: int = 0) -> np.ndarray:
     return np.random.default_rng(setting.seed + turn).integers(0, setting.config.vocab_size, (1, count), np.int32)
 
 
+def _gathered(setting: Setting, count: int, params: dict[str, jax.Array], gather: Callable) -> PreparedCase:
+    """Rows as a step gathers them, other ones in each call, as other tokens come in each step."""
+    inputs = [params | {"tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
+    total = jnp.zeros((1, count, setting.config.hidden_size), setting.dtype)
+    return call_in_turn(lambda inputs, total: total + gather(inputs), inputs, total)
+
+
 def _on_device(setting: Setting, count: int) -> PreparedCase:
     stack = LayerStack.of(setting, lambda declare: Embedding(declare, setting.config), 1, depth=1)
     params = {path: array[0] for path, array in stack.values(setting.seed).items()}
-    # Other rows in each call, as other tokens come in each step.
-    inputs = [params | {"tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
 
-    def one(inputs, total):
+    def gather(inputs):
         embed: Embedding = stack.table.bind({path: inputs[path] for path in stack.table.infos})
-        return total + embed(inputs["tokens"], setting.dtype)
+        return embed(inputs["tokens"], setting.dtype)
 
-    return call_in_turn(one, inputs, jnp.zeros((1, count, setting.config.hidden_size), setting.dtype))
+    return _gathered(setting, count, params, gather)
 
 
 def _fetched(setting: Setting, count: int) -> PreparedCase:
@@ -73,28 +75,26 @@ def _fetched(setting: Setting, count: int) -> PreparedCase:
     mesh = spec.build([setting.step.mesh.devices.flat[0]])
     info = setting.step.table.infos["embed.weight"]
     table = jax.device_put(_host_table(setting).view(info.storage_dtype), host_sharding(NamedSharding(mesh, P())))
-    inputs = [{"table": table, "tokens": jnp.asarray(_tokens(setting, count, turn))} for turn in range(4)]
 
-    def one(inputs, total):
+    def gather(inputs):
         rows = rows_from_host(inputs["table"], inputs["tokens"], mesh, spec.batch_axes)
-        return total + reinterpret(rows, info.dtype).astype(setting.dtype)
+        return reinterpret(rows, info.dtype).astype(setting.dtype)
 
-    return call_in_turn(one, inputs, jnp.zeros((1, count, setting.config.hidden_size), setting.dtype))
+    return _gathered(setting, count, {"table": table}, gather)
 
 
 def _host_table(setting: Setting) -> np.ndarray:
-    config = setting.config
-    block = np.random.default_rng(setting.seed).standard_normal(1 << 16, np.float32).astype(_table_dtype(setting))
+    config, dtype = setting.config, setting.step.table.infos["embed.weight"].dtype
+    block = np.random.default_rng(setting.seed).standard_normal(1 << 16, np.float32).astype(dtype)
     return np.resize(block, (config.vocab_size, config.hidden_size))
 
 
 def _host(setting: Setting, count: int) -> PreparedCase:
-    table, tokens, turn = _host_table(setting), _tokens(setting, count), [0]
+    table, tokens, turns = _host_table(setting), _tokens(setting, count), itertools.count(97, 97)
     device = setting.step.mesh.devices.flat[0]
 
     def call():
-        turn[0] += 97
-        rows = table[(tokens + turn[0]) % setting.config.vocab_size].astype(setting.dtype, copy=False)
+        rows = table[(tokens + next(turns)) % setting.config.vocab_size].astype(setting.dtype, copy=False)
         return jax.device_put(rows, device)
 
     return host_loop(call)
@@ -106,33 +106,6 @@ def _copied(setting: Setting) -> PreparedCase:
     return host_loop(lambda: jnp.array(table, copy=True, device=device))
 
 
-def mlp_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """`dense MLP` or `shared expert`, with the residual's sum."""
-    config = setting.config
-    dense = module == "dense MLP"
-    hidden = config.intermediate_size if dense else config.n_shared_experts * config.moe_intermediate_size
-    in_model = config.num_dense_layers if dense else config.num_moe_layers
-    make = lambda declare: MLP(declare, config.hidden_size, hidden, "mlp_width")  # noqa: E731
-    apply = lambda mlp, x, total: total + mlp(x, setting.multiply)  # noqa: E731
-    flops = 6 * config.hidden_size * hidden
-    moved = (3 * config.hidden_size + 5 * hidden) * setting.dtype.itemsize
-    yield from _layer_cases(setting, module, make, apply, in_model, tokens, flops, moved)
-
-
-def router_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Scores, groups and the choice of experts."""
-    config = setting.config
-
-    def apply(router: ExpertRouter, x, total):
-        routing = router(x)
-        return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
-
-    flops = 2 * config.hidden_size * config.n_routed_experts
-    moved = config.hidden_size * setting.dtype.itemsize + config.n_routed_experts * 4 * 4
-    make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
-    yield from _layer_cases(setting, "router", make, apply, config.num_moe_layers, tokens, flops, moved)
-
-
 class LayerNorms(nnx.Module):
     """The two norms of a layer."""
 
@@ -140,32 +113,39 @@ class LayerNorms(nnx.Module):
         self.attn_norm, self.mlp_norm = RMSNorm(declare, width, eps), RMSNorm(declare, width, eps)
 
 
-def norm_cases(setting: Setting, tokens: Iterable[int]) -> Iterator[ModuleCase]:
-    """Both norms of a layer; the residuals' sums are in the other modules."""
-    config = setting.config
-    make = lambda declare: LayerNorms(declare, config.hidden_size, config.rms_norm_eps)  # noqa: E731
-    apply = lambda norms, x, total: norms.mlp_norm(norms.attn_norm(total))  # noqa: E731
-    flops, moved = 8 * config.hidden_size, 4 * config.hidden_size * setting.dtype.itemsize
-    yield from _layer_cases(setting, "norms", make, apply, config.num_hidden_layers, tokens, flops, moved)
+def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterator[ModuleCase]:
+    """Cases of `norms`, `router`, `dense MLP` or `shared expert`; none where the model has no such layers.
 
+    The MLPs have the residual's sum, the router its scores, groups and the choice of experts.
+    """
+    config, D, itemsize = setting.config, setting.config.hidden_size, setting.dtype.itemsize
+    # Layers in the model; operations and bytes moved of one token.
+    if module == "norms":
+        in_model, flops, moved = config.num_hidden_layers, 8 * D, 4 * D * itemsize
+        make = lambda declare: LayerNorms(declare, D, config.rms_norm_eps)  # noqa: E731
+        apply = lambda norms, x, total: norms.mlp_norm(norms.attn_norm(total))  # noqa: E731
+    elif module == "router":
+        in_model, flops = config.num_moe_layers, 2 * D * config.n_routed_experts
+        moved = D * itemsize + config.n_routed_experts * 4 * 4
+        make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
 
-def _layer_cases(
-    setting: Setting,
-    module: str,
-    make: Callable[[Declaration], nnx.Module],
-    apply: Callable,
-    in_model: int,
-    tokens: Iterable[int],
-    flops: float,
-    moved: float,
-) -> Iterator[ModuleCase]:
-    """A module of `in_model` layers; flops and bytes moved are of one token."""
-    if not in_model:
+        def apply(router: ExpertRouter, x, total):
+            routing = router(x)
+            return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
+
+    else:
+        in_model, hidden = config.num_dense_layers, config.intermediate_size
+        if module == "shared expert":
+            in_model, hidden = config.num_moe_layers, config.n_shared_experts * config.moe_intermediate_size
+        flops, moved = 6 * D * hidden, (3 * D + 5 * hidden) * itemsize
+        make = lambda declare: MLP(declare, D, hidden, "mlp_width")  # noqa: E731
+        apply = lambda mlp, x, total: total + mlp(x, setting.multiply)  # noqa: E731
+    if not (in_model and flops):
         return
     stack = LayerStack.of(setting, make, in_model)
     for count in tokens:
         work = ModuleWork(count * flops, stack.layer_bytes, count * moved)
-        memory = stack.nbytes + 4 * int(count * (moved + setting.config.hidden_size * setting.dtype.itemsize))
+        memory = stack.nbytes + 4 * count * (moved + D * itemsize)
         build = partial(layer_loop, setting, stack, apply, in_model, count)
         yield ModuleCase(module, "", {"tokens": count}, work, memory, build)
 

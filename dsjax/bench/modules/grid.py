@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.dense import embedding_cases, head_cases, mlp_cases, norm_cases, router_cases
+from dsjax.bench.modules.dense import embedding_cases, head_cases, layer_cases
 from dsjax.bench.modules.fp8 import product_cases, quantisation_cases
 from dsjax.bench.modules.launch import input_cases, launch_cases
-from dsjax.bench.modules.options import ModuleGrid
+from dsjax.bench.modules.options import MODULES, ModuleGrid
 from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_cases
 from dsjax.bench.modules.run import ModuleCase
 from dsjax.bench.modules.setting import Setting, free_memory
@@ -25,26 +25,22 @@ LEAST_CHUNK = 16
 
 def cases(setting: Setting, grid: ModuleGrid) -> Iterator[ModuleCase]:
     """Make the cases of a run, in the order of the tables."""
-    tokens, config = grid.token_counts, setting.config
+    tokens = grid.token_counts
     rows = [count for count in tokens if count <= MOST_ROWS] or tokens[:1]
     made = {
         "launch": lambda: launch_cases(setting, rows),
         "inputs": lambda: input_cases(setting, rows),
         "embedding": lambda: embedding_cases(setting, tokens),
         "attention": lambda: _attention(setting, grid, rows, tokens),
-        "norms": lambda: norm_cases(setting, tokens),
-        "dense MLP": lambda: mlp_cases(setting, "dense MLP", tokens) if config.num_dense_layers else iter(()),
-        "router": lambda: router_cases(setting, tokens) if config.is_moe else iter(()),
         "experts": lambda: expert_cases(setting, rank_experts(setting, grid.experts), tokens),
-        "shared expert": lambda: mlp_cases(setting, "shared expert", tokens) if config.n_shared_experts else iter(()),
         "head": lambda: head_cases(setting, rows),
         "fp8": lambda: quantisation_cases(setting, tokens),
         "product": lambda: product_cases(setting, tokens),
         "dispatch": lambda: exchange_cases(setting, MeshSpec.parse(grid.mesh), tokens),
     }
-    for name, make in made.items():
+    for name in MODULES:
         if name in grid.modules:
-            yield from make()
+            yield from made[name]() if name in made else layer_cases(setting, name, tokens)
 
 
 def rank_experts(setting: Setting, asked: int | None) -> int:

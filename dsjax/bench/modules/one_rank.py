@@ -9,7 +9,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.attention import AttentionInputs, attend_layer, attention_cost, cache_for, cache_layers
+from dsjax.bench.modules.attention import AttentionShape
 from dsjax.bench.modules.dense import head_cases
 from dsjax.bench.modules.launch import launch_cases
 from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, draw_dispatch, layer_ids, product_of
@@ -65,49 +65,39 @@ def one_rank_cases(setting: Setting, plan: OneRankPlan, contexts: list[int]) -> 
     config = setting.config
     yield from launch_cases(setting, [plan.batch])
     for context in contexts:
-        if context + 1 > setting.max_model_len:
+        shape = AttentionShape(setting, setting.step.decode_form, plan.batch, 1, context)
+        if shape.context > setting.max_model_len:
             continue
         if config.num_dense_layers:
-            depth = min(2, config.num_dense_layers)
-            yield _case(setting, plan, ("dense layer", ""), context, layer_stack(setting, 0, depth), None)
+            dense = layer_stack(setting, 0, min(2, config.num_dense_layers))
+            yield _case(plan, ("dense layer", ""), shape, dense, None)
         for variant, skew in SKEWS.items():
             sent = draw_dispatch(setting, plan.batch, plan.experts, skew)
-            stack = layer_stack(setting, plan.experts, plan.layers)
-            yield _case(setting, plan, ("MoE layer", variant), context, stack, sent)
+            yield _case(plan, ("MoE layer", variant), shape, layer_stack(setting, plan.experts, plan.layers), sent)
     yield from head_cases(setting, [plan.batch])
 
 
 def _case(
-    setting: Setting,
-    plan: OneRankPlan,
-    kind: tuple[str, str],
-    context: int,
-    stack: LayerStack,
-    sent: DispatchedTokens | None,
+    plan: OneRankPlan, kind: tuple[str, str], shape: AttentionShape, stack: LayerStack, sent: DispatchedTokens | None
 ) -> ModuleCase:
     """A layer at a context. kind: module and variant; sent: what comes to the rank's experts, None in a dense layer."""
-    config, size = setting.config, setting.dtype.itemsize
-    flops, other = attention_cost(setting, setting.step.decode_form, plan.batch, 1, context)
+    config, (flops, other) = shape.setting.config, shape.cost()
     expert = 6 * config.hidden_size * config.moe_intermediate_size
-    sizes = {"tokens": plan.batch, "context": context, "layers": stack.depth}
+    sizes = {"tokens": plan.batch, "context": shape.cached, "layers": stack.depth}
     if sent is None:
         flops += 6 * plan.batch * config.hidden_size * config.intermediate_size
     else:
         flops += expert * (sent.pairs + plan.batch * config.n_shared_experts)
         sizes |= {"experts": plan.experts, "rows": sent.rows, "pairs": sent.pairs}
-        other += 2 * sent.rows * config.hidden_size * size
-    build = partial(_loop, setting, plan, stack, sent, context)
+        other += 2 * sent.rows * config.hidden_size * shape.setting.dtype.itemsize
+    build = partial(_loop, plan, stack, sent, shape)
     return ModuleCase(*kind, sizes, ModuleWork(flops, stack.layer_bytes, other), stack.nbytes, build)
 
 
-def _loop(
-    setting: Setting, plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, context: int
-) -> PreparedCase:
+def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, shape: AttentionShape) -> PreparedCase:
     """Whole layers: attention and MLP or experts, each behind a norm and beside a residual, as the step has them."""
-    step, config = setting.step, setting.config
-    tokens, layers = plan.batch, cache_layers(setting, step.decode_form, plan.batch, context + 1)
-    attention, inputs = AttentionInputs.of(setting, step.decode_form, tokens, 1, context)
-    inputs |= {"params": stack.values(setting.seed)}
+    setting, config = shape.setting, shape.setting.config
+    inputs = shape.arrays() | {"params": stack.values(setting.seed)}
     experts = None
     if sent is not None:
         experts = product_of(setting, stack.table.infos["moe.experts.down.weight"].dtype, sent)
@@ -121,11 +111,11 @@ def _loop(
         x = inputs["x"] + 1e-3 * jnp.tanh(x)
         params = {path: inputs["params"][path] for path in stack.table.infos}
         block: DecoderLayer = stack.layer(params, index, skip=".experts.")
-        out, cache = attend_layer(attention, block.attn, block.attn_norm(x), inputs, cache, turn)
+        out, cache = shape.attend(block.attn, block.attn_norm(x), inputs, cache, turn)
         x = x + out
         y = block.mlp_norm(x)
         x = x + (block.mlp(y, setting.multiply) if sent is None else _routed(block, y, inputs, params, index))
-        return x, cache, (turn + 1) % layers
+        return x, cache, (turn + 1) % shape.layers
 
     def _routed(block, y, inputs, params, index):
         """The router's choice for the rank's own tokens; the product of the rows that all ranks sent; the shared expert."""
@@ -135,24 +125,23 @@ def _loop(
         arguments = (inputs["rows"], inputs["ids"][index], inputs["weights"], stored | {"layer": index})
 
         routing, config = block.moe.router(y, multiply=setting.multiply), DispatchConfig(report=True)
-        out, _ = dispatch(setting.spec, step.mesh, config, *arguments, experts, specs, experts=plan.experts)
+        out, _ = dispatch(setting.spec, setting.step.mesh, config, *arguments, experts, specs, experts=plan.experts)
         # What comes back to the rank are as many rows as it sent, summed from other ranks: here rows of its own.
-        back = jnp.resize(out, (tokens, out.shape[-1]))[None]
+        back = jnp.resize(out, (plan.batch, out.shape[-1]))[None]
         back = back * routing.weights.sum(-1, keepdims=True).astype(back.dtype)
         return back + block.moe.shared(y, setting.multiply) if hasattr(block.moe, "shared") else back
 
-    carry = (jnp.zeros_like(inputs["x"]), cache_for(setting, step.decode_form, tokens, context + 1), jnp.int32(0))
+    carry = (jnp.zeros_like(inputs["x"]), shape.cache(), jnp.int32(0))
     return device_loop(one_layer, inputs, carry, depth=stack.depth, in_call=stack.depth)
 
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A step of the whole model from the times of its layers. Exchanges between ranks are not in it."""
+    """A step of the whole model from the times of its layers, without exchanges between ranks. parts: name, how many, seconds of one."""
 
     variant: str
     context: int
     parts: tuple[tuple[str, int, float], ...]
-    """(name, how many, seconds of one)."""
 
     @property
     def seconds(self) -> float:

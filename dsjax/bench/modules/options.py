@@ -93,15 +93,24 @@ class ModuleGrid(Checked):
     @property
     def token_counts(self) -> list[int]:
         """`--tokens`, ascending."""
-        default = type(self).__dataclass_fields__["tokens"].default
-        return _numbers("--tokens", _QUICK_TOKENS if self.quick and self.tokens == default else self.tokens, 1)
+        return self._numbers("tokens", _QUICK_TOKENS, 1)
 
     @property
     def context_lengths(self) -> list[int]:
         """`--contexts`, ascending."""
-        default = type(self).__dataclass_fields__["contexts"].default
-        quick = self.quick and self.contexts == default
-        return _numbers("--contexts", _QUICK_CONTEXTS if quick else self.contexts, 0)
+        return self._numbers("contexts", _QUICK_CONTEXTS, 0)
+
+    def _numbers(self, name: str, quick: str, least: int) -> list[int]:
+        text = getattr(self, name)
+        if self.quick and text == type(self).__dataclass_fields__[name].default:
+            text = quick
+        try:
+            numbers = sorted({int(part) for part in text.split(",")})
+        except ValueError:
+            numbers = []
+        if not numbers or numbers[0] < least:
+            raise OptionError(f"--{name} is {text!r}, expected whole numbers of at least {least}, separated by commas")
+        return numbers
 
     @property
     def form_names(self) -> list[str]:
@@ -122,13 +131,3 @@ class RunOptions(Checked):
     hardware: str | None = option(None, "ceilings: name of configs/hardware or a file; default: by the device's name")
     json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
     progress: bool = option(True, "show a progress bar")
-
-
-def _numbers(flag: str, text: str, least: int) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < least:
-        raise OptionError(f"{flag} is {text!r}, expected whole numbers of at least {least}, separated by commas")
-    return numbers

@@ -12,14 +12,15 @@ from rich.table import Table
 
 from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.one_rank import Extrapolation, OneRankPlan
-from dsjax.bench.modules.run import ModuleResults, ModuleRow
+from dsjax.bench.modules.run import ModuleRow
 from dsjax.bench.modules.setting import Setting
+from dsjax.bench.processes import Results
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
 from dsjax.versions import installed_version
 
 
-def show(console: Console, results: ModuleResults, ceilings: Ceilings, device: Device) -> None:
+def show(console: Console, results: Results, ceilings: Ceilings, device: Device) -> None:
     """A table for each module, and what was left out."""
     console.print(
         f"[bold]{device.name}[/bold]: {ceilings.bytes_per_s / 1e9:,.1f} GB/s, {ceilings.flops_per_s / 1e9:,.0f} GFLOP/s "
@@ -28,8 +29,8 @@ def show(console: Console, results: ModuleResults, ceilings: Ceilings, device: D
     )
     for module in dict.fromkeys(row.case.module for row in results.rows):
         console.print(_table(module, [row for row in results.rows if row.case.module == module], ceilings))
-    for one in results.skipped:
-        console.print(f"left out: {one.case.title}: {one.reason}", highlight=False)
+    for case, reason in results.skipped:
+        console.print(f"left out: {case.title}: {reason}", highlight=False)
     console.print(
         "ms: one application in one layer, median, in a loop on the device (*: called from the host); 10th to 90th "
         "percentile; +once: what a call costs beside, the first time. Shares are of the ceilings above; above 100 %: caches.",
@@ -40,7 +41,8 @@ def show(console: Console, results: ModuleResults, ceilings: Ceilings, device: D
 def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
     table = Table(title=module, title_justify="left")
     names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
-    if any(row.case.variant for row in rows):
+    variants = any(row.case.variant for row in rows)
+    if variants:
         table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True, style="bold")
@@ -49,9 +51,9 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
     for row in rows:
         times, work = row.times, row.case.work
         bandwidth, rate = work.bytes / times.median, work.flops / times.median
-        cells = [row.case.variant] if any(r.case.variant for r in rows) else []
-        cells += [str(row.case.sizes.get(name, "")) for name in names]
-        cells += [
+        table.add_row(
+            *([row.case.variant] if variants else []),
+            *(str(row.case.sizes.get(name, "")) for name in names),
             f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
             f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
             f"{times.once * 1e6:.0f}",
@@ -59,8 +61,7 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
             f"{bandwidth / ceilings.bytes_per_s:.0%}",
             f"{rate / 1e9:.3g}" if work.flops else "",
             f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
-        ]
-        table.add_row(*cells)
+        )
     return table
 
 
@@ -84,7 +85,7 @@ def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRa
 
 
 def to_json(
-    results: ModuleResults,
+    results: Results,
     setting: Setting,
     model: str,
     ceilings: Ceilings,
@@ -112,8 +113,8 @@ def to_json(
         "processes": list(processes),
         "partial": results.partial,
         "skipped": [
-            {"module": s.case.module, "variant": s.case.variant, "sizes": dict(s.case.sizes), "reason": s.reason}
-            for s in results.skipped
+            {"module": case.module, "variant": case.variant, "sizes": dict(case.sizes), "reason": reason}
+            for case, reason in results.skipped
         ],
         "rows": [row.to_json() for row in results.rows],
         **more,

@@ -30,9 +30,9 @@ METHODS = ("gather", "padded", "ragged")
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """What a rank's experts get: local ids `[N, K]` with −1 for none, and weights `[N, K]`.
+    """What a rank's experts get: local ids `[N, K]` with −1 for none, and weights `[N, K]`, of N rows with at least one expert here.
 
-    mean_load: pairs of one expert under even routing, by which the step chooses the product's tiles.
+    mean_load: pairs of a row and an expert, of one expert under even routing, by which the step chooses the product's tiles.
     """
 
     ids: np.ndarray
@@ -41,18 +41,13 @@ class DispatchedTokens:
 
     @property
     def rows(self) -> int:
-        """N: rows with at least one expert here."""
+        """N."""
         return self.ids.shape[0]
 
     @property
     def pairs(self) -> int:
         """Pairs of a row and an expert."""
         return int((self.ids >= 0).sum())
-
-    @property
-    def used(self) -> int:
-        """Experts with at least one row."""
-        return len(np.unique(self.ids[self.ids >= 0]))
 
 
 def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: int, skew: float) -> np.ndarray:
@@ -94,12 +89,14 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
         for variant, skew in SKEWS.items():
             sent = draw_dispatch(setting, count, experts, skew)
             other_bytes = itemsize * (2 * sent.rows * D + sent.pairs * (2 * D + 5 * F))
-            work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * sent.used / experts, other_bytes)
-            sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": sent.used}
-            memory = stack.nbytes + 8 * sent.rows * D * itemsize
-            yield ModuleCase(
-                "experts", variant, sizes, work, memory, partial(expert_loop, setting, stack, experts, sent)
+            used = len(np.unique(sent.ids[sent.ids >= 0]))  # experts with at least one row
+            work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * used / experts, other_bytes)
+            sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": used}
+            memory, build = (
+                stack.nbytes + 8 * sent.rows * D * itemsize,
+                partial(expert_loop, setting, stack, experts, sent),
             )
+            yield ModuleCase("experts", variant, sizes, work, memory, build)
 
 
 def expert_loop(setting: Setting, stack: LayerStack, experts: int, sent: DispatchedTokens) -> PreparedCase:
@@ -136,13 +133,8 @@ def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: in
 
 def product_of(setting: Setting, weight_dtype: np.dtype, sent: DispatchedTokens) -> ExpertProduct:
     """The product that the step would choose."""
-    return ExpertProduct(
-        weight_dtype=weight_dtype,
-        platform=setting.platform,
-        mean_load=sent.mean_load,
-        kernels=setting.step.kernels,
-        scheme=setting.step.scheme,
-    )
+    step = {"kernels": setting.step.kernels, "scheme": setting.step.scheme}
+    return ExpertProduct(weight_dtype=weight_dtype, platform=setting.platform, mean_load=sent.mean_load, **step)
 
 
 def default_experts(config, memory: int, expert_bytes: int) -> int:
@@ -158,52 +150,33 @@ def exchange_cases(setting: Setting, spec: MeshSpec, tokens: Iterable[int]) -> I
     if not config.is_moe or spec.ep_size == 1:
         return
     experts = config.n_routed_experts + (-config.n_routed_experts % spec.ep_size)
-    platform = setting.platform
+    shape = {"width": config.hidden_size, "top_k": config.num_experts_per_tok, "experts": experts}
+    shape |= {"dtype": setting.dtype, "platform": setting.platform}
     for count in tokens:
+        rows = count * spec.dp_size * setting.dtype.itemsize * config.hidden_size
+        memory = 6 * rows * (spec.num_devices if setting.platform == "cpu" else 1)
         for method in METHODS:
-            collectives = dispatch_collectives(
-                spec,
-                DispatchConfig(method),
-                tokens=-(-count // spec.tp_size),
-                width=config.hidden_size,
-                top_k=config.num_experts_per_tok,
-                experts=experts,
-                dtype=setting.dtype,
-                platform=platform,
-            )
-            sent = sum(one.bytes_sent * one.times for one in collectives)
-            rows = count * spec.dp_size * setting.dtype.itemsize * config.hidden_size
+            each = dispatch_collectives(spec, DispatchConfig(method), tokens=-(-count // spec.tp_size), **shape)
+            work = ModuleWork(0, 0, sum(one.bytes_sent * one.times for one in each))
             for variant, skew in SKEWS.items():
                 sizes = {"tokens": count, "mesh": str(spec), "method": method}
-                memory = 6 * rows * spec.num_devices if platform == "cpu" else 6 * rows
                 build = partial(_exchange, setting, spec, method, count, experts, skew)
-                work = ModuleWork(0, 0, sent)
                 yield ModuleCase("dispatch", f"{method} {variant}", sizes, work, memory, build, shared=True)
 
 
 def _exchange(setting: Setting, spec: MeshSpec, method: str, tokens: int, experts: int, skew: float) -> PreparedCase:
     on_mesh = with_mesh(setting, spec)
     mesh, config = on_mesh.step.mesh, setting.config
-    place = NamedSharding(mesh, P(spec.batch_axes))
-    total = tokens * spec.dp_size
+    place, total = NamedSharding(mesh, P(spec.batch_axes)), tokens * spec.dp_size
     rng = np.random.default_rng(setting.seed)
     ids = route_randomly(rng, total, experts, config.num_experts_per_tok, skew)
-    inputs = put(
-        {
-            "x": np.asarray(rng.standard_normal((total, config.hidden_size), np.float32), setting.dtype),
-            "ids": ids,
-            "weights": rng.random(ids.shape, np.float32),
-        },
-        place,
-    )
+    x = np.asarray(rng.standard_normal((total, config.hidden_size), np.float32), setting.dtype)
+    inputs = put({"x": x, "ids": ids, "weights": rng.random(ids.shape, np.float32)}, place)
 
-    def one_round(inputs, _, carry):
-        x = carry
+    def one_round(inputs, _, x):
         stand_in = {"scale": jnp.ones((experts,), jnp.float32)}
-        specs = {"scale": P(spec.expert_axes)}
-        y, _ = dispatch(
-            spec, mesh, DispatchConfig(method), x, inputs["ids"], inputs["weights"], stand_in, _hand_back, specs
-        )
+        arguments = (x, inputs["ids"], inputs["weights"], stand_in, _hand_back, {"scale": P(spec.expert_axes)})
+        y, _ = dispatch(spec, mesh, DispatchConfig(method), *arguments)
         # Values stay of the size they were, and each round needs the one before it.
         return jax.lax.with_sharding_constraint((inputs["x"] + y * 0.1).astype(x.dtype), place)
 

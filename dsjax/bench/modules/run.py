@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,8 +11,7 @@ import jax
 from dsjax.bench.modules.ceilings import Ceilings
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, Times
-from dsjax.bench.processes import Agree, alone
-from dsjax.hosts.rendezvous import GroupError
+from dsjax.bench.processes import Agree, Results, alone
 
 Sizes = Mapping[str, int | float | str]
 
@@ -82,29 +81,6 @@ class ModuleRow:
         }
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A case that was not timed, and why."""
-
-    case: ModuleCase
-    reason: str
-
-
-@dataclass
-class ModuleResults:
-    """The rows of a run. failure: what went wrong in another process, or on the way to it, and ended the run."""
-
-    rows: list[ModuleRow] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    interrupted: bool = False
-    failure: Exception | None = None
-
-    @property
-    def partial(self) -> bool:
-        """Whether the run ended before its last case."""
-        return self.interrupted or self.failure is not None
-
-
 def run_cases(
     setting: Setting,
     cases: Iterable[ModuleCase],
@@ -112,14 +88,14 @@ def run_cases(
     budget: Budget,
     row_limit: float,
     agree: Agree = alone,
-) -> ModuleResults:
+) -> Results:
     """Time each case in turn. Ctrl-C ends the run; what was done is returned.
 
     row_limit: seconds that one application may take at the device's ceilings. agree: of the processes that have the same shared cases;
     the other cases are timed by this process alone.
     """
-    results = ModuleResults()
-    try:
+    results = Results()
+    with results.collecting(agree):
         for case in cases:
             ask = agree if case.shared else alone
             try:
@@ -131,13 +107,7 @@ def run_cases(
             if isinstance(outcome, ModuleRow):
                 results.rows.append(outcome)
             else:
-                results.skipped.append(Skipped(case, outcome))
-    except KeyboardInterrupt:
-        results.interrupted = True
-    except (GroupError, jax.errors.JaxRuntimeError) as error:
-        if agree is alone:
-            raise
-        results.failure = error
+                results.skipped.append((case, outcome))
     return results
 
 
@@ -145,8 +115,7 @@ def _outcome(
     setting: Setting, case: ModuleCase, ceilings: Ceilings, budget: Budget, row_limit: float, agree: Agree
 ) -> ModuleRow | str:
     """Measure a case, or say why it cannot be measured, the same in all processes that agree."""
-    reason = _first(agree("possible", why_not(setting, case, ceilings, row_limit)))
-    if reason:
+    if reason := _first(agree("possible", why_not(setting, case, ceilings, row_limit))):
         return reason
     prepared = None
     try:
@@ -154,8 +123,7 @@ def _outcome(
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not _is_of_memory(error):
             raise
-    reason = _first(agree("built", None if prepared else _TOO_LARGE))
-    if reason:
+    if reason := _first(agree("built", None if prepared else _TOO_LARGE)):
         return reason
     prepared.agree = agree
     prepared.warm_up(budget)

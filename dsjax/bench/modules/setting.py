@@ -146,20 +146,17 @@ def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
     Times do not hang on values, and drawing billions of them would take longer than timing.
     """
     fan_in = info.shape[-2] if len(info.shape) > 1 else 1
-    scale = 1.0 if info.init in ("ones", "scale") else 1 / math.sqrt(fan_in)
-    if info.dtype.itemsize == 1 and info.init == "normal":
-        scale = 1.0  # FP8: the scale parameter beside it has the size
-    if info.init == "scale":
-        scale = 1 / math.sqrt(128 * fan_in)
-    if info.init in ("ones", "scale", "zeros"):
-        block = np.full(1, 0.0 if info.init == "zeros" else scale, np.float32)
-    else:
-        count = min(_BLOCK, math.prod(info.shape))
-        block = np.random.default_rng(seed).standard_normal(count, np.float32) * np.float32(scale)
+    rng, count = np.random.default_rng(seed), min(_BLOCK, math.prod(info.shape))
     if info.init == "packed":
-        block = np.random.default_rng(seed).integers(0, 256, min(_BLOCK, math.prod(info.shape)), np.uint8)
+        block = rng.integers(0, 256, count, np.uint8)
     elif info.init == "scale" and info.dtype.itemsize == 1:  # of a packed format: 1 in e4m3, 2^-7 in e8m0
         block = np.full(1, 1.0 if info.dtype != np.uint8 else 120)
+    elif info.init in ("ones", "scale", "zeros"):
+        block = np.full(1, {"ones": 1.0, "zeros": 0.0, "scale": 1 / math.sqrt(128 * fan_in)}[info.init], np.float32)
+    else:
+        # FP8: the scale parameter beside it has the size.
+        scale = 1.0 if info.dtype.itemsize == 1 and info.init == "normal" else 1 / math.sqrt(fan_in)
+        block = rng.standard_normal(count, np.float32) * np.float32(scale)
     stored = np.resize(block.astype(info.dtype), info.shape)
     return jax.device_put(stored.view(info.storage_dtype))
 

@@ -87,14 +87,16 @@ class PreparedCase:
     def sample(self) -> TimedCalls:
         """An empty call, a short one, a long one. Another before them is not timed: what ran before left its own in the caches."""
         self.run(self.few)
-        whole = self.in_device_loop and self.few
-        empty, short = (self._after_pause(0), self._after_pause(self.few)) if whole else (0.0, 0.0)
+        empty = short = 0.0
+        if self.in_device_loop and self.few:
+            pause()
+            empty = seconds_of(self.run, 0)
+            pause()
+            short = seconds_of(self.run, self.few)
         if self.empty is not None:
             empty = seconds_of(self.empty, self.many)
-        taken = TimedCalls(empty, short, seconds_of(self.run, self.many))
-        self.samples.append(
-            max((TimedCalls(*one) for one in self.agree("sample", list(taken))), key=lambda one: one.long)
-        )
+        own = [empty, short, seconds_of(self.run, self.many)]
+        self.samples.append(max((TimedCalls(*one) for one in self.agree("sample", own)), key=lambda one: one.long))
         return self.samples[-1]
 
     def take(self, budget: Budget) -> Times | None:
@@ -103,7 +105,11 @@ class PreparedCase:
         None where the longest is noise, too (`DROWNED`): no figure is better than one that says nothing.
         """
         for _ in range(LOOP_LENGTHS):
-            self._fill(budget)
+            started = time.perf_counter()
+            while len(self.samples) < budget.samples and (
+                len(self.samples) < LEAST_SAMPLES or self._slowest(time.perf_counter() - started) < budget.seconds
+            ):
+                self.sample()
             times = self.times()
             if times.stand_out:
                 return times
@@ -111,23 +117,12 @@ class PreparedCase:
             self.many = self.few + LONGER * (self.many - self.few)
         return None
 
-    def _fill(self, budget: Budget) -> None:
-        started = time.perf_counter()
-        while len(self.samples) < budget.samples and (
-            len(self.samples) < LEAST_SAMPLES or self._slowest(time.perf_counter() - started) < budget.seconds
-        ):
-            self.sample()
-
     def times(self) -> Times:
         """Times of the samples so far."""
         return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
 
     def _slowest(self, seconds: float) -> float:
         return max(self.agree("seconds", seconds))
-
-    def _after_pause(self, applications: int) -> float:
-        pause()
-        return seconds_of(self.run, applications)
 
 
 def seconds_of(run: Callable[[int], None], applications: int) -> float:
@@ -264,18 +259,12 @@ class Times:
     @property
     def low(self) -> float:
         """The 10th percentile, or the least of few."""
-        return self._at(0.1)
+        return self.each[len(self.samples) // 10]
 
     @property
     def high(self) -> float:
         """The 90th percentile, or the largest of few."""
-        return self._at(0.9)
-
-    def _at(self, share: float) -> float:
-        ordered = self.each
-        if len(ordered) < 10:
-            return ordered[0 if share < 0.5 else -1]
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return self.each[int(0.9 * len(self.samples)) if len(self.samples) >= 10 else -1]
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields, seconds."""

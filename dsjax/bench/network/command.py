@@ -1,6 +1,5 @@
 """`dsjax bench network`: the command. JAX is imported when it runs."""
 
-import dataclasses
 import shlex
 import sys
 from typing import Any
@@ -9,7 +8,7 @@ import typer
 from rich.console import Console
 
 from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
-from dsjax.bench.processes import Processes, measuring_together
+from dsjax.bench.processes import Processes, as_flags, measuring_together
 from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED, report_console, write_json
 from dsjax.errors import UserError
@@ -36,7 +35,8 @@ def network(grid: CollectiveGrid, verdict: VerdictOptions, group: GroupOptions) 
             f"--mesh {grid.mesh} is one device, which sends nothing; give a mesh of two or more, such as dp=8"
         )
     cluster = load_cluster(verdict.cluster) if verdict.cluster is not None else None
-    with measuring_together(group, spec.num_devices, lambda: _alike(grid, verdict)) as processes:
+    alike = as_flags(grid) | {"--cluster": verdict.cluster}
+    with measuring_together(group, spec.num_devices, lambda: alike) as processes:
         code = _measure(grid, verdict, spec, cluster, processes)
     if code:
         raise typer.Exit(code)
@@ -49,7 +49,7 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     from dsjax.bench.modules.ceilings import Device
     from dsjax.bench.network.programs import device_groups, device_pairs
     from dsjax.bench.network.report import show, to_json
-    from dsjax.bench.network.run import cases, check_cluster, run_cases
+    from dsjax.bench.network.run import cases, check_cluster, run_cases, worst
 
     if processes.leads:  # before the work rather than after it
         check_place("--json", verdict.json_file)
@@ -68,25 +68,11 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     def report() -> None:
         show(report_console(stderr=verdict.json_file == "-"), results, cluster)
         if verdict.json_file:
-            command = shlex.join(["dsjax", *sys.argv[1:]])
-            write_json(
-                verdict.json_file, to_json(results, grid, dtype, cluster, Device.of(first), processes.members, command)
-            )
+            command, members = shlex.join(["dsjax", *sys.argv[1:]]), processes.members
+            write_json(verdict.json_file, to_json(results, grid, dtype, cluster, Device.of(first), members, command))
 
-    if results.partial and processes.members:
-        # The others wait for this process, or have gone: the group ends. What there is is not lost.
-        if processes.leads:
-            report()
-        raise results.failure or KeyboardInterrupt
-    processes.report(report)
+    processes.report(results, report)
     if results.interrupted:
         print("interrupted: the figures are of what was done until then", file=sys.stderr)
         return INTERRUPTED
-    return _EXIT_CODES[results.verdict]
-
-
-def _alike(grid: CollectiveGrid, verdict: VerdictOptions) -> dict[str, Any]:
-    """What must be the same in all processes beside versions, by name as messages have it."""
-    return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(grid).items()} | {
-        "--cluster": verdict.cluster
-    }
+    return _EXIT_CODES[worst(results)]

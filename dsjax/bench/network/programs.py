@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -51,10 +51,6 @@ class DeviceGroup:
         """The name that tables show."""
         return ", ".join(self.uses)
 
-    def mesh(self) -> Mesh:
-        """Make a mesh of the groups, with the axes `group` and `rank`."""
-        return Mesh(self.devices, ("group", "rank"))
-
     @property
     def takes_part(self) -> bool:
         """Whether a device of this process is in one of the groups."""
@@ -73,27 +69,27 @@ def device_groups(spec: MeshSpec, mesh: Mesh) -> list[DeviceGroup]:
     Raises:
         UserError: the processes have different numbers of the mesh's devices, so that there is no one of each.
     """
-    processes: dict[int, list[jax.Device]] = {}
-    for device in mesh.devices.flat:
-        processes.setdefault(device.process_index, []).append(device)
-    counts = {len(devices) for devices in processes.values()}
+    hosts = _by_process(mesh)
+    counts = {len(devices) for devices in hosts}
     if len(counts) > 1:
         raise UserError(
             f"--mesh {spec} has {min(counts)} to {max(counts)} devices of a process; give a mesh with as many of each"
         )
-    by_host = _array(processes.values())
+    by_host = _array(hosts)
     candidates = [("host", by_host), ("hosts", by_host.T)]
     for use, axes in (("experts", spec.expert_axes), ("tp", spec.head_axes)):
         if spec.ep_size > 1 or use == "tp":
-            candidates.append((use, _along(mesh, [spec.axes.index(axis) for axis in axes])))
+            kept = [spec.axes.index(axis) for axis in axes]
+            others = [k for k in range(mesh.devices.ndim) if k not in kept]
+            ranks = int(np.prod([mesh.devices.shape[k] for k in kept]))
+            candidates.append((use, mesh.devices.transpose(*others, *kept).reshape(-1, ranks)))
     groups: dict[tuple, DeviceGroup] = {}
     for use, devices in candidates:
         if devices.shape[1] == 1:
             continue
         key = tuple(sorted(tuple(device.id for device in row) for row in devices))
-        known = groups.get(key)
-        hosts = len({device.process_index for device in devices[0]})
-        groups[key] = DeviceGroup((*known.uses, use) if known else (use,), devices, hosts)
+        uses = (*groups[key].uses, use) if key in groups else (use,)
+        groups[key] = DeviceGroup(uses, devices, len({device.process_index for device in devices[0]}))
     return list(groups.values())
 
 
@@ -102,85 +98,66 @@ def device_pairs(mesh: Mesh) -> list[DeviceGroup]:
 
     The last of an odd number of hosts is in no pair of hosts.
     """
-    processes: dict[int, list[jax.Device]] = {}
-    for device in mesh.devices.flat:
-        processes.setdefault(device.process_index, []).append(device)
-    hosts = list(processes.values())
+    hosts = _by_process(mesh)
     inside = [devices[:2] for devices in hosts if len(devices) > 1]
     between = [[one[0], other[0]] for one, other in zip(hosts[::2], hosts[1::2], strict=False)]
     return [DeviceGroup(("pair",), _array(rows), spans) for rows, spans in ((inside, 1), (between, 2)) if rows]
 
 
-def _along(mesh: Mesh, kept: list[int]) -> np.ndarray:
-    others = [k for k in range(mesh.devices.ndim) if k not in kept]
-    ranks = int(np.prod([mesh.devices.shape[k] for k in kept]))
-    return mesh.devices.transpose(*others, *kept).reshape(-1, ranks)
+def _by_process(mesh: Mesh) -> list[list[jax.Device]]:
+    processes: dict[int, list[jax.Device]] = {}
+    for device in mesh.devices.flat:
+        processes.setdefault(device.process_index, []).append(device)
+    return list(processes.values())
 
 
-def _array(rows: Iterable[list[jax.Device]]) -> np.ndarray:
-    rows = list(rows)
+def _array(rows: list[list[jax.Device]]) -> np.ndarray:
     array = np.empty((len(rows), len(rows[0])), object)
-    for k, row in enumerate(rows):
-        array[k] = row
+    array[:] = rows
     return array
 
 
-def all_gather(x, ranks: int):
-    """Every rank's values, in the order of ranks."""
-    return lax.all_gather(x, _RANK, tiled=True)
-
-
-def reduce_scatter(x, ranks: int):
-    """The sum of block k of all ranks, on rank k."""
-    return lax.psum_scatter(x, _RANK, scatter_dimension=0, tiled=True)
-
-
-def all_to_all(x, ranks: int):
-    """Block k of each rank, on rank k."""
-    return lax.all_to_all(x, _RANK, split_axis=0, concat_axis=0, tiled=True)
-
-
-def ragged_all_to_all(x, ranks: int):
-    """Block k of each rank, on rank k, by the collective that is told how many values go where."""
+def _ragged_all_to_all(x: jax.Array, ranks: int) -> jax.Array:
     block = x.shape[0] // ranks
     starts, sizes = jnp.arange(ranks, dtype=jnp.int32) * block, jnp.full(ranks, block, jnp.int32)
     lands = jnp.full(ranks, lax.axis_index(_RANK) * block, jnp.int32)
     return lax.ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=_RANK)
 
 
-def all_reduce(x, ranks: int):
-    """The sum over all ranks, on every rank."""
-    return lax.psum(x, _RANK)
-
-
-def send_receive(x, ranks: int):
-    """Rank 0's values to rank 1, and back again: two messages, one after the other, so that half of the time is one way's."""
+def _there_and_back(x: jax.Array, ranks: int) -> jax.Array:
+    """Two messages, one after the other, so that half of the time is one way's."""
     there = lax.optimization_barrier(lax.ppermute(x, _RANK, [(0, 1)]))
     return lax.ppermute(there, _RANK, [(1, 0)])
 
 
-_COLLECTIVES = (all_gather, reduce_scatter, all_to_all, ragged_all_to_all, all_reduce, send_receive)
-_APPLY: dict[str, Callable] = {collective.__name__: collective for collective in _COLLECTIVES}
+_APPLY: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "all_gather": lambda x, ranks: lax.all_gather(x, _RANK, tiled=True),
+    "reduce_scatter": lambda x, ranks: lax.psum_scatter(x, _RANK, scatter_dimension=0, tiled=True),
+    "all_to_all": lambda x, ranks: lax.all_to_all(x, _RANK, split_axis=0, concat_axis=0, tiled=True),
+    "ragged_all_to_all": _ragged_all_to_all,
+    "all_reduce": lambda x, ranks: lax.psum(x, _RANK),
+    "send_receive": _there_and_back,
+}
+"""Collective to what a rank has after it: every rank's values in order; the sum of block k on rank k; block k of each rank on rank k,
+twice; the sum; rank 0's own values, by way of rank 1."""
 
 
 class CollectiveProgram:
     """`collective` over each of a group's rows of devices, with operands of about `sent` bytes that leave a device.
 
-    Attributes:
-        hops: times that the bytes travel, one after another, in one application: 2 for a message there and back.
-        operand_bytes: of one device. sent_bytes: that leave a device: what a ring or a direct exchange of this operand sends.
+    hops: times that the bytes travel, one after another, in one application: 2 for a message there and back. operand_bytes: of one device.
+    sent_bytes: that leave a device: what a ring or a direct exchange of this operand sends.
     """
 
     def __init__(self, group: DeviceGroup, collective: str, sent: int, dtype: np.dtype):
-        self._group, self._dtype, self._apply = group, jnp.dtype(dtype), _APPLY[collective]
-        self._collective = collective
-        ranks, size = group.ranks, self._dtype.itemsize
-        blocks = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1)}.get(collective, ranks - 1)
-        block = max(1, round(sent / blocks / size))
+        self._group, self._dtype, self._collective = group, jnp.dtype(dtype), collective
+        self._apply = functools.partial(_APPLY[collective], ranks=group.ranks)
+        blocks = (2 if collective == "all_reduce" else 1) * (group.ranks - 1)
+        block = max(1, round(sent / blocks / self._dtype.itemsize))
         self.hops = 2 if collective == "send_receive" else 1
-        self._length = block if collective in ("all_gather", "send_receive") else block * ranks
-        self.operand_bytes, self.sent_bytes = self._length * size, block * blocks * size
-        self._place = NamedSharding(group.mesh(), _ALL)
+        self._length = block if collective in ("all_gather", "send_receive") else block * group.ranks
+        self.operand_bytes, self.sent_bytes = (n * self._dtype.itemsize for n in (self._length, block * blocks))
+        self._place = NamedSharding(Mesh(group.devices, ("group", _RANK)), _ALL)
         self._global = (group.devices.size * self._length,)
 
     @property
@@ -197,9 +174,9 @@ class CollectiveProgram:
 
         def once(x):
             if self._collective == "send_receive":  # what has come back is sent again: it lies where it was sent from
-                return self._apply(x, self._group.ranks)
+                return self._apply(x)
             # The barrier keeps all of the result; the one value makes the next application wait for this one.
-            result = lax.optimization_barrier(self._apply(x, self._group.ranks))
+            result = lax.optimization_barrier(self._apply(x))
             return x.at[0].set(result[-1])
 
         mapped = jax.shard_map(once, mesh=self._place.mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False)
@@ -216,18 +193,16 @@ class CollectiveProgram:
         def local():
             me = lax.axis_index(_RANK)
             here = jnp.arange(length)
-            result = self._apply(value(me, here), ranks)
+            result = self._apply(value(me, here))
             block = length // ranks
-            if self._collective == "all_gather":
-                right = jnp.concatenate([value(jnp.int32(rank), here) for rank in range(ranks)])
-            elif self._collective in ("all_to_all", "ragged_all_to_all"):
-                block_places = me * block + jnp.arange(block)
-                right = jnp.concatenate([value(jnp.int32(rank), block_places) for rank in range(ranks)])
-            elif self._collective == "send_receive":
+            places = here if self._collective in ("all_gather", "all_reduce") else me * block + jnp.arange(block)
+            each = [value(jnp.int32(rank), places) for rank in range(ranks)]
+            if self._collective == "send_receive":
                 right = jnp.where(me == 0, value(0 * me, here), jnp.zeros_like(result))
+            elif self._collective in ("all_reduce", "reduce_scatter"):
+                right = functools.reduce(jnp.add, each)
             else:
-                block_places = here if self._collective == "all_reduce" else me * block + jnp.arange(block)
-                right = functools.reduce(jnp.add, [value(jnp.int32(rank), block_places) for rank in range(ranks)])
+                right = jnp.concatenate(each)
             return jnp.all(result == right)[None]
 
         mapped = jax.shard_map(local, mesh=self._place.mesh, in_specs=(), out_specs=_ALL, check_vma=False)

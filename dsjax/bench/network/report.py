@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,15 @@ from rich.table import Table
 from dsjax.bench.modules.ceilings import Device
 from dsjax.bench.modules.report import origin
 from dsjax.bench.network.options import CollectiveGrid
-from dsjax.bench.network.run import VERDICTS, CollectiveRow, NetworkResults
+from dsjax.bench.network.run import VERDICTS, CollectiveRow, worst
+from dsjax.bench.processes import Results
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.measured_network import FORMAT
 
 _STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
 
 
-def show(console: Console, results: NetworkResults, cluster: Cluster | None) -> None:
+def show(console: Console, results: Results, cluster: Cluster | None) -> None:
     """A table for each group of devices, what was left out, and the verdict."""
     for group in dict.fromkeys(row.case.group for row in results.rows):
         console.print(_table([row for row in results.rows if row.case.group is group]))
@@ -36,10 +38,10 @@ def show(console: Console, results: NetworkResults, cluster: Cluster | None) -> 
         console.print(
             "No --cluster: nothing is expected, only whether the data arrived right is judged.", highlight=False
         )
-    if results.verdict:
-        counts = [sum(row.verdict == verdict for row in results.rows) for verdict in VERDICTS]
-        text = ", ".join(f"{count} {verdict}" for verdict, count in zip(VERDICTS, counts, strict=True))
-        console.print(f"{results.verdict}: {text}", style=_STYLES[results.verdict], highlight=False)
+    if verdict := worst(results):
+        counts = Counter(row.verdict for row in results.rows)
+        text = ", ".join(f"{counts[each]} {each}" for each in VERDICTS)
+        console.print(f"{verdict}: {text}", style=_STYLES[verdict], highlight=False)
 
 
 def _table(rows: list[CollectiveRow]) -> Table:
@@ -67,7 +69,7 @@ def _table(rows: list[CollectiveRow]) -> Table:
 
 
 def to_json(
-    results: NetworkResults,
+    results: Results,
     options: CollectiveGrid,
     dtype: np.dtype,
     cluster: Cluster | None,
@@ -83,7 +85,7 @@ def to_json(
         "cluster": cluster and cluster.name,
         "dtype": str(dtype),
         "repeats": options.repeats,
-        "verdict": results.verdict,
+        "verdict": worst(results),
         "partial": results.partial,
         "skipped": [
             {"group": list(c.group.uses), "collective": c.collective, "bytes": c.size, "reason": r}

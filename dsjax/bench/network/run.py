@@ -8,7 +8,7 @@ import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,9 +18,8 @@ from dsjax.bench.modules.setting import free_memory
 from dsjax.bench.modules.timing import DROWNED, LEAST_SAMPLE, LONGER, LOOP_LENGTHS, seconds_of
 from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
-from dsjax.bench.processes import Agree, alone
+from dsjax.bench.processes import Agree, Results
 from dsjax.errors import UserError
-from dsjax.hosts.rendezvous import GroupError
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.measured_network import SEND_RECEIVE
 from dsjax.plan.network import all_reduce, xla_collective
@@ -87,20 +86,19 @@ class CollectiveRow:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
-        ordered = sorted(self.samples)
-        few = len(ordered) < 10
-        expectation = self.expectation
+        ordered, group, expectation = sorted(self.samples), self.case.group, self.expectation
+        left_out = len(ordered) // 10  # of few samples none
         return {
-            "group": list(self.case.group.uses),
-            "between_hosts": self.case.group.between_hosts,
-            "ranks": self.case.group.ranks,
-            "hosts": self.case.group.hosts,
+            "group": list(group.uses),
+            "between_hosts": group.between_hosts,
+            "ranks": group.ranks,
+            "hosts": group.hosts,
             "collective": self.case.collective,
             "operand_bytes": self.operand_bytes,
             "sent_bytes": self.sent_bytes,
             "median_s": self.median,
-            "low_s": ordered[0 if few else len(ordered) // 10],
-            "high_s": ordered[-1 if few else len(ordered) - 1 - len(ordered) // 10],
+            "low_s": ordered[left_out],
+            "high_s": ordered[-1 - left_out],
             "samples_s": list(self.samples),
             "bytes_per_s": self.bandwidth,
             "correct": self.correct,
@@ -112,28 +110,10 @@ class CollectiveRow:
         }
 
 
-@dataclass
-class NetworkResults:
-    """The rows of a run, and the cases that were left out, each with the reason.
-
-    failure: what went wrong in another process, or on the way to it, and ended the run.
-    """
-
-    rows: list[CollectiveRow] = field(default_factory=list)
-    skipped: list[tuple[CollectiveCase, str]] = field(default_factory=list)
-    interrupted: bool = False
-    failure: Exception | None = None
-
-    @property
-    def partial(self) -> bool:
-        """Whether the run ended before its last case."""
-        return self.interrupted or self.failure is not None
-
-    @property
-    def verdict(self) -> str | None:
-        """The worst of all rows; None where none has one."""
-        verdicts = [VERDICTS.index(row.verdict) for row in self.rows if row.verdict]
-        return VERDICTS[max(verdicts)] if verdicts else None
+def worst(results: Results) -> str | None:
+    """The worst verdict of all rows; None where none has one."""
+    verdicts = [VERDICTS.index(row.verdict) for row in results.rows if row.verdict]
+    return VERDICTS[max(verdicts)] if verdicts else None
 
 
 def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[CollectiveCase]:
@@ -148,16 +128,15 @@ def cases(groups: Iterable[DeviceGroup], options: CollectiveGrid) -> Iterator[Co
 
 def run_cases(
     todo: Iterable[CollectiveCase], options: CollectiveGrid, dtype: np.dtype, cluster: Cluster | None, agree: Agree
-) -> NetworkResults:
+) -> Results:
     """Time each case in turn. Ctrl-C ends the run, and so does the loss of another process; what was done is returned."""
-    results = NetworkResults()
+    results = Results()
     before: dict[tuple, list[CollectiveRow]] = {}
-    try:
+    with results.collecting(agree):
         for case in todo:
             program = CollectiveProgram(case.group, case.collective, case.size, dtype)
-            key = (case.group, case.collective)
-            reason = why_not(case, program, before.get(key, []), options.row_limit, agree)
-            if reason:
+            smaller = before.setdefault((case.group, case.collective), [])
+            if reason := why_not(case, program, smaller, options.row_limit, agree):
                 results.skipped.append((case, reason))
                 continue
             part = case.group.takes_part
@@ -170,13 +149,7 @@ def run_cases(
             expectation = expect(cluster, case, program.sent_bytes) if cluster else None
             row = CollectiveRow(case, program.operand_bytes, program.sent_bytes, correct, samples, expectation)
             results.rows.append(row)
-            before.setdefault(key, []).append(row)
-    except KeyboardInterrupt:
-        results.interrupted = True
-    except (GroupError, jax.errors.JaxRuntimeError) as error:
-        if agree is alone:
-            raise
-        results.failure = error
+            smaller.append(row)
     return results
 
 

@@ -1,20 +1,21 @@
 """`Benchmark`: from options to points: ask the server, choose the prompts' form, warm up, measure."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from dsjax.bench.serve.client import open_session
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.load import arrival_times, run_load
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.ready_server import WARM_UP_DRAW, ReadyServer
-from dsjax.bench.serve.records import BenchRequest
-from dsjax.bench.serve.report import LoadPoint, PointProgress
-from dsjax.bench.serve.result_files import PointResult
-from dsjax.bench.serve.server_facts import ServerFacts, read_counters
-from dsjax.bench.serve.statistics import DraftFigures, GoodputVerdict, summarise
+from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.report import Advance
+from dsjax.bench.serve.server_facts import ServerFacts, scrape
+from dsjax.bench.serve.statistics import draft_figures, figures
 from dsjax.options import OptionError
 
 _TOLERANCE = 0.05
@@ -28,10 +29,8 @@ _LEAST_RATE = 1 / 1024
 class Search:
     """Which load to try next, and what is known so far.
 
-    Attributes:
-        quantity: `concurrency` (whole numbers) or `rate` (requests a second).
-        best: the largest load that met the objectives; None as long as there is none.
-        failed: the smallest that did not.
+    quantity: `concurrency` (whole numbers) or `rate` (requests a second). best: the largest load that met the objectives; None as long as
+    there is none. failed: the smallest that did not.
     """
 
     quantity: str
@@ -71,13 +70,20 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Point:
+    """A point: the fields of its JSON that hang on neither date nor server's name, and what came of its requests."""
+
+    body: dict[str, Any]
+    records: list[RequestRecord]
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """A whole run.
 
-    Attributes:
-        server, workload, load, report: the options.
-        say: called with each line that tells the user what is going on.
-        progress: called with a title and a number of requests; a context in which it shows how far they are.
+    server, workload, load, report: the options. say: called with each line that tells the user what is going on. progress: called with a
+    title and a number of requests; a context in which it shows how far they are. stop: ends the run when set; the point under way counts
+    as far as it came.
     """
 
     server: ServerOptions
@@ -85,115 +91,97 @@ class Benchmark:
     load: LoadOptions
     report: ReportOptions
     say: Callable[[str], None]
-    progress: Callable[[str, int], AbstractContextManager[PointProgress]]
+    progress: Callable[[str, int], AbstractContextManager[Advance]]
+    stop: asyncio.Event
 
-    async def run(
-        self, stop: asyncio.Event, on_ready: Callable[[ServerFacts], None], on_point: Callable[[PointResult], None]
-    ) -> ServerFacts:
+    async def run(self, on_ready: Callable[[ServerFacts], None], on_point: Callable[[Point], None]) -> ServerFacts:
         """Measure every point, until `stop` is set; give what the server said of itself.
 
-        Args:
-            stop: ends the run; the point under way counts as far as it came.
-            on_ready: called once the server has answered a test request: now the load begins.
-            on_point: called with each point.
+        on_ready: called once the server has answered a test request: now the load begins. on_point: called with each point.
 
         Raises:
             UserError: no server, a refused test request, or a workload that cannot be.
         """
-        server, load = self.server, self.load
+        load = self.load
         own_times = self.workload.dataset_name == "trace"
         if own_times and (load.request_rate or load.sweep_rate or load.search == "rate"):
             raise OptionError("a trace has arrival times of its own; instead of a request rate give --trace-speed")
         if load.search and not self.report.objectives:
             raise OptionError("--search wants objectives; give --goodput, for example --goodput ttft:500 tps:20")
-        async with open_session(server.api_key) as session:
-            ready = await ReadyServer.connect(session, server)
-            facts, dataset = ready.facts, await ready.dataset(self.workload)
-            on_ready(facts)
-            points = _Points(self, ready, dataset, stop)
-            await points.warm_up()
+        async with open_session(self.server.api_key) as session:
+            ready = await ReadyServer.connect(session, self.server)
+            dataset = await ready.dataset(self.workload)
+            on_ready(ready.facts)
+            await self._warm_up(ready, dataset)
             if load.search:
-                await points.search(on_point)
-                return facts
+                await self._search(ready, dataset, on_point)
+                return ready.facts
             for number, (rate, concurrency) in enumerate(load.points(), 1):
-                if stop.is_set():
+                if self.stop.is_set():
                     break
-                on_point(await points.measure(number, rate, concurrency))
-        return facts
+                on_point(await self._measure(ready, dataset, number, rate, concurrency))
+        return ready.facts
 
-
-@dataclass(frozen=True)
-class _Points:
-    """The points of a run, over one session with a server that takes the dataset's prompts."""
-
-    run: Benchmark
-    server: ReadyServer
-    dataset: Dataset
-    stop: asyncio.Event
-
-    async def warm_up(self) -> None:
+    async def _warm_up(self, ready: ReadyServer, dataset: Dataset) -> None:
         """Send the requests that are not counted."""
-        count = self.run.load.num_warmups
-        if not count:
+        if not self.load.num_warmups:
             return
-        requests, _ = self.dataset.draw(WARM_UP_DRAW, self.server.facts.max_model_len, count)
-        concurrency = max((n for _, n in self.run.load.points() if n), default=None)
-        arrivals = [0.0] * len(requests)
-        with self.run.progress("warm-up", len(requests)) as bar:
-            await run_load(self.server.client, requests, arrivals, concurrency, stop=self.stop, on_done=bar.advance)
+        requests, _ = dataset.draw(WARM_UP_DRAW, ready.facts.max_model_len, self.load.num_warmups)
+        concurrency, arrivals = max((n for _, n in self.load.points() if n), default=None), [0.0] * len(requests)
+        with self.progress("warm-up", len(requests)) as advance:
+            await run_load(ready.client, requests, arrivals, concurrency, stop=self.stop, on_done=advance)
 
-    async def search(self, on_point: Callable[[PointResult], None]) -> None:
+    async def _search(self, ready: ReadyServer, dataset: Dataset, on_point: Callable[[Point], None]) -> None:
         """Measure the points that lead to the largest load that meets the objectives, and say which that is."""
-        load, wanted, say = self.run.load, self.run.load.goodput_share, self.run.say
-        search, number = Search(load.search), 0
+        wanted, say = self.load.goodput_share, self.say
+        search, number = Search(self.load.search), 0
         while (tried := search.next()) is not None:
             number += 1
-            point = await self.measure(number, *load.point_of(tried))
+            point = await self._measure(ready, dataset, number, *self.load.point_of(tried))
             on_point(point)
             if self.stop.is_set():
                 say("interrupted: the search has not ended")
                 return
-            share = point.statistics.good_share
+            share = point.body["good_share"]
             told = "nothing was answered" if share is None else f"{share:.1%} of the requests meet the objectives"
             say(f"{search.quantity} {tried:g}: {told}")
             search.record(tried, share, wanted)
-        say(search.sentence(wanted, self.run.report.objectives))
+        say(search.sentence(wanted, self.report.objectives))
 
-    async def measure(self, number: int, rate: float, concurrency: int | None) -> PointResult:
-        """Measure one point."""
-        load, report, say = self.run.load, self.run.report, self.run.say
-        requests, left_out = self.dataset.draw(number, self.server.facts.max_model_len)
+    async def _measure(
+        self, ready: ReadyServer, dataset: Dataset, number: int, rate: float, concurrency: int | None
+    ) -> Point:
+        load, duration, most = self.load, self.load.duration, ready.facts.max_model_len
+        requests, left_out = dataset.draw(number, most)
         if left_out:
-            say(
-                f"{left_out} requests are longer than the server's {self.server.facts.max_model_len:,} tokens and left out"
-            )
-        arrivals = self._arrivals(requests, rate)
-        title = f"point {number}" if load.search else f"point {number} of {len(load.points())}"
-        duration = load.duration
-        before = await read_counters(self.server.session, self.server.url)
-        with self.run.progress(title, len(requests)) as bar:
-            result = await run_load(
-                self.server.client,
-                requests,
-                arrivals,
-                concurrency,
-                duration=duration,
-                stop=self.stop,
-                on_done=bar.advance,
-            )
-        drafts = DraftFigures.between(before, await read_counters(self.server.session, self.server.url))
-        if duration is not None and len(result.records) == len(requests) and arrivals[-1] < duration > result.duration:
-            say(f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts")
-        statistics = summarise(result, report.percentiles, report.objectives)
-        sent = len(result.records) if duration is not None else len(requests)
-        bound = self.dataset.cached_share_bound(len(requests))
-        verdict = GoodputVerdict.of(result.records, report.objectives, load.goodput_share)
-        point = LoadPoint(sent, rate, load.burstiness, concurrency, bound)
-        return PointResult(point, result, statistics, drafts, verdict)
-
-    def _arrivals(self, requests: list[BenchRequest], rate: float) -> list[float]:
-        """When each request is due: at the dataset's own times, or at the rate's."""
+            self.say(f"{left_out} requests are longer than the server's {most:,} tokens and left out")
         times = [request.arrival for request in requests]
-        if None not in times:
-            return [time - times[0] for time in times]
-        return arrival_times(len(requests), rate, self.run.load.burstiness, self.run.workload.seed)
+        if None in times:
+            arrivals = arrival_times(len(requests), rate, load.burstiness, self.workload.seed)
+        else:  # the dataset's own
+            arrivals = [time - times[0] for time in times]
+        title = f"point {number}" if load.search else f"point {number} of {len(load.points())}"
+        how = {"duration": duration, "stop": self.stop}
+        metrics = f"{ready.url}/metrics"
+        before = await scrape(ready.session, metrics)
+        with self.progress(title, len(requests)) as advance:
+            result = await run_load(ready.client, requests, arrivals, concurrency, **how, on_done=advance)
+        drafts = draft_figures(before, await scrape(ready.session, metrics))
+        records = result.records
+        if duration is not None and len(records) == len(requests) and arrivals[-1] < duration > result.duration:
+            self.say(
+                f"all {len(requests)} requests were answered before --duration {duration:g} s; raise --num-prompts"
+            )
+        found = figures(records, result.duration, self.report.percentiles, self.report.objectives, load.goodput_share)
+        devices = self.server.devices or ready.facts.num_devices
+        asked = {
+            "num_prompts": len(requests) if duration is None else len(records),
+            "request_rate": "inf" if math.isinf(rate) else rate,
+            "burstiness": "inf" if math.isinf(load.burstiness) else load.burstiness,
+            "max_concurrency": concurrency,
+            "interrupted": result.interrupted,
+            "cached_share_bound": dataset.cached_share_bound(len(requests)),
+            "num_devices": devices,
+            "output_throughput_per_device": found["output_throughput"] / devices if devices else None,
+        }
+        return Point(asked | found | drafts, records)

@@ -9,12 +9,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import aiohttp
 
 from dsjax.bench.serve.answer import AnswerError, AnswerReader, error_message
+from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
 try:
@@ -28,41 +28,6 @@ PATHS: dict[OpenAIEndpoint, str] = {"completions": "/v1/completions", "chat": "/
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where requests go, and what all of them have in common.
-
-    Attributes:
-        base_url: of the server, without `/v1`.
-        ignore_eos: vLLM's extra field; sent only when true, because other servers refuse what they do not know.
-        extra_body: further fields of every request.
-        timeout: seconds that one request may take from its sending to its end.
-    """
-
-    base_url: str
-    endpoint: OpenAIEndpoint
-    model: str
-    ignore_eos: bool = False
-    temperature: float | None = 0.0
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    timeout: float = 600.0
-
-    def body(self, request: BenchRequest) -> dict[str, Any]:
-        """The JSON body of a request."""
-        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        if self.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": request.prompt}]
-            body["max_completion_tokens"] = request.output_tokens
-        else:
-            body["prompt"] = request.prompt
-            body["max_tokens"] = request.output_tokens
-        if self.temperature is not None:
-            body["temperature"] = self.temperature
-        if self.ignore_eos:
-            body["ignore_eos"] = True
-        return body | dict(self.extra_body)
-
-
 def open_session(api_key: str | None) -> aiohttp.ClientSession:
     """A session without a limit on connections: the load sets the concurrency, never a pool."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -70,20 +35,39 @@ def open_session(api_key: str | None) -> aiohttp.ClientSession:
 
 
 class Client:
-    """Sends requests over one session. `clock` is read when a request starts and when bytes were read."""
+    """Sends requests over one session. `clock` is read when a request starts and when bytes were read.
+
+    url: of the server, without `/v1`. model: the name to ask for. count_tokens: of an answer's text, where the server does not say.
+    """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        target: Target,
+        url: str,
+        model: str,
+        options: ServerOptions,
         count_tokens: Callable[[str], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._session = session
-        self._target = target
-        self._count_tokens = count_tokens
-        self._clock = clock
-        self._timeout = aiohttp.ClientTimeout(total=target.timeout, sock_connect=min(30.0, target.timeout))
+        self._session, self._options, self._count_tokens, self._clock = session, options, count_tokens, clock
+        self._url = url + PATHS[options.endpoint]
+        self._seconds = options.request_timeout
+        self._timeout = aiohttp.ClientTimeout(total=self._seconds, sock_connect=min(30.0, self._seconds))
+        self._common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        if options.temperature is not None:
+            self._common["temperature"] = options.temperature
+        if options.ignore_eos:  # a field of vLLM's: other servers refuse what they do not know
+            self._common["ignore_eos"] = True
+        self._extra = options.extra_fields()
+
+    def body(self, request: BenchRequest) -> dict[str, Any]:
+        """The JSON body of a request."""
+        if self._options.endpoint == "chat":
+            messages = [{"role": "user", "content": request.prompt}]
+            own = {"messages": messages, "max_completion_tokens": request.output_tokens}
+        else:
+            own = {"prompt": request.prompt, "max_tokens": request.output_tokens}
+        return self._common | own | self._extra
 
     async def send(
         self,
@@ -96,14 +80,10 @@ class Client:
     ) -> RequestRecord:
         """Send a request and read its answer to the end; an error is in the record, not raised.
 
-        Args:
-            request: what to send.
-            arrival: when it was due, for the record.
-            zero: the clock's reading at the run's start; the record's times count from it.
-            headers: of this request alone.
-            on_start: called with the record when the sending begins; it grows while the answer comes.
+        arrival: when it was due, for the record. zero: the clock's reading at the run's start; the record's times count from it. headers:
+        of this request alone. on_start: called with the record when the sending begins; it grows while the answer comes.
         """
-        payload = json.dumps(self._target.body(request)).encode()
+        payload = json.dumps(self.body(request)).encode()
         record = RequestRecord(arrival=arrival, start=self._clock() - zero, prompt_tokens=request.prompt_tokens)
         on_start(record)
         try:
@@ -111,7 +91,7 @@ class Client:
         except aiohttp.ConnectionTimeoutError:
             record.error = f"no connection within {self._timeout.sock_connect:g} s"
         except TimeoutError:  # before OSError, of which it is one; aiohttp's timeouts are too
-            record.error = f"no end of the answer within {self._target.timeout:g} s"
+            record.error = f"no end of the answer within {self._seconds:g} s"
         except AnswerError as error:
             record.error = str(error)
         except (aiohttp.ClientError, OSError) as error:
@@ -119,9 +99,8 @@ class Client:
         return record
 
     async def _exchange(self, payload: bytes, record: RequestRecord, zero: float, headers: Mapping[str, str]) -> None:
-        url = self._target.base_url + PATHS[self._target.endpoint]
         headers = {"Content-Type": "application/json", **headers}
-        async with self._session.post(url, data=payload, headers=headers, timeout=self._timeout) as response:
+        async with self._session.post(self._url, data=payload, headers=headers, timeout=self._timeout) as response:
             if response.status != 200:
                 raise AnswerError(f"HTTP {response.status}: {error_message(await _body(response))}")
             if response.content_type != "text/event-stream":

@@ -9,12 +9,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dsjax.bench.serve.options import WorkloadOptions
-from dsjax.bench.serve.prompts import PromptMaker, PromptSource, count_tokens
+from dsjax.bench.serve.prompts import PromptMaker, PromptSource, UnmakablePromptError, count_tokens
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.errors import UserError, why_unreadable
 
@@ -47,10 +47,7 @@ class Dataset:
     def draw(self, draw: int, max_model_len: int | None, count: int | None = None) -> tuple[list[BenchRequest], int]:
         """The requests of a draw that the server can take, and how many more there were that are too long for it.
 
-        Args:
-            draw: which one.
-            max_model_len: most tokens of prompt and answer; None for no bound.
-            count: requests to draw; None for as many as the options say.
+        max_model_len: most tokens of prompt and answer; None for no bound. count: requests to draw; None for as many as the options say.
 
         Raises:
             DatasetError: none is left.
@@ -129,7 +126,9 @@ def _sharegpt(dataset: Dataset, count: int, draw: int) -> list[BenchRequest]:
     As vLLM: conversations of one turn are left out, and so are prompts or outputs of fewer than 4 tokens, prompts of more than 1,024 and
     pairs of more than 2,048 tokens. `draw` changes nothing: the file has what it has.
     """
-    o, tokenizer = dataset.options, dataset.source.need_tokenizer("sharegpt")
+    o, tokenizer = dataset.options, dataset.source.tokenizer
+    if tokenizer is None:
+        raise UnmakablePromptError("--dataset-name sharegpt counts tokens with a tokenizer; name one with --tokenizer")
     turns = _read_turns(Path(o.dataset_path))
     requests: list[BenchRequest] = []
     for index in np.random.default_rng([o.seed, 0]).permutation(len(turns)).tolist():
@@ -159,8 +158,7 @@ def _read_turns(path: Path) -> list[tuple[str, str]]:
         ) from error
 
 
-@dataclass(frozen=True)
-class TraceRow:
+class TraceRow(NamedTuple):
     """One request of a trace: seconds, tokens, and the ids of its prompt's blocks (empty: nothing is shared)."""
 
     timestamp: float
@@ -224,20 +222,18 @@ def _mooncake(text: str) -> list[TraceRow]:
     entries = [json.loads(line) for line in filter(str.strip, text.splitlines())]
     return [
         TraceRow(
-            entry["timestamp"] / 1000,
-            int(entry["input_length"]),
-            int(entry["output_length"]),
-            tuple(map(int, entry.get("hash_ids") or ())),
+            e["timestamp"] / 1000,
+            int(e["input_length"]),
+            int(e["output_length"]),
+            tuple(map(int, e.get("hash_ids") or ())),
         )
-        for entry in entries
+        for e in entries
     ]
 
 
 def _burstgpt(text: str) -> list[TraceRow]:
-    return [
-        TraceRow(float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
-        for row in csv.DictReader(text.splitlines())
-    ]
+    rows = csv.DictReader(text.splitlines())
+    return [TraceRow(float(r["Timestamp"]), int(r["Request tokens"]), int(r["Response tokens"])) for r in rows]
 
 
 _DATASETS: dict[str, Callable[[Dataset, int, int], list[BenchRequest]]] = {

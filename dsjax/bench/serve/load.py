@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 
 _STREAM = 0xA881
@@ -24,11 +24,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     are then scaled so that the `count - 1` of them take exactly (count - 1) / rate seconds, as vLLM scales its own: the
     offered rate is the one asked for with every seed.
 
-    Args:
-        count: number of requests.
-        rate: requests a second; infinite: all at once.
-        burstiness: more than 0.
-        seed: same seed, same times.
+    rate: requests a second; infinite: all at once. burstiness: more than 0.
     """
     if math.isinf(rate) or count < 2:
         return [0.0] * count
@@ -41,14 +37,6 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return [0.0, *np.cumsum(gaps).tolist()]
 
 
-class Sender(Protocol):
-    """What `Client` does; tests have others."""
-
-    async def send(self, request: BenchRequest, *, arrival: float, zero: float) -> RequestRecord:
-        """Send one request and read its answer."""
-        ...
-
-
 _PAUSE_AFTER_ERROR = 0.5
 """Seconds for which a session waits after an error: a server that refuses connections would else be asked thousands of times a second."""
 
@@ -57,10 +45,8 @@ _PAUSE_AFTER_ERROR = 0.5
 class LoadResult:
     """What came of a point.
 
-    Attributes:
-        records: of every request that was answered, or failed; in the order of arrival.
-        duration: seconds from the run's start to the last answer's end (or to Ctrl-C).
-        interrupted: Ctrl-C came first; what was under way then, or not yet sent, is in no record.
+    records: of every request that was answered, or failed; in the order of arrival. duration: seconds from the run's start to the last
+    answer's end (or to Ctrl-C). interrupted: Ctrl-C came first; what was under way then, or not yet sent, is in no record.
     """
 
     records: list[RequestRecord]
@@ -69,8 +55,8 @@ class LoadResult:
 
 
 async def run_load(
-    sender: Sender,
-    requests: Sequence[BenchRequest],
+    sender: Client,
+    requests: Iterable[BenchRequest],
     arrivals: Sequence[float],
     max_concurrency: int | None,
     *,
@@ -83,17 +69,11 @@ async def run_load(
 
     A request that is held back goes out as soon as one before it ends, in the order of arrival.
 
-    Args:
-        sender: sends and reads.
-        requests: what to send.
-        arrivals: seconds after the start at which each is due, ascending.
-        max_concurrency: None for no bound.
-        duration: seconds after which nothing more is sent; what is under way then is waited for.
-        stop: ends the run early when set.
-        on_done: called with each record.
-        clock: the one that `sender` reads.
+    requests: in order; each is taken when it is sent, so that those of an hour need not be in memory. arrivals: seconds after the start at
+    which each is due, ascending. max_concurrency: None for no bound. duration: seconds after which nothing more is sent; what is under
+    way then is waited for. stop: ends the run early when set. on_done: called with each record. clock: the one that `sender` reads.
     """
-    zero = clock()
+    zero, source = clock(), iter(requests)
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     done: dict[int, RequestRecord] = {}
 
@@ -101,7 +81,7 @@ async def run_load(
         async with slots:
             if duration is not None and clock() - zero >= duration:
                 return
-            record = await sender.send(requests[index], arrival=arrivals[index], zero=zero)
+            record = await sender.send(next(source), arrival=arrivals[index], zero=zero)
         done[index] = record
         on_done(record)
 
@@ -130,7 +110,7 @@ async def run_load(
 
 
 async def run_sessions(
-    sender: Sender,
+    sender: Client,
     requests: Iterator[BenchRequest],
     sessions: int,
     *,
@@ -143,14 +123,9 @@ async def run_sessions(
 
     After an error a session waits for half a second.
 
-    Args:
-        sender: sends and reads.
-        requests: what to send; where it ends, so do the sessions.
-        sessions: requests that are under way at once.
-        until: nothing more is sent when it is set.
-        zero: the clock's reading from which the records' times count.
-        on_start: called with the record of each request when its sending begins; the record grows while the answer comes.
-        clock: the one that `sender` reads.
+    requests: where it ends, so do the sessions. sessions: requests that are under way at once. until: nothing more is sent when it is
+    set. zero: the clock's reading from which the records' times count. on_start: called with the record of each request when its sending
+    begins; the record grows while the answer comes. clock: the one that `sender` reads.
     """
     records: list[RequestRecord] = []
     how = {} if on_start is None else {"on_start": on_start}

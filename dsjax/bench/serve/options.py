@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.bench.serve.report import LATENCIES
-from dsjax.bench.serve.statistics import parse_goodput
+from dsjax.bench.serve.statistics import LATENCIES, parse_goodput
 from dsjax.options import Checked, OptionError, check_place, option
 
 _MOST = 10_000_000
@@ -112,7 +111,11 @@ class LoadOptions(Checked):
         choices=("concurrency", "rate"),
     )
     goodput_share: float = option(
-        0.95, "share of a point's requests that must meet every objective of --goodput", above=0, alias="--search-share"
+        0.95,
+        "share of a point's requests that must meet every objective of --goodput",
+        above=0,
+        most=1,
+        alias="--search-share",
     )
     num_warmups: int = option(0, "requests sent before, and not counted", least=0)
 
@@ -129,8 +132,6 @@ class LoadOptions(Checked):
         ):  # fmt: skip
             if one and other:
                 raise OptionError(f"{names} are both given; {advice}")
-        if self.goodput_share > 1:
-            raise OptionError(f"--goodput-share is {self.goodput_share:g}, expected at most 1")
         self.points()
 
     @property
@@ -179,13 +180,8 @@ class ReportOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
-        for flag, path in (
-            ("--json", self.json_file),
-            ("--csv-requests", self.csv_requests),
-            ("--csv-points", self.csv_points),
-            ("--plot", self.plot),
-        ):
-            check_place(flag, path)
+        for name in ("json_file", "csv_requests", "csv_points", "plot"):
+            check_place(f"--{name.removesuffix('_file').replace('_', '-')}", getattr(self, name))
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
             raise OptionError(f"--plot is {self.plot!r}, expected a name that ends in .png, .svg or .pdf")
 

@@ -4,10 +4,10 @@ import functools
 import importlib.resources
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import tokenizers
@@ -28,18 +28,6 @@ class UnmakablePromptError(UserError):
     """Prompts that cannot be made from what is known of the server."""
 
 
-class PromptMaker(Protocol):
-    """Draws pieces of a prompt, and puts pieces together. Pieces are token ids in both forms."""
-
-    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` random tokens."""
-        ...
-
-    def assemble(self, ids: list[int]) -> tuple[str | list[int], int]:
-        """A prompt as the server gets it, and its number of tokens."""
-        ...
-
-
 class TokenPrompts:
     """Prompts as token ids: their lengths are exact."""
 
@@ -51,7 +39,7 @@ class TokenPrompts:
         return rng.choice(self._allowed, count).tolist()
 
     def assemble(self, ids: list[int]) -> tuple[list[int], int]:
-        """The ids themselves."""
+        """The ids themselves, and their number."""
         return ids, len(ids)
 
 
@@ -83,19 +71,13 @@ class TextPrompts:
         return text, count_tokens(self._tokenizer, text)
 
 
+PromptMaker = TokenPrompts | TextPrompts
+"""Draws pieces of a prompt, which are token ids in both forms, and puts pieces together."""
+
+
 def count_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> int:
     """Tokens of a text, special ones not counted."""
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
-    """Ids that a random prompt must not have: they would end it, or open a conversation's turn."""
-    return frozenset(tokenizer.get_added_tokens_decoder())
-
-
-def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
-    """One more than the largest id."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def read_tokenizer(where: str) -> tokenizers.Tokenizer:
@@ -104,7 +86,7 @@ def read_tokenizer(where: str) -> tokenizers.Tokenizer:
     Of a repository only the tokenizer is downloaded.
 
     Raises:
-        PromptError: there is none.
+        UnmakablePromptError: there is none.
     """
     path = Path(os.path.expanduser(where))
     if where in bundled_models():
@@ -124,31 +106,23 @@ def read_tokenizer(where: str) -> tokenizers.Tokenizer:
 
 def _words(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     """Ids that are a space and a word, and stay so when the word follows another."""
-    words: dict[int, str] = {}
-    for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
-        word = _WORD.fullmatch(piece)
-        if word:
-            words[token_id] = " " + word[1]
-    texts = list(words.values())
-    alone = tokenizer.encode_batch([text * 2 for text in texts], add_special_tokens=False) if texts else []
-    return {i: text for (i, text), encoded in zip(words.items(), alone, strict=True) if encoded.ids == [i, i]}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    words = {token_id: f" {word[1]}" for piece, token_id in vocabulary.items() if (word := _WORD.fullmatch(piece))}
+    if not words:
+        return {}
+    twice = tokenizer.encode_batch([text * 2 for text in words.values()], add_special_tokens=False)
+    return {i: text for (i, text), encoded in zip(words.items(), twice, strict=True) if encoded.ids == [i, i]}
 
 
 def _lone_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     """Ids whose text is the same token again."""
-    ids: Sequence[int] = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
-    texts = {i: tokenizer.decode([i]) for i in ids}
+    texts = {i: tokenizer.decode([i]) for i in sorted(tokenizer.get_vocab(with_added_tokens=False).values())}
     return {i: text for i, text in texts.items() if text and count_tokens(tokenizer, text) == 1 and "�" not in text}
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What prompts can be made from.
-
-    Attributes:
-        tokenizer: None where none was found.
-        vocab_size: of the ids to send; None where nobody said.
-    """
+    """What prompts can be made from. tokenizer: None where none was found. vocab_size: of the ids to send; None where nobody said."""
 
     tokenizer: tokenizers.Tokenizer | None
     vocab_size: int | None
@@ -158,7 +132,7 @@ class PromptSource:
         """The tokenizer that was named, or that of the model the server says it has.
 
         Raises:
-            PromptError: the named one does not exist.
+            UnmakablePromptError: the named one does not exist.
         """
         for where in filter(None, (tokenizer,) if tokenizer is not None else (facts.root, facts.model)):
             try:
@@ -167,28 +141,29 @@ class PromptSource:
                 if tokenizer is not None:
                     raise
                 continue
-            return cls(read, size or vocab_size(read))
+            return cls(read, size or max(read.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
         return cls(None, size)
 
     def forms(self, wanted: PromptForm, endpoint: OpenAIEndpoint) -> list[PromptMaker]:
         """What to try, in this order.
 
         Raises:
-            PromptError: nothing can be tried.
+            UnmakablePromptError: nothing can be tried.
         """
-        if wanted == "tokens" and endpoint == "chat":
+        completions = endpoint == "completions"
+        if wanted == "tokens" and not completions:
             raise UnmakablePromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")
         makers: list[PromptMaker] = []
-        if wanted != "text" and endpoint == "completions" and self.vocab_size is not None:
-            special = special_ids(self.tokenizer) if self.tokenizer else frozenset()
-            makers.append(TokenPrompts(self.vocab_size, special))
+        if wanted != "text" and completions and self.vocab_size is not None:
+            # Special tokens would end a random prompt, or open a conversation's turn.
+            special = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else ()
+            makers.append(TokenPrompts(self.vocab_size, frozenset(special)))
         if wanted != "tokens" and self.tokenizer is not None:
             makers.append(TextPrompts(self.tokenizer))
         if not makers:
-            also = ", or --vocab-size to send token ids" if endpoint == "completions" else ""
             raise UnmakablePromptError(
                 "found no tokenizer for the server's model; name one with --tokenizer (a directory, a tokenizer.json or a "
-                f"Hugging Face repository){also}"
+                f"Hugging Face repository){', or --vocab-size to send token ids' if completions else ''}"
             )
         return makers
 
@@ -196,15 +171,3 @@ class PromptSource:
     def token_counter(self) -> Callable[[str], int] | None:
         """Count the tokens of a text; None without a tokenizer."""
         return None if self.tokenizer is None else functools.partial(count_tokens, self.tokenizer)
-
-    def need_tokenizer(self, dataset: str) -> tokenizers.Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            PromptError: there is none.
-        """
-        if self.tokenizer is None:
-            raise UnmakablePromptError(
-                f"--dataset-name {dataset} counts tokens with a tokenizer; name one with --tokenizer"
-            )
-        return self.tokenizer

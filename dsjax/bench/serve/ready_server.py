@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from dsjax.bench.serve.client import Client, Target
+from dsjax.bench.serve.client import Client
 from dsjax.bench.serve.datasets import Dataset
 from dsjax.bench.serve.options import ServerOptions, WorkloadOptions
 from dsjax.bench.serve.prompts import PromptSource
@@ -18,13 +18,8 @@ WARM_UP_DRAW = 0
 class ReadyServer:
     """A server that answers.
 
-    Attributes:
-        options: how it is asked.
-        session: an open one, with the key.
-        url: without `/v1`.
-        facts: what it says of itself.
-        source: what prompts for it can be made from.
-        client: sends requests to it.
+    options: how it is asked. session: an open one, with the key. url: without `/v1`. facts: what it says of itself. source: what prompts
+    for it can be made from. client: sends requests to it.
     """
 
     options: ServerOptions
@@ -41,19 +36,10 @@ class ReadyServer:
         Raises:
             UserError: no server, a refused key, no such model, or no tokenizer where one was named.
         """
-        url = server_url(options.base_url)
-        facts = await ask_server(session, url, options.model, options.ready_check_timeout_sec)
-        source = PromptSource.find(options.tokenizer, options.vocab_size, facts)
-        target = Target(
-            url,
-            options.endpoint,
-            facts.model,
-            options.ignore_eos,
-            options.temperature,
-            options.extra_fields(),
-            options.request_timeout,
-        )
-        return cls(options, session, url, facts, source, Client(session, target, source.token_counter))
+        o, url = options, server_url(options.base_url)
+        facts = await ask_server(session, url, o.model, o.ready_check_timeout_sec)
+        source = PromptSource.find(o.tokenizer, o.vocab_size, facts)
+        return cls(o, session, url, facts, source, Client(session, url, facts.model, o, source.token_counter))
 
     async def dataset(self, workload: WorkloadOptions) -> Dataset:
         """The workload with prompts in the first form that a test request of two tokens is answered in.

@@ -11,11 +11,9 @@ TokenSource = Literal["usage", "tokenizer", "chunks"]
 class BenchRequest:
     """One request to send.
 
-    Attributes:
-        prompt: text, or token ids (completions only).
-        prompt_tokens: its length as the dataset meant it; what the server reports is preferred where it reports.
-        output_tokens: most tokens to answer with.
-        arrival: seconds after the first request's, where the dataset has times of its own.
+    prompt: text, or token ids (completions only). prompt_tokens: its length as the dataset meant it; what the server reports is preferred
+    where it reports. output_tokens: most tokens to answer with. arrival: seconds after the first request's, where the dataset has times of
+    its own.
     """
 
     prompt: str | list[int]
@@ -28,17 +26,11 @@ class BenchRequest:
 class RequestRecord:
     """One request's course. Times are seconds of one clock, whose zero is the run's start.
 
-    Attributes:
-        arrival: when it was due.
-        start: when its sending began; later than `arrival` where `--max-concurrency` held it back.
-        chunk_times: when each chunk that carried tokens was read from the socket.
-        end: when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`.
-        prompt_tokens, output_tokens: as `token_source` counted them.
-        meant_prompt_tokens: the prompt's length as the dataset meant it.
-        cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell.
-        finish_reason: the server's.
-        text: the answer, reasoning included.
-        error: None when the answer is whole; else one line. A record with an error counts in no figure but `failed`.
+    arrival: when it was due. start: when its sending began; later than `arrival` where `--max-concurrency` held it back. chunk_times: when
+    each chunk that carried tokens was read from the socket. end: when the last chunk with a choice was read: the end of the answer, before
+    the usage and `[DONE]`. prompt_tokens, output_tokens: as `token_source` counted them. meant_prompt_tokens: as the dataset meant it.
+    cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell. text: the answer, reasoning
+    included. error: None when the answer is whole; else one line. A record with an error counts in no figure but `failed`.
     """
 
     arrival: float

@@ -4,29 +4,12 @@ Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it
 """
 
 import csv
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
-from dsjax.bench.serve.report import LATENCIES, LoadPoint
-from dsjax.bench.serve.statistics import DraftFigures, GoodputVerdict, Statistics
 from dsjax.errors import UserError
-
-_FIGURES = (
-    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "meant_input_tokens", "total_cached_tokens",
-    "cached_share", "request_throughput", "request_goodput", "output_throughput", "input_throughput", "good_share",
-    "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests", "tokens_per_chunk", "token_sources",
-)  # fmt: skip
-"""Attributes of `Statistics` that are fields of the same name."""
-
-_DRAFT_FIGURES = (
-    "acceptance_rate", "acceptance_length", "num_drafts", "draft_tokens", "accepted_tokens", "per_position_acceptance_rates",
-)  # fmt: skip
-"""Attributes of `DraftFigures` that are fields of the same name behind `spec_decode_`."""
 
 _REQUEST_COLUMNS = (
     "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",
@@ -34,48 +17,8 @@ _REQUEST_COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PointResult:
-    """A point: what was asked for, what came back, and its figures."""
-
-    point: LoadPoint
-    result: LoadResult
-    statistics: Statistics
-    drafts: DraftFigures | None = None
-    goodput: GoodputVerdict | None = None
-
-
-def result_json(head: dict[str, Any], one: PointResult, devices: int | None, detailed: bool) -> dict[str, Any]:
-    """One point as vLLM's result file has it; `head` comes first (date, model, dataset).
-
-    With `detailed`, lists of each request's lengths, times, text and error follow.
-    """
-    point, s, drafts = one.point, one.statistics, one.drafts
-    body = head | {
-        "num_prompts": point.num_prompts,
-        "request_rate": "inf" if math.isinf(point.request_rate) else point.request_rate,
-        "burstiness": "inf" if math.isinf(point.burstiness) else point.burstiness,
-        "max_concurrency": point.max_concurrency,
-        "interrupted": one.result.interrupted,
-        "cached_share_bound": point.cached_share_bound,
-        "num_devices": devices,
-        "output_throughput_per_device": s.output_throughput / devices if devices else None,
-        "output_throughput_per_user": s.tokens_per_second_per_user,
-        "error_counts": dict(s.errors),
-        "goodput_verdict": one.goodput and one.goodput.verdict,
-        "goodput_share_wanted": one.goodput and one.goodput.wanted,
-        "objective_shares": one.goodput and one.goodput.by_objective,
-    }
-    body |= {name: getattr(s, name) for name in _FIGURES}
-    body |= {f"spec_decode_{name}": drafts and getattr(drafts, name) for name in _DRAFT_FIGURES}
-    for name in LATENCIES:
-        values = s.latencies[name]
-        body |= {f"mean_{name}_ms": values.mean, f"median_{name}_ms": values.median, f"std_{name}_ms": values.std}
-        body |= {f"p{p:g}_{name}_ms": value for p, value in values.percentiles.items()}
-    return body | (_details(one.result.records) if detailed else {})
-
-
-def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Fields of a point's JSON with a value for each request."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.output_tokens if r.succeeded else 0 for r in records],
@@ -90,31 +33,25 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
-    """One line a point: every number of `result_json`. What has several values in one point is left out of all."""
+    """One line a point: every number of its JSON. What has several values in one point is left out of all."""
     several = {key for point in points for key, value in point.items() if isinstance(value, dict | list)}
     rows = [{key: value for key, value in point.items() if key not in several} for point in points]
     _write_csv(path, list(rows[0]), rows)
 
 
-def write_requests_csv(path: Path, points: Sequence[PointResult]) -> None:
-    """One line a request; times after the point's start."""
-    rows = [
-        _request_row(number, index, record)
-        for number, one in enumerate(points)
-        for index, record in enumerate(one.result.records)
-    ]
+def write_requests_csv(path: Path, points: Sequence[Sequence[RequestRecord]]) -> None:
+    """One line a request of each point; times after the point's start."""
+    rows = []
+    for number, records in enumerate(points):
+        for index, r in enumerate(records):
+            row = {"point": number, "request": index, "arrival_s": r.arrival, "start_s": r.start, "error": r.error}
+            row |= {"input_tokens": r.prompt_tokens, "cached_tokens": r.cached_tokens}
+            if r.succeeded:
+                row |= {"ttft_ms": r.ttft * 1e3, "e2el_ms": r.latency * 1e3, "tpot_ms": r.tpot and r.tpot * 1e3}
+                row |= {"output_tokens": r.output_tokens, "chunks": len(r.chunk_times)}
+                row |= {"token_source": r.token_source, "finish_reason": r.finish_reason}
+            rows.append(row)
     _write_csv(path, list(_REQUEST_COLUMNS), rows)
-
-
-def _request_row(point: int, index: int, record: RequestRecord) -> dict[str, Any]:
-    row: dict[str, Any] = {"point": point, "request": index, "arrival_s": record.arrival, "start_s": record.start}
-    row |= {"input_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens, "error": record.error}
-    if record.succeeded:
-        row |= {"ttft_ms": record.ttft * 1e3, "e2el_ms": record.latency * 1e3}
-        row |= {"tpot_ms": None if record.tpot is None else record.tpot * 1e3}
-        row |= {"output_tokens": record.output_tokens, "chunks": len(record.chunk_times)}
-        row |= {"token_source": record.token_source, "finish_reason": record.finish_reason}
-    return row
 
 
 def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -> None:
@@ -128,7 +65,7 @@ def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -
 
 
 def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw points as `result_json` gives them; each is labelled with its concurrency or rate.
+    """Draw points of these JSON bodies; each is labelled with its concurrency or rate.
 
     Raises:
         UserError: no point has both figures, or the file cannot be written.

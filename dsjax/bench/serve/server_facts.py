@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,10 @@ class ServerError(UserError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server, as far as it tells.
+    """A server, as far as it tells; None: it does not say.
 
-    Attributes:
-        model: the name to ask for.
-        root: what the server calls the model's source (a path, or a repository); None where it does not say.
-        max_model_len: longest prompt + output; None where it does not say.
-        num_devices: from `/server_info`, which dsjax has; None elsewhere.
+    model: the name to ask for. root: what the server calls the model's source (a path, or a repository). max_model_len: longest
+    prompt + output. num_devices: from `/server_info`, which dsjax has.
     """
 
     model: str
@@ -53,11 +51,8 @@ async def ask_server(
 ) -> ServerFacts:
     """Ask `/v1/models` and `/server_info`.
 
-    Args:
-        session: with the key, where one is needed.
-        url: as `server_url` gives it.
-        model: the name to ask for; None for the first one served.
-        wait_seconds: how long to wait for a server that is not up yet.
+    session: with the key, where one is needed. url: as `server_url` gives it. model: the name to ask for; None for the first one served.
+    wait_seconds: how long to wait for a server that is not up yet.
 
     Raises:
         ServerError: nobody answers, the key is refused, the server still warms up, or there is no such model.
@@ -69,39 +64,31 @@ async def ask_server(
         raise ServerError(f"{url}/v1/models lists no model; name one with --model")
     card: dict[str, Any] = next((c for c in cards if c["id"] == model), {}) if model else cards[0]
     if cards and not card:
-        served = ", ".join(c["id"] for c in cards)
-        raise ServerError(f"--model is {model!r}, but {url} serves {served}")
+        raise ServerError(f"--model is {model!r}, but {url} serves {', '.join(c['id'] for c in cards)}")
     info = await _optional(session, f"{url}/server_info")
-    return ServerFacts(
-        model=model or card["id"],
-        root=card.get("root"),
-        max_model_len=_count(card, "max_model_len"),
-        num_devices=_count(info, "num_devices"),
-    )
+    length, devices = _count(card, "max_model_len"), _count(info, "num_devices")
+    return ServerFacts(model or card["id"], card.get("root"), length, devices)
 
 
 async def _models(session: aiohttp.ClientSession, url: str, model: str | None, deadline: float) -> list[dict[str, Any]]:
+    """The models' cards; none where a named model's server does not list any. Waits for a server that is not up."""
     while True:
         try:
             async with session.get(f"{url}/v1/models", timeout=_TIMEOUT) as response:
-                if response.status == 200:
+                status = response.status
+                if status == 200:
                     cards = (await response.json(content_type=None))["data"]
                     return [card | {"id": str(card["id"])} for card in cards]
-                if response.status in (401, 403):
-                    raise ServerError(
-                        f"{url} refuses the key ({response.status}); give --api-key or set OPENAI_API_KEY"
-                    )
-                if response.status in _STARTING and time.monotonic() < deadline:
-                    await asyncio.sleep(0.5)
-                    continue
-                if model is not None:
-                    return []
-                raise ServerError(f"{url}/v1/models answered {response.status}; name the model with --model")
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, UserError):
-                raise
             if time.monotonic() >= deadline:
                 raise ServerError(f"no server at {url}: {_reason(error)}; start one, or give its --base-url") from error
+        else:
+            if status in (401, 403):
+                raise ServerError(f"{url} refuses the key ({status}); give --api-key or set OPENAI_API_KEY")
+            if status not in _STARTING or time.monotonic() >= deadline:
+                if model is not None:
+                    return []
+                raise ServerError(f"{url}/v1/models answered {status}; name the model with --model")
         await asyncio.sleep(0.5)
 
 
@@ -140,11 +127,14 @@ def _count(body: Any, name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-async def read_counters(session: aiohttp.ClientSession, url: str) -> Exposition | None:
-    """Scrape a server's counters of drafts; None where it has no `/metrics`, and empty where it has none of them."""
-    names = [("name[]", name) for name in DRAFT_COUNTERS]
+async def scrape(session: aiohttp.ClientSession, url: str, names: Iterable[str] = DRAFT_COUNTERS) -> Exposition | None:
+    """Metrics of a server, those of `names` where it takes names; None where it has none, or does not answer.
+
+    A large server of dsjax has thousands of samples; other servers give all.
+    """
+    params = [("name[]", name) for name in names]
     try:
-        async with session.get(f"{url}/metrics", params=names, timeout=_TIMEOUT) as response:
+        async with session.get(url, params=params, timeout=_TIMEOUT) as response:
             return Exposition(await response.text()) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError):
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return None

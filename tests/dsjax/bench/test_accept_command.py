@@ -23,7 +23,7 @@ from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.ttft import TtftMeasurement
 from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.report import Report
-from dsjax.bench.accept.results import Result, Results
+from dsjax.bench.accept.results import Result
 from dsjax.bench.accept.run import run_measurements
 from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.server_facts import ServerFacts
@@ -199,11 +199,11 @@ def test_what_was_measured_by_another_definition_is_in_no_report_of_a_run_that_w
     criterion = Criterion("quick", "ttft", "ttft_p99", "s", "below", 60.0, "§1")
     short = Result("ttft", "TTFT", "of --quick", "2026-11-26T00:00:00+00:00", 1.0, Measured({"ttft_p99": 0.1}))
     other = dataclasses.replace(short, title="Another")
-    results = Results({"ttft": short, "not asked for": other})
+    results = {"ttft": short, "not asked for": other}
     checklist = Checklist("small", "d", {"ttft": whole}, [criterion])
     server = SimpleNamespace(options=ServerOptions(), url="http://here", facts=ServerFacts("tiny"))
     bed = SimpleNamespace(server=server, options=TestBedOptions())
-    report = Report(checklist, results.by_name, "http://here", "tiny", "small", False, "dsjax accept")
+    report = Report(checklist, results, "http://here", "tiny", "small", False, "dsjax accept")
     measuring = run_measurements(
         checklist, bed, results, fresh=False, say=lambda line: None, on_result=lambda: report.write(tmp_path)
     )

@@ -7,7 +7,7 @@ import pytest
 
 from dsjax.bench.accept.criteria import Criterion, bundled_checklists, load_checklist
 from dsjax.bench.accept.kinds.kind import Measured
-from dsjax.bench.accept.results import Result, Results, exit_status, judge, worst
+from dsjax.bench.accept.results import Result, exit_status, judge, read_results, worst
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 
@@ -139,7 +139,7 @@ def test_a_mistake_in_a_file_is_found_before_anything_is_measured(write, old, ne
 def test_a_report_that_is_none_is_not_gone_on_from(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(UserError, match="it is no report of dsjax accept; give another --results"):
-        Results.read(tmp_path, "http://host", fresh=False)
+        read_results(tmp_path, "http://host", fresh=False)
 
 
 def test_a_file_that_is_not_there_is_told_with_the_bundled_names():

@@ -9,13 +9,12 @@ from unittest.mock import AsyncMock
 import aiohttp
 import pytest
 
-from dsjax.bench.accept.errors import NotTestedError
-from dsjax.bench.accept.hooks import Hooks, parse_hooks
-from dsjax.bench.accept.kinds.balance import BalanceMeasurement, variation
+from dsjax.bench.accept.hooks import Hooks, NotTestedError, parse_hooks
+from dsjax.bench.accept.kinds.balance import enter_balance, variation
 from dsjax.bench.accept.kinds.fault import FaultMeasurement, FaultTimes
 from dsjax.bench.accept.kinds.kind import Measured
-from dsjax.bench.accept.kinds.link import LinkMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, tokens_between
+from dsjax.bench.accept.kinds.read import LinkMeasurement
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
@@ -102,7 +101,7 @@ def test_an_outage_is_counted_once_however_long_it_is(start_fake):
     assert len(watch.counters) == 1
 
 
-BED = SimpleNamespace(why_none=lambda statistics: "no request was answered")
+BED = SimpleNamespace(why_none=lambda figures: "no request was answered")
 
 
 def test_a_load_s_rate_is_of_its_seconds_and_its_share_of_errors_of_what_was_sent():
@@ -134,7 +133,7 @@ def test_the_first_wave_is_not_measured_but_its_errors_count():
 
 def test_a_server_that_answers_nothing_misses_its_latencies():
     load = LoadMeasurement(name="l", title="L", sessions=1, seconds=5.0)
-    bed = SimpleNamespace(why_none=lambda statistics: f"none of {statistics.failed}")
+    bed = SimpleNamespace(why_none=lambda figures: f"none of {figures['failed']}")
     found = load.evaluate(
         bed, LoadRun(LoadResult([record(0, [], error="refused")], 5.0, False), 0.0, ServerWatch(None, "", (), 1))
     )
@@ -179,9 +178,6 @@ def test_a_server_that_was_silent_before_the_fault_misses_all():
     assert found.values["silence"] == 32
 
 
-BALANCE = BalanceMeasurement(name="b", title="B", sessions=1, seconds=1.0)
-
-
 def balance(steps, rebalances=None, tokens=(), window=()):
     lines = ["# TYPE dsjax_step_seconds histogram", f'dsjax_step_seconds_bucket{{le="+Inf"}} {steps}']
     lines += [f"dsjax_step_seconds_count {steps}", f"dsjax_step_seconds_sum {steps}"]
@@ -194,33 +190,37 @@ def balance(steps, rebalances=None, tokens=(), window=()):
     return Exposition("\n".join(lines) + "\n")
 
 
-def test_balance_is_of_ranks_and_experts_and_rebalances_of_the_load_s_steps():
+def balanced(before, after):
     found = Measured()
-    BALANCE._enter_load(found, balance(0, tokens=(1, 2, 3, 2)))
-    assert found.values["rank_variation"] == pytest.approx(0.25)
-    assert found.values["expert_variation"] == pytest.approx(0.5**0.5 / 2)
-    assert found.values["balancedness"] == pytest.approx(4 / 5)
+    enter_balance(found, before, after)
+    return found
+
+
+def test_balance_is_of_ranks_and_experts_and_rebalances_of_the_load_s_steps():
+    found = balanced(balance(1000, 1), balance(3000, 5, tokens=(1, 2, 3, 2)))
+    assert found.values == {
+        "rank_variation": pytest.approx(0.25),
+        "expert_variation": pytest.approx(0.5**0.5 / 2),
+        "balancedness": pytest.approx(4 / 5),
+        "steps": 2000,
+        "rebalances_per_1000_steps": 2,
+        "rebalance_pause": pytest.approx(0.05),
+        "rebalance_seconds": pytest.approx(2),
+    }
     assert (variation([1.0]), variation([0.0, 0.0])) == (None, None)
-    BALANCE._enter_rebalances(found, balance(1000, 1), balance(3000, 5), 2000)
-    assert found.values["rebalances_per_1000_steps"] == 2
-    assert found.values["rebalance_pause"] == pytest.approx(0.05)
-    assert found.values["rebalance_seconds"] == pytest.approx(2)
 
 
 def test_balance_without_a_record_is_the_last_window_s_and_without_both_is_not_tested():
-    found = Measured()
-    BALANCE._enter_load(found, balance(0, window=(3, 5)))
+    found = balanced(balance(0), balance(0, window=(3, 5)))
     assert (found.values["rank_variation"], "expert_variation" in found.absent) == (0.25, True)
-    found = Measured()
-    BALANCE._enter_load(found, balance(0))
-    BALANCE._enter_rebalances(found, balance(0), balance(500), 500)
+    found = balanced(balance(0), balance(500))
     assert {verdict for verdict, _ in found.absent.values()} == {"not tested"}
+    assert "--admin-api-key" in found.absent["rank_variation"][1]
     assert "--enable-eplb" in found.absent["rebalance_pause"][1]
 
 
 def test_few_steps_tell_no_frequency_and_no_rebalance_no_pause():
-    found = Measured()
-    BALANCE._enter_rebalances(found, balance(0, 0), balance(50, 0), 50)
+    found = balanced(balance(0, 0), balance(50, 0))
     assert "50 steps" in found.absent["rebalances_per_1000_steps"][1]
     assert "no rebalance ended" in found.absent["rebalance_pause"][1]
 

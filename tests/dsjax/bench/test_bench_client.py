@@ -7,22 +7,22 @@ import asyncio
 
 import pytest
 
-from dsjax.bench.serve.client import Client, Target, open_session
+from dsjax.bench.serve.client import Client, open_session
 from dsjax.bench.serve.load import run_load
+from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.records import BenchRequest
 from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
-from dsjax.bench.serve.statistics import DraftFigures
+from dsjax.bench.serve.statistics import draft_figures
 from dsjax.options import OptionError
 from dsjax.top.reading import Exposition
 
 GRAIN, AGES = 0.005, 20.0
 
 
-def send(url, *requests, endpoint="completions", **options):
+def send(url, *requests, **options):
     async def work():
         async with open_session("key") as session:
-            target = Target(url, endpoint, "tiny", timeout=options.pop("timeout", AGES), **options)
-            client = Client(session, target)
+            client = Client(session, url, "tiny", ServerOptions(**{"request_timeout": AGES} | options))
             return await run_load(client, requests, [0.0] * len(requests), None)
 
     return asyncio.run(work()).records
@@ -43,7 +43,7 @@ def test_times_are_those_of_the_script(start_fake, endpoint):
 
 def test_what_is_sent(start_fake):
     server = start_fake()
-    send(server.url, BenchRequest([1, 2], 2, 4), ignore_eos=True, extra_body={"top_p": 0.5})
+    send(server.url, BenchRequest([1, 2], 2, 4), ignore_eos=True, extra_body='{"top_p": 0.5}')
     send(server.url, BenchRequest("hi", 1, 4), endpoint="chat", temperature=None)
     common = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
     completions = {"prompt": [1, 2], "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
@@ -61,7 +61,9 @@ def test_what_is_sent(start_fake):
     ],
 )
 def test_every_way_to_fail_is_one_line_in_the_record(start_fake, script, message):
-    (record,) = send(start_fake(**script).url, BenchRequest("x", 1, 5), timeout=0.3 if "hang" in script else AGES)
+    (record,) = send(
+        start_fake(**script).url, BenchRequest("x", 1, 5), request_timeout=0.3 if "hang" in script else AGES
+    )
     assert not record.succeeded
     assert message in record.error
     assert "\n" not in record.error
@@ -142,5 +144,14 @@ def test_drafts_at_positions_that_are_no_numbers_are_left_out():
     lines = [f"{name}_drafts_total 2", f"{name}_draft_tokens_total 4", f"{name}_accepted_tokens_total 1"]
     lines += [f'{name}_accepted_tokens_per_pos_total{{position="{each}"}} 1' for each in ("0", "last")]
     after = Exposition("\n".join(lines) + "\n")
-    assert DraftFigures.between(Exposition(""), after) == DraftFigures(2, 4, 1, (1,))
-    assert DraftFigures.between(Exposition(""), Exposition(f"{name}_draft_tokens_total +Inf\n")) is None
+    found = draft_figures(Exposition(""), after)
+    assert found == {
+        "spec_decode_acceptance_rate": 25,
+        "spec_decode_acceptance_length": 1.5,
+        "spec_decode_num_drafts": 2,
+        "spec_decode_draft_tokens": 4,
+        "spec_decode_accepted_tokens": 1,
+        "spec_decode_per_position_acceptance_rates": [0.5],
+    }
+    endless = draft_figures(Exposition(""), Exposition(f"{name}_draft_tokens_total +Inf\n"))
+    assert endless == dict.fromkeys(found)

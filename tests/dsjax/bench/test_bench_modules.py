@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dsjax.bench.modules import ceilings, routed
 from dsjax.bench.modules.attention import attention_cases
 from dsjax.bench.modules.ceilings import Ceilings, hardware_of
-from dsjax.bench.modules.dense import mlp_cases
+from dsjax.bench.modules.dense import layer_cases
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, layer_stack, one_rank_cases
 from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
@@ -81,21 +81,21 @@ def test_v3_s_work_is_its_own(v3):
 
 
 def test_what_does_not_fit_is_left_out_with_a_line(v3):
-    large = [dataclasses.replace(case, memory=10**15) for case in mlp_cases(v3, "dense MLP", [1])]
+    large = [dataclasses.replace(case, memory=10**15) for case in layer_cases(v3, "dense MLP", [1])]
     found = run_cases(v3, large, FAST, NO_TIME, 60.0)
     assert not found.rows
-    assert "needs 1000000.0 GB" in found.skipped[0].reason
+    assert "needs 1000000.0 GB" in found.skipped[0][1]
     slow = Ceilings(1.0, 1.0, "a very slow device")
-    assert "--row-limit" in run_cases(v3, mlp_cases(v3, "dense MLP", [1]), slow, NO_TIME, 60.0).skipped[0].reason
+    assert "--row-limit" in run_cases(v3, layer_cases(v3, "dense MLP", [1]), slow, NO_TIME, 60.0).skipped[0][1]
 
 
 def test_noise_is_left_out_with_a_line(setting, monkeypatch):
     monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, count: 0.05)
-    [case] = mlp_cases(setting, "shared expert", [1])
+    [case] = layer_cases(setting, "shared expert", [1])
     idle = dataclasses.replace(case, build=lambda: PreparedCase(lambda count: None))
     found = run_cases(setting, [idle], FAST, Budget(seconds=1.0, samples=3), 60.0)
     assert not found.rows
-    assert "run it again" in found.skipped[0].reason
+    assert "run it again" in found.skipped[0][1]
 
 
 def test_as_many_bytes_go_by_between_two_uses_as_in_a_step(setting, v3):
@@ -169,7 +169,7 @@ def test_a_mistake_is_named_with_what_would_do(options, message):
 
 
 def test_an_interrupt_keeps_what_was_done(setting):
-    first, second = mlp_cases(setting, "shared expert", [1, 2])
+    first, second = layer_cases(setting, "shared expert", [1, 2])
     found = run_cases(
         setting, [first, dataclasses.replace(second, build=Mock(side_effect=KeyboardInterrupt))], FAST, NO_TIME, 60.0
     )
@@ -186,17 +186,17 @@ def test_what_another_process_cannot_time_is_left_out_by_all(setting, says_no, e
         asked.append(what)
         return [own, "another process says no" if what == says_no else None]
 
-    own, shared = mlp_cases(setting, "shared expert", [1, 2])
+    own, shared = layer_cases(setting, "shared expert", [1, 2])
     cases = [own, dataclasses.replace(shared, shared=True)]
     found = run_cases(setting, cases, FAST, NO_TIME, 60.0, agree=agree)
     assert [row.case for row in found.rows] == [own]
-    assert [skipped.reason for skipped in found.skipped] == ["another process says no"]
+    assert [reason for _, reason in found.skipped] == ["another process says no"]
     assert asked == expected
 
 
 def test_what_was_done_before_another_process_went_is_kept(setting):
     agree = Mock(side_effect=GroupError("process 1 has gone away"))
-    own, shared = mlp_cases(setting, "shared expert", [1, 2])
+    own, shared = layer_cases(setting, "shared expert", [1, 2])
     found = run_cases(setting, [own, dataclasses.replace(shared, shared=True)], FAST, NO_TIME, 60.0, agree=agree)
     assert found.partial
     assert str(found.failure) == "process 1 has gone away"

@@ -13,6 +13,7 @@ from dsjax.bench.network import command, programs
 from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
 from dsjax.bench.network.programs import CollectiveProgram, device_groups, device_pairs
 from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, sample, why_not
+from dsjax.bench.processes import Processes
 from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.hosts.rendezvous import GroupError
@@ -168,11 +169,11 @@ def test_what_was_timed_before_the_run_ended_is_written(what, monkeypatch, tmp_p
         return [own]
 
     monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (agree("samples", 4.0)[0],))
-    members = [{"process_id": 0, "host": "a"}, {"process_id": 1, "host": "b"}]
-    report = lambda write: pytest.fail("the others do not wait for it any more")  # noqa: E731
-    processes = SimpleNamespace(
-        leads=True, agree=agree, members=members, check_shares=lambda spec, mesh: None, report=report
-    )
+    members = [SimpleNamespace(process_id=number, host=host) for number, host in enumerate("ab")]
+    run = lambda *asked: pytest.fail("the others do not wait for it any more")  # noqa: E731
+    agreement = SimpleNamespace(ask=agree, run=run)
+    processes = Processes(SimpleNamespace(is_leader=True, members=members, agreement=agreement))
+    monkeypatch.setattr(processes, "check_shares", lambda spec, mesh: None)
     file, spec = tmp_path / "network.json", MeshSpec.parse("dp=2")
     grid = CollectiveGrid(mesh="dp=2", only="send_receive", pair_sizes="64,128,256", repeats=1)
     with pytest.raises(type(what)):

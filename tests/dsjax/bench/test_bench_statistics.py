@@ -7,18 +7,13 @@ import math
 import pytest
 
 from dsjax.bench.serve.answer import AnswerError, AnswerReader
-from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord
-from dsjax.bench.serve.report import LoadPoint, report
-from dsjax.bench.serve.result_files import PointResult, result_json, write_points_csv
-from dsjax.bench.serve.statistics import (
-    DraftFigures,
-    GoodputError,
-    GoodputVerdict,
-    is_good,
-    parse_goodput,
-    summarise,
-)
+from dsjax.bench.serve.report import report
+from dsjax.bench.serve.result_files import write_points_csv
+from dsjax.bench.serve.statistics import GoodputError, draft_figures, figures, is_good, parse_goodput
+from dsjax.top.reading import Exposition
+
+ASKED = dict.fromkeys(("max_concurrency", "request_rate", "cached_share_bound", "output_throughput_per_device"))
 
 
 def event(body) -> bytes:
@@ -38,6 +33,14 @@ def usage(prompt: int, completion: int, **more) -> bytes:
 
 
 DONE = event(b"[DONE]")
+
+
+def found_in(records, seconds, percentiles=(50,), objectives=None):
+    return figures(records, seconds, percentiles, objectives or {}, 0.95)
+
+
+def shown(found) -> str:
+    return report(ASKED | found | draft_figures(None, None), ["ttft"], [99])
 
 
 def read(start: float, *pieces: tuple[float, bytes], count_tokens=None) -> RequestRecord:
@@ -66,9 +69,9 @@ def test_a_chunk_of_several_tokens_is_one_gap_and_tpot_divides_by_tokens():
     record = read(0.0, (1.0, text("abcd")), (2.0, text("efgh", "stop")), (2.0, usage(1, 8)), (2.0, DONE))
     assert record.itls == [1.0]
     assert record.tpot == pytest.approx(1 / 7)
-    found = summarise(LoadResult([record], 2.0, False), [50], {})
-    assert found.tokens_per_chunk == 4
-    assert found.max_output_tokens_per_s == 4
+    found = found_in([record], 2.0)
+    assert found["tokens_per_chunk"] == 4
+    assert found["max_output_tokens_per_s"] == 4
 
 
 def test_the_role_and_a_bare_end_carry_no_token_but_reasoning_and_tool_calls_do():
@@ -96,8 +99,7 @@ def test_without_usage_the_tokenizer_counts_and_without_that_chunks_do():
     assert read(0.0, *pieces, count_tokens=lambda s: len(s.split())).output_tokens == 3
     record = read(0.0, *pieces)
     assert (record.output_tokens, record.token_source) == (2, "chunks")
-    shown = report(LoadPoint(1, 1.0, 1.0, None), summarise(LoadResult([record], 2.0, False), [99], {}), ["ttft"], None)
-    assert "1 requests were counted as chunks" in shown
+    assert "1 requests were counted as chunks" in shown(found_in([record], 2.0, [99]))
 
 
 @pytest.mark.parametrize(
@@ -130,11 +132,11 @@ def answer(start: float, *chunk_times: float, tokens: int | None = None, prompt:
 def test_throughputs_count_whole_answers_only():
     failed = RequestRecord(0.0, 0.0, 99, [0.1], error="HTTP 500: no")
     records = [answer(0.0, 1.0, 2.0), answer(1.0, 2.0, 3.0, 4.0), failed]
-    found = summarise(LoadResult(records, 5.0, False), [90, 99], {})
-    assert (found.completed, found.failed) == (2, 1)
-    assert (found.total_input_tokens, found.total_output_tokens) == (20, 5)
-    assert (found.request_throughput, found.output_throughput, found.total_token_throughput) == (0.4, 1.0, 5.0)
-    assert found.errors == [("HTTP 500: no", 1)]
+    found = found_in(records, 5.0)
+    assert (found["completed"], found["failed"]) == (2, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (20, 5)
+    assert [found[f"{name}_throughput"] for name in ("request", "output", "total_token")] == [0.4, 1.0, 5.0]
+    assert found["error_counts"] == {"HTTP 500: no": 1}
 
 
 @pytest.mark.parametrize(
@@ -145,37 +147,35 @@ def test_prompts_of_other_lengths_than_were_meant_are_named(meant, counted, diff
     records = [answer(0.0, 1.0, prompt=meant) for _ in range(3)]
     for record in records:
         record.prompt_tokens = counted
-    found = summarise(LoadResult(records, 2.0, False), [99], {})
-    assert (found.meant_input_tokens, found.total_input_tokens) == (3 * meant, 3 * counted)
-    told = report(LoadPoint(3, math.inf, 1.0, None), found, ["ttft"], None)
-    assert (f"counted {counted:,} tokens a prompt where {meant:,} were meant" in told) == differ
+    found = found_in(records, 2.0, [99])
+    assert (found["meant_input_tokens"], found["total_input_tokens"]) == (3 * meant, 3 * counted)
+    assert (f"counted {counted:,} tokens a prompt where {meant:,} were meant" in shown(found)) == differ
 
 
 def test_distributions_are_milliseconds_with_linear_percentiles():
     records = [answer(0.0, 0.1 * n, 0.1 * n + 0.5) for n in range(1, 12)]
-    ttft = summarise(LoadResult(records, 1.0, False), [0, 25, 50, 90, 100], {}).latencies["ttft"]
-    assert ttft.count == 11
-    assert ttft.mean == pytest.approx(600)
-    assert ttft.median == pytest.approx(600)
-    assert ttft.std == pytest.approx(100 * 10**0.5)
-    assert list(ttft.percentiles.values()) == pytest.approx([100, 350, 600, 1000, 1100])
+    found = found_in(records, 1.0, [0, 25, 50, 90, 100])
+    ttft = {name.removesuffix("_ttft_ms"): value for name, value in found.items() if name.endswith("_ttft_ms")}
+    assert ttft == pytest.approx(
+        {"mean": 600, "median": 600, "std": 100 * 10**0.5, "p0": 100, "p25": 350, "p50": 600, "p90": 1000, "p100": 1100}
+    )
 
 
 def test_the_best_second_and_the_peak_of_concurrency():
     records = [answer(0.0, 0.5, 1.25, 1.5, 1.75), answer(1.0, 1.9, 3.0, tokens=4), answer(3.0, 3.5)]
-    found = summarise(LoadResult(records, 4.0, False), [50], {})
+    found = found_in(records, 4.0)
     # second 1 has three tokens of the first request, and one of the second's two chunks, of two tokens each
-    assert found.max_output_tokens_per_s == 5
+    assert found["max_output_tokens_per_s"] == 5
     # the third starts at the moment the second ends, which is not at once
-    assert found.max_concurrent_requests == 2
+    assert found["max_concurrent_requests"] == 2
 
 
 def test_goodput_counts_requests_that_meet_every_objective():
     fast, slow, single = answer(0.0, 0.1, 0.2), answer(0.0, 0.1, 0.9), answer(0.0, 0.1)
     limits = parse_goodput(["ttft:200", "tpot:150"])
     assert [is_good(r, limits) for r in (fast, slow, single)] == [True, False, True]
-    assert summarise(LoadResult([fast, slow, single], 2.0, False), [50], limits).request_goodput == 1.0
-    assert summarise(LoadResult([fast], 2.0, False), [50], {}).request_goodput is None
+    assert found_in([fast, slow, single], 2.0, objectives=limits)["request_goodput"] == 1.0
+    assert found_in([fast], 2.0)["request_goodput"] is None
     assert parse_goodput(["ttft:200,e2el:3e3 tpot:1"]) == {"ttft": 200, "e2el": 3000, "tpot": 1}
     for wrong in ("itl:5", "ttft", "ttft:-1", "ttft:nan", "ttft:x"):
         with pytest.raises(GoodputError, match="METRIC:MILLISECONDS"):
@@ -184,14 +184,10 @@ def test_goodput_counts_requests_that_meet_every_objective():
 
 def test_points_with_drafts_and_answers_and_without_are_lines_of_one_table(tmp_path):
     limits, path = {"ttft": 1e6}, tmp_path / "points.csv"
-
-    def point(result: LoadResult, drafts: DraftFigures | None) -> dict:
-        goodput = GoodputVerdict.of(result.records, limits, 0.9)
-        one = PointResult(LoadPoint(1, 1.0, 1.0, 1), result, summarise(result, [99], limits), drafts, goodput)
-        return result_json({}, one, 1, detailed=False)
-
-    answered = point(LoadResult([answer(0.0, 0.1)], 1.0, False), DraftFigures(2, 4, 1, (1, 0)))
-    silent = point(LoadResult([RequestRecord(0, 0, 1, error="no")], 1.0, False), None)
+    drafted = [f"vllm:spec_decode_num_{name}_total {n}" for name, n in (("drafts", 2), ("draft_tokens", 4))]
+    drafts = draft_figures(Exposition(""), Exposition("\n".join(drafted) + "\n"))
+    answered = found_in([answer(0.0, 0.1)], 1.0, [99], limits) | drafts
+    silent = found_in([RequestRecord(0, 0, 1, error="no")], 1.0, [99], limits) | draft_figures(None, None)
     write_points_csv(path, [answered, silent])
     rows = list(csv.DictReader(path.open()))
     assert [row["completed"] for row in rows] == ["1", "0"]

@@ -19,9 +19,9 @@ def test_items_come_in_turn_with_a_line_at_each_tenth():
 
 def test_a_request_that_failed_counts_as_done():
     out = io.StringIO()
-    with point_progress(Console(file=out), True, "point 1", 2) as bar:
-        bar.advance(RequestRecord(0.0, 0.0, 1, error="refused"))
-        bar.advance(RequestRecord(0.0, 0.0, 1, output_tokens=3))
+    with point_progress(Console(file=out), True, "point 1", 2) as advance:
+        advance(RequestRecord(0.0, 0.0, 1, error="refused"))
+        advance(RequestRecord(0.0, 0.0, 1, output_tokens=3))
     assert [line.partition(",")[0] for line in out.getvalue().splitlines()] == [
         "point 1: 1 of 2 (50%)",
         "point 1: 2 of 2 (100%)",

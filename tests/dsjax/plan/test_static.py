@@ -4,7 +4,13 @@ import dataclasses
 
 import pytest
 
-from dsjax.plan.static import static
+from dsjax.plan.search import instances
+from dsjax.plan.static import static_of
+
+
+def static(question, mode, batch):
+    return static_of(instances(question)[1], mode, batch)
+
 
 STATIC_MODES = ("static", "static_ctx", "static_gen")
 

@@ -19,12 +19,13 @@ def test_every_request_is_answered_to_its_full_length_and_counted_by_the_server(
         ReportOptions(),
         say=print,
         progress=functools.partial(point_progress, Console(), False),
+        stop=asyncio.Event(),
     )
-    asyncio.run(benchmark.run(asyncio.Event(), lambda facts: None, points.append))
+    asyncio.run(benchmark.run(lambda facts: None, points.append))
     assert len(points) == 2
     for one in points:
-        assert one.statistics.errors == []
-        assert one.statistics.token_sources == {"usage": 40}
-        assert {record.output_tokens for record in one.result.records} == {6}
-        assert {record.prompt_tokens for record in one.result.records} == {20}
-        assert {record.finish_reason for record in one.result.records} == {"length"}
+        assert one.body["error_counts"] == {}
+        assert one.body["token_sources"] == {"usage": 40}
+        assert {record.output_tokens for record in one.records} == {6}
+        assert {record.prompt_tokens for record in one.records} == {20}
+        assert {record.finish_reason for record in one.records} == {"length"}

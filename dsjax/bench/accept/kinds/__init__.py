@@ -1,18 +1,20 @@
-"""The kinds of measurement that a criteria file can name: a row each, to which a new one is added."""
+"""The kinds of measurement that a criteria file can name; a new one is added to `KINDS`."""
 
 from dsjax.bench.accept.kinds.balance import BalanceMeasurement
 from dsjax.bench.accept.kinds.fault import FaultMeasurement
 from dsjax.bench.accept.kinds.kind import Measurement
-from dsjax.bench.accept.kinds.link import LinkMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement
-from dsjax.bench.accept.kinds.server import ServerMeasurement
+from dsjax.bench.accept.kinds.read import LinkMeasurement, ServerMeasurement
 from dsjax.bench.accept.kinds.ttft import TtftMeasurement
 
 KINDS: dict[str, type[Measurement]] = {
-    "server": ServerMeasurement,
-    "ttft": TtftMeasurement,
-    "load": LoadMeasurement,
-    "balance": BalanceMeasurement,
-    "fault": FaultMeasurement,
-    "link": LinkMeasurement,
+    kind.KIND: kind
+    for kind in (
+        ServerMeasurement,
+        TtftMeasurement,
+        LoadMeasurement,
+        BalanceMeasurement,
+        FaultMeasurement,
+        LinkMeasurement,
+    )
 }

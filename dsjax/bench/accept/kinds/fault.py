@@ -6,16 +6,13 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
-from dsjax.bench.accept.errors import NotTestedError
+from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured, RandomLengths
 from dsjax.bench.accept.kinds.load import tokens_between
-from dsjax.bench.serve.load import run_sessions
+from dsjax.bench.accept.test_bed import TestBed
 from dsjax.bench.serve.records import RequestRecord
-
-if TYPE_CHECKING:
-    from dsjax.bench.accept.test_bed import TestBed
 
 _BACK = 0.9
 """Share of the rate before a fault at which a server has recovered."""
@@ -25,8 +22,7 @@ _LEAST_WINDOW, _TOKENS_OF_WINDOW = 2.0, 100
 """A rate is that of two seconds, or of as long as a hundred tokens took before the fault."""
 
 
-@dataclass(frozen=True)
-class FaultTimes:
+class FaultTimes(NamedTuple):
     """Seconds since the load began.
 
     The sessions were warm; the hook was started, had ended; the one that ends the fault was started, had ended; the last look.
@@ -44,13 +40,12 @@ class FaultTimes:
 class FaultMeasurement(RandomLengths):
     """Sessions that go on while something breaks.
 
-    Attributes:
-        hook: name of the hooks; value: what `{value}` in them becomes.
-        sessions: clients.
-        before, hold, watch: seconds of load before the fault, of the fault, and at most after it: until the rate is back.
-        settle: seconds after the load's begin that do not count; nor do those until as many requests were answered as there are sessions.
+    hook: name of the hooks; value: what `{value}` in them becomes. before, hold, watch: seconds of load before the fault, of the fault,
+    and at most after it: until the rate is back. settle: seconds after the load's begin that do not count; nor do those until as many
+    requests were answered as there are sessions.
     """
 
+    KIND: ClassVar = "fault"
     UNITS: ClassVar = {"throughput_loss": "", "ttft_growth": "", "error_share": "", "silence": "s", "recovery": "s"}
     ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "sessions", "before", "hold")
 
@@ -66,37 +61,33 @@ class FaultMeasurement(RandomLengths):
         """All of its parts."""
         return self.settle + self.before + self.hold + self.watch
 
-    def why_not(self, bed: "TestBed") -> str | None:
+    def why_not(self, bed: TestBed) -> str | None:
         """Without hooks there is no fault."""
         return bed.hooks.why_not(self.hook)
 
-    def depends_on(self, bed: "TestBed") -> tuple[str, ...]:
+    def depends_on(self, bed: TestBed) -> tuple[str, ...]:
         """The commands, and a ShareGPT file."""
         commands = (bed.hooks.commands.get(name, "") for name in (self.hook, f"{self.hook}-end"))
         return (*commands, bed.options.dataset_path or "")
 
-    async def measure(self, bed: "TestBed") -> Measured:
+    async def measure(self, bed: TestBed) -> Measured:
         """Put the load on the server, make the fault, end it, and look until the rate is back."""
-        source, records = await bed.requests(self.workload(bed)), []
-        until, zero = asyncio.Event(), bed.clock()
-        async with bed.clocked(self.title, self.expected_seconds()):
-            load = asyncio.create_task(
-                run_sessions(bed.server.client, source, self.sessions, until=until, zero=zero, on_start=records.append)
-            )
-            try:
-                await asyncio.sleep(self.settle)
-                await bed.answered(records, self.sessions, _MOST_WARM_UP)
-                times = await self._break_and_mend(bed, records, lambda: bed.clock() - zero)
-                until.set()
-                await load
-            finally:
-                load.cancel()
-                await asyncio.gather(load, return_exceptions=True)
+        source = await bed.requests(self.workload(bed))
+        async with (
+            bed.clocked(self.title, self.expected_seconds()),
+            bed.sessions(source, self.sessions) as (load, records, until, zero),
+        ):
+            await asyncio.sleep(self.settle)
+            await bed.answered(records, self.sessions, _MOST_WARM_UP)
+            times = await self._break_and_mend(bed, records, lambda: bed.clock() - zero)
+            until.set()
+            await load
         return self.evaluate(records, times)
 
-    async def _break_and_mend(
-        self, bed: "TestBed", records: list[RequestRecord], now: Callable[[], float]
-    ) -> FaultTimes:
+    async def _break_and_mend(self, bed: TestBed, records: list[RequestRecord], now: Callable[[], float]) -> FaultTimes:
+        async def mend() -> None:
+            await bed.hooks.run(f"{self.hook}-end", self.value)
+
         steady = now()
         await asyncio.sleep(self.before)
         begun = now()
@@ -106,62 +97,65 @@ class FaultMeasurement(RandomLengths):
             await asyncio.sleep(self.hold)
         except BaseException:  # Ctrl-C too: the fault must not outlive the command
             with contextlib.suppress(NotTestedError):
-                await bed.hooks.run(f"{self.hook}-end", self.value)
+                await mend()
             raise
         mending = now()
         try:
-            await bed.hooks.run(f"{self.hook}-end", self.value)
+            await mend()
         except asyncio.CancelledError:  # Ctrl-C has killed it half-way
             with contextlib.suppress(NotTestedError):
-                await bed.hooks.run(f"{self.hook}-end", self.value)
+                await mend()
             raise
         mended = now()
-        base = self._rate(records, steady, begun)
-        while now() - mended < self.watch and self._back_after(records, base, mended, now()) is None:
+        base = _rate(records, steady, begun)
+        while now() - mended < self.watch and _back_after(records, base, mended, now()) is None:
             await asyncio.sleep(0.25)
         return FaultTimes(steady, begun, broken, mending, mended, now())
 
     def evaluate(self, records: Sequence[RequestRecord], times: FaultTimes) -> Measured:
         """The values of a load in which a fault was made."""
-        base = self._rate(records, times.steady, times.begun)
-        found = Measured(samples=len(records))
-        nothing = "no token came before the fault"
-        during = self._rate(records, times.broken, times.mending)
-        found.enter("throughput_loss", 1 - during / base if base else None, nothing, "missed")
-        found.enter("ttft_growth", self._ttft_growth(records, times), "too few requests had a first token", "missed")
-        ended = [record for record in records if record.error is not None or record.end]
-        errors = sum(record.error is not None for record in ended)
-        found.enter("error_share", errors / len(ended) if ended else None, "no request ended", "missed")
+        found, nothing = Measured(samples=len(records)), "no token came before the fault"
+        base, during = _rate(records, times.steady, times.begun), _rate(records, times.broken, times.mending)
+        found.enter({"throughput_loss": 1 - during / base if base else None}, nothing, "missed")
+        found.enter({"ttft_growth": _ttft_growth(records, times)}, "too few requests had a first token", "missed")
+        failed = [record.error is not None for record in records if record.error is not None or record.end]
+        share = sum(failed) / len(failed) if failed else None
+        found.enter({"error_share": share}, "no request ended", "missed")
         arrivals = sorted(t for r in records for t in r.chunk_times if t >= times.begun)
         ends = [times.begun, *arrivals, max([times.over, *arrivals])]
-        found.enter("silence", max(later - earlier for earlier, later in itertools.pairwise(ends)), "")
-        back = self._back_after(records, base, times.mended, times.over)
+        found.enter({"silence": max(later - earlier for earlier, later in itertools.pairwise(ends))})
+        back, watched = _back_after(records, base, times.mended, times.over), times.over - times.mended
         if base and self.watch and back is None:
             found.notes.append(
-                f"The rate did not come back to {_BACK:.0%} within the {times.over - times.mended:.0f} s that were watched."
+                f"The rate did not come back to {_BACK:.0%} within the {watched:.0f} s that were watched."
             )
-            back = times.over - times.mended
-        found.enter("recovery", back, nothing if self.watch else "watch is 0: nobody looked", "missed")
-        said = f"before {base:,.1f} tokens/s, during {during:,.1f}; making the fault took {times.broken - times.begun:.1f} s"
-        found.notes.append(f"Of {len(records)} requests: {said}, ending it {times.mended - times.mending:.1f} s.")
+            back = watched
+        found.enter({"recovery": back}, nothing if self.watch else "watch is 0: nobody looked", "missed")
+        found.notes.append(
+            f"Of {len(records)} requests: before {base:,.1f} tokens/s, during {during:,.1f}; making the fault took "
+            f"{times.broken - times.begun:.1f} s, ending it {times.mended - times.mending:.1f} s."
+        )
         return found
 
-    def _rate(self, records: Sequence[RequestRecord], begin: float, end: float) -> float:
-        return tokens_between(records, begin, end) / max(end - begin, 1e-9)
 
-    def _back_after(self, records: Sequence[RequestRecord], base: float, mended: float, now: float) -> float | None:
-        """Seconds from the fault's end until a window's tokens come at 0.9 of the rate; None where they have not until now."""
-        if not base:
-            return None
-        window, begin = max(_LEAST_WINDOW, _TOKENS_OF_WINDOW / base), mended
-        while begin + window <= now:
-            if self._rate(records, begin, begin + window) >= _BACK * base:
-                return begin - mended
-            begin += window / 8
+def _rate(records: Sequence[RequestRecord], begin: float, end: float) -> float:
+    return tokens_between(records, begin, end) / max(end - begin, 1e-9)
+
+
+def _back_after(records: Sequence[RequestRecord], base: float, mended: float, now: float) -> float | None:
+    """Seconds from the fault's end until a window's tokens come at 0.9 of the rate; None where they have not until now."""
+    if not base:
         return None
+    window, begin = max(_LEAST_WINDOW, _TOKENS_OF_WINDOW / base), mended
+    while begin + window <= now:
+        if _rate(records, begin, begin + window) >= _BACK * base:
+            return begin - mended
+        begin += window / 8
+    return None
 
-    def _ttft_growth(self, records: Sequence[RequestRecord], times: FaultTimes) -> float | None:
-        answered = [record for record in records if record.chunk_times]
-        before = [r.ttft for r in answered if times.steady <= r.start < times.begun]
-        during = [r.ttft for r in answered if times.broken <= r.start < times.mending]
-        return statistics.median(during) / statistics.median(before) - 1 if before and during else None
+
+def _ttft_growth(records: Sequence[RequestRecord], times: FaultTimes) -> float | None:
+    answered = [record for record in records if record.chunk_times]
+    before = [r.ttft for r in answered if times.steady <= r.start < times.begun]
+    during = [r.ttft for r in answered if times.broken <= r.start < times.mending]
+    return statistics.median(during) / statistics.median(before) - 1 if before and during else None

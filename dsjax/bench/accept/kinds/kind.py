@@ -18,11 +18,8 @@ Verdict = Literal["met", "missed", "not tested"]
 class Measured:
     """What came of a measurement.
 
-    Attributes:
-        values: name to number, in the units of the kind's `UNITS`.
-        absent: name of a value that there is not to (verdict of its criteria, why).
-        notes: sentences that a reader must know.
-        samples: requests or samples behind the values; None where that says nothing.
+    values: name to number, in the units of the kind's `UNITS`. absent: name of a value that is missing to (verdict of its criteria, why).
+    notes: sentences that a reader must know. samples: requests or samples behind the values; None where that says nothing.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -30,24 +27,22 @@ class Measured:
     notes: list[str] = field(default_factory=list)
     samples: int | None = None
 
-    def enter(self, name: str, value: float | None, why_not: str, verdict: Verdict = "not tested") -> None:
-        """Add a value, or why there is none."""
-        if value is None or not math.isfinite(value):
-            self.absent[name] = (verdict, why_not)
-        else:
-            self.values[name] = float(value)
+    def enter(self, values: Mapping[str, float | None], why_not: str = "", verdict: Verdict = "not tested") -> None:
+        """Add values, or why there are none."""
+        for name, value in values.items():
+            if value is None or not math.isfinite(value):
+                self.absent[name] = (verdict, why_not)
+            else:
+                self.values[name] = float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A measurement as a criteria file describes it; its fields are those of the file's table.
+    """A measurement as a criteria file describes it; its fields are those of the file's table. title: what a report calls it."""
 
-    Attributes:
-        name: in the file.
-        title: what a report calls it.
-    """
-
-    UNITS: ClassVar[Mapping[str, str]] = {}
+    KIND: ClassVar[str]
+    """The file's word for the kind."""
+    UNITS: ClassVar[Mapping[str, str]]
     """Name of each value that the kind gives to its unit; empty for a ratio."""
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ()
     """Fields of which 0 would be no measurement."""
@@ -62,11 +57,15 @@ class Measurement:
 
     def expected_seconds(self) -> float:
         """How long it takes, as far as that can be known before."""
-        raise NotImplementedError
+        return 0.0
 
     def why_not(self, bed: TestBed) -> str | None:
         """Why it cannot be measured on this test bed, where that is known before; else None."""
         return None
+
+    def depends_on(self, bed: TestBed) -> tuple[str, ...]:
+        """What the values depend on beside the fields and the server: hooks, files."""
+        return ()
 
     async def measure(self, bed: TestBed) -> Measured:
         """Measure it.
@@ -76,22 +75,10 @@ class Measurement:
         """
         raise NotImplementedError
 
-    def depends_on(self, bed: TestBed) -> tuple[str, ...]:
-        """What the values depend on beside the fields and the server: hooks, files."""
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths(Measurement):
-    """A measurement whose load has prompts and answers of random lengths.
-
-    Attributes:
-        input_tokens, output_tokens: mean lengths.
-        spread: lengths lie evenly within mean × (1 ± spread).
-
-    Raises:
-        UserError: lengths of nothing, or a spread that begins below nothing.
-    """
+    """A measurement under load, with prompts and answers of random lengths: evenly within mean × (1 ± spread)."""
 
     ABOVE_ZERO: ClassVar = ("input_tokens", "output_tokens")
 
@@ -106,10 +93,9 @@ class RandomLengths(Measurement):
 
     def workload(self, bed: TestBed) -> WorkloadOptions:
         """The load's requests: of a ShareGPT file where the user gave one."""
-        if bed.options.dataset_path is not None:
-            return WorkloadOptions(
-                dataset_name="sharegpt", dataset_path=bed.options.dataset_path, num_prompts=5000, seed=bed.seed
-            )
+        path = bed.options.dataset_path
+        if path is not None:
+            return WorkloadOptions(dataset_name="sharegpt", dataset_path=path, num_prompts=5000, seed=bed.seed)
         return WorkloadOptions(
             num_prompts=64,
             seed=bed.seed,

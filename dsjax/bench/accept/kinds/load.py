@@ -2,46 +2,31 @@
 
 import asyncio
 import math
-import statistics as middle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import numpy as np
 
 from dsjax.bench.accept.kinds.kind import Measured, RandomLengths
+from dsjax.bench.accept.test_bed import TestBed
 from dsjax.bench.accept.watch import ServerWatch
-from dsjax.bench.serve.load import LoadResult, arrival_times, run_load, run_sessions
-from dsjax.bench.serve.records import BenchRequest, RequestRecord
-from dsjax.bench.serve.statistics import summarise
+from dsjax.bench.serve.load import LoadResult, arrival_times, run_load
+from dsjax.bench.serve.records import RequestRecord
+from dsjax.bench.serve.statistics import figures
 from dsjax.errors import UserError
-
-if TYPE_CHECKING:
-    from dsjax.bench.accept.test_bed import TestBed
 
 _FEWEST_WINDOWS = 3
 _UNTOLD = "the server's /metrics has no dsjax_device_memory_…; give --device-metrics URL of a dcgm-exporter"
-
-
-class Upcoming(Sequence):
-    """So many requests, each made when it is sent: those of an hour need not be in memory."""
-
-    def __init__(self, count: int, requests: Iterator[BenchRequest]):
-        self._count, self._requests = count, requests
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> BenchRequest:
-        return next(self._requests)
+_LATENCIES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99), ("itl", 99))
 
 
 @dataclass(frozen=True)
 class LoadRun:
     """A load that was put on a server.
 
-    Attributes:
-        result: of all requests, those of the warm-up too.
-        begin: seconds after the first request's start at which the measured time began.
-        watch: what was seen of the server in that time.
+    result: of all requests, those of the warm-up too. begin: seconds after the first request's start at which the measured time began.
+    watch: what was seen of the server in that time.
     """
 
     result: LoadResult
@@ -51,8 +36,7 @@ class LoadRun:
     @property
     def counted(self) -> list[RequestRecord]:
         """Requests that were sent in the measured time, and the failed ones of the warm-up."""
-        records = self.result.records
-        return [record for record in records if record.start >= self.begin or not record.succeeded]
+        return [record for record in self.result.records if record.start >= self.begin or not record.succeeded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +46,19 @@ class LoadMeasurement(RandomLengths):
     The measured time of sessions begins when as many requests were answered as there are sessions, so that the first wave, in which all
     prompts come at once, is not in it; at the latest after as long again.
 
-    Attributes:
-        sessions: clients, each of which sends its next request when the last is answered; or
-        request_rate: requests a second, at Poisson's times.
-        seconds: in which requests are sent.
-        windows: equal parts whose medians tell the drift.
+    sessions: clients, each of which sends its next request when the last is answered; or request_rate: requests a second, at Poisson's
+    times. seconds: in which requests are sent. windows: equal parts whose medians tell the drift.
     """
 
+    KIND: ClassVar = "load"
     UNITS: ClassVar = {
         "output_tokens_per_s": "tokens/s",
         "total_tokens_per_s": "tokens/s",
         "sessions_at_once": "sessions",
         "error_share": "",
-        "ttft_p50": "s",
-        "ttft_p99": "s",
-        "tpot_p50": "s",
-        "tpot_p99": "s",
-        "itl_p99": "s",
-        "generation_p99": "s",
-        "ttft_drift": "",
-        "tpot_drift": "",
-        "outages": "",
-        "restarts": "",
-        "memory_share": "",
-        "memory_drift": "",
+        **dict.fromkeys((*(f"{metric}_p{p}" for metric, p in _LATENCIES), "generation_p99"), "s"),
+        **dict.fromkeys(("ttft_drift", "tpot_drift", "outages", "restarts", "memory_share", "memory_drift"), ""),
     }
-
     ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "seconds", "windows")
 
     seconds: float
@@ -105,91 +76,73 @@ class LoadMeasurement(RandomLengths):
         """The load's time, and a tenth for the warm-up and for what is under way at its end."""
         return self.seconds * 1.1
 
-    def depends_on(self, bed: "TestBed") -> tuple[str, ...]:
+    def depends_on(self, bed: TestBed) -> tuple[str, ...]:
         """Where memory is read, whether experts' load can be recorded, and a ShareGPT file."""
         o = bed.options
-        return (*o.metrics_urls, "admin" if o.admin_api_key else "", o.dataset_path or "")
+        return (*(o.device_metrics or ()), "admin" if o.admin_api_key else "", o.dataset_path or "")
 
-    async def put_load(self, bed: "TestBed") -> LoadRun:
+    async def put_load(self, bed: TestBed) -> LoadRun:
         """Put the load on the server and watch it meanwhile."""
         source = await bed.requests(self.workload(bed))
-        watch, client, begin = bed.watch(min(5.0, max(0.5, self.seconds / 20))), bed.server.client, 0.0
+        watch, client = bed.watch(min(5.0, max(0.5, self.seconds / 20))), bed.server.client
         if self.request_rate:
-            count = max(1, math.ceil(self.request_rate * self.seconds))
-            arrivals = arrival_times(count, self.request_rate, 1.0, bed.seed)
+            arrivals = arrival_times(
+                max(1, math.ceil(self.request_rate * self.seconds)), self.request_rate, 1.0, bed.seed
+            )
             async with watch, bed.clocked(self.title, self.seconds):
-                result = await run_load(client, Upcoming(count, source), arrivals, None, duration=self.seconds)
-            return LoadRun(result, begin, watch)
-        until, zero, started = asyncio.Event(), bed.clock(), []
-        load = asyncio.create_task(
-            run_sessions(client, source, self.sessions, until=until, zero=zero, on_start=started.append)
-        )
-        try:
-            await bed.answered(started, self.sessions, self.seconds)
+                result = await run_load(client, source, arrivals, None, duration=self.seconds)
+            return LoadRun(result, 0.0, watch)
+        async with bed.sessions(source, self.sessions) as (load, records, until, zero):
+            await bed.answered(records, self.sessions, self.seconds)
             begin = bed.clock() - zero
             async with watch, bed.clocked(self.title, self.seconds):
                 await asyncio.wait({load}, timeout=self.seconds)
                 until.set()
-            result = await load
-        finally:
-            load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
-        return LoadRun(result, begin, watch)
+            return LoadRun(await load, begin, watch)
 
-    async def measure(self, bed: "TestBed") -> Measured:
+    async def measure(self, bed: TestBed) -> Measured:
         """Put the load on the server; all values of `UNITS`."""
         return self.evaluate(bed, await self.put_load(bed))
 
-    def rate(self, run: LoadRun) -> float:
-        """Output tokens a second of the measured time."""
-        return tokens_between(run.result.records, run.begin, run.begin + self.seconds) / self.seconds
-
-    def evaluate(self, bed: "TestBed", run: LoadRun) -> Measured:
+    def evaluate(self, bed: TestBed, run: LoadRun) -> Measured:
         """The values of a load that was put on a server."""
-        counted = run.counted
-        s = summarise(LoadResult(counted, run.result.duration, False), (50, 99), {})
+        counted, records, end = run.counted, run.result.records, run.begin + self.seconds
+        of_counted = figures(counted, run.result.duration, (50, 99), {}, 1.0)
+        completed = of_counted["completed"]
         good = [record for record in counted if record.succeeded]
-        found, why = Measured(samples=s.completed), bed.why_none(s)
-        end = run.begin + self.seconds
-        whole = [record for record in run.result.records if record.succeeded]
-        inputs = sum(r.prompt_tokens for r in whole if run.begin <= r.chunk_times[0] < end)
-        found.enter("output_tokens_per_s", self.rate(run), why)
-        found.enter("total_tokens_per_s", self.rate(run) + inputs / self.seconds, why)
-        at_once = summarise(run.result, (50,), {}).max_concurrent_requests
-        found.enter("sessions_at_once", at_once, why)
-        found.enter("error_share", s.failed / len(counted) if counted else None, "no request was sent")
-        for name, metric, p in (
-            ("ttft_p50", "ttft", 50), ("ttft_p99", "ttft", 99), ("tpot_p50", "tpot", 50), ("tpot_p99", "tpot", 99), ("itl_p99", "itl", 99),
-        ):  # fmt: skip
-            milliseconds = s.latencies[metric].percentiles[p]
-            found.enter(name, None if milliseconds is None else milliseconds / 1e3, why, "missed")
-        found.enter("generation_p99", percentile([r.latency - r.ttft for r in good], 99), why, "missed")
-        self._enter_drift(found, good, run.begin)
-        self._enter_watched(found, run.watch)
-        if s.completed < 1000:
-            found.notes.append(f"P99 is of {s.completed} requests.")
-        if self.sessions and s.completed < self.sessions:
+        found, why = Measured(samples=completed), bed.why_none(of_counted)
+        rate = tokens_between(records, run.begin, end) / self.seconds
+        inputs = sum(r.prompt_tokens for r in records if r.succeeded and run.begin <= r.chunk_times[0] < end)
+        found.enter({"output_tokens_per_s": rate, "total_tokens_per_s": rate + inputs / self.seconds})
+        found.enter(
+            {"sessions_at_once": figures(records, run.result.duration, (50,), {}, 1.0)["max_concurrent_requests"]}
+        )
+        found.enter({"error_share": of_counted["failed"] / len(counted) if counted else None}, "no request was sent")
+        for metric, p in _LATENCIES:
+            ms = of_counted[f"p{p}_{metric}_ms"]
+            found.enter({f"{metric}_p{p}": ms and ms / 1e3}, why, "missed")
+        generating = [r.latency - r.ttft for r in good]
+        found.enter({"generation_p99": np.percentile(generating, 99) if good else None}, why, "missed")
+
+        def grew(times: Sequence[float], values: Sequence[float]) -> float | None:
+            return drift(times, values, self.seconds, self.windows)
+
+        starts, several = [r.start - run.begin for r in good], [r for r in good if r.tpot is not None]
+        tpots = grew([r.start - run.begin for r in several], [r.tpot for r in several])
+        few = f"fewer than {_FEWEST_WINDOWS} of {self.windows} parts of the run had answers"
+        found.enter({"ttft_drift": grew(starts, [r.ttft for r in good]), "tpot_drift": tpots}, few)
+        found.enter({"outages": run.watch.outages})
+        found.enter({"restarts": run.watch.restarts}, "the server has no /metrics that counts its tokens")
+        seen, shares, used = zip(*run.watch.memory, strict=True) if run.watch.memory else ((), (), ())
+        found.enter({"memory_share": max(shares, default=None), "memory_drift": grew(seen, used)}, _UNTOLD)
+        if completed < 1000:
+            found.notes.append(f"P99 is of {completed} requests.")
+        if self.sessions and completed < self.sessions:
             found.notes.append(
                 f"That is less than one for each of {self.sessions} sessions: the load is too short for this server."
             )
-        if s.errors:
-            found.notes += [f"{number} × {message}" for message, number in s.errors[:3]]
+        found.notes += [f"{number} × {message}" for message, number in list(of_counted["error_counts"].items())[:3]]
         return found
-
-    def _enter_drift(self, found: Measured, good: list[RequestRecord], begin: float) -> None:
-        why = f"fewer than {_FEWEST_WINDOWS} of {self.windows} parts of the run had answers"
-        starts = [r.start - begin for r in good]
-        found.enter("ttft_drift", drift(starts, [r.ttft for r in good], self.seconds, self.windows), why)
-        several = [r for r in good if r.tpot is not None]
-        tpots = drift([r.start - begin for r in several], [r.tpot for r in several], self.seconds, self.windows)
-        found.enter("tpot_drift", tpots, why)
-
-    def _enter_watched(self, found: Measured, watch: ServerWatch) -> None:
-        found.enter("outages", watch.outages, "")
-        found.enter("restarts", watch.restarts, "the server has no /metrics that counts its tokens")
-        found.enter("memory_share", max((share for _, share, _ in watch.memory), default=None), _UNTOLD)
-        times, used = [t for t, _, _ in watch.memory], [b for _, _, b in watch.memory]
-        found.enter("memory_drift", drift(times, used, self.seconds, self.windows), _UNTOLD)
 
 
 def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -> float:
@@ -205,13 +158,6 @@ def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -
     return total
 
 
-def percentile(values: Sequence[float], p: float) -> float | None:
-    """As NumPy's; None of nothing."""
-    import numpy as np
-
-    return float(np.percentile(values, p)) if len(values) else None
-
-
 def drift(times: Sequence[float], values: Sequence[float], seconds: float, windows: int) -> float | None:
     """Growth over a run as a share: Theil and Sen's slope over the medians of equal parts × the run's length ÷ their median.
 
@@ -219,12 +165,10 @@ def drift(times: Sequence[float], values: Sequence[float], seconds: float, windo
     """
     from scipy.stats import theilslopes
 
-    parts: dict[int, list[float]] = {}
-    for time, value in zip(times, values, strict=True):
-        parts.setdefault(min(windows - 1, int(time / seconds * windows)), []).append(value)
+    part = np.minimum((np.asarray(times) / seconds * windows).astype(int), windows - 1)
+    parts = np.unique(part)
     if len(parts) < _FEWEST_WINDOWS:
         return None
-    at = sorted(parts)
-    medians = [middle.median(parts[k]) for k in at]
-    level = middle.median(medians)
-    return None if not level else float(theilslopes(medians, at).slope) * windows / level
+    medians = [np.median(np.asarray(values)[part == each]) for each in parts]
+    level = np.median(medians)
+    return float(theilslopes(medians, parts).slope) * windows / level if level else None
