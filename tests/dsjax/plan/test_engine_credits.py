@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dsjax.engine.contract.speculative import MOST_DRAFTS
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.plan.arguments import FitArgs, PlanArgs, SimulateArgs, StepArgs
 from dsjax.plan.engine import CAPABILITIES, credit_table, dsjax_engine, find_engine
@@ -44,6 +45,10 @@ def test_each_credit_of_ours_is_an_option_of_dsjax_serve():
         assert bool(getattr(able, what)) == bool(credit), what
         assert set(re.findall(r"--[a-z-]+", credit)) <= fields
     assert "shared_beside" not in able.credits
+    assert able.most_drafts == MOST_DRAFTS
+    choices = {field.name: field.metadata.get("choices") for field in dataclasses.fields(EngineArgs)}
+    for option, choice in re.findall(r"--([a-z-]+) ((?:nvfp4|fp8))", " ".join(able.credits.values())):
+        assert choice in choices[option.replace("-", "_")]
 
 
 def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
