@@ -10,7 +10,7 @@ from typing import Literal
 from dsjax.hardware import Hardware
 from dsjax.hardware.description import UNITS
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, Kind, assumed
+from dsjax.plan.figure import Draw, Figure, Kind, assumed, drawing
 from dsjax.plan.network import collective_start, network_latency, torus_hops
 from sharding.program import OperationCost, ProgramCollective
 from sharding.program.costs import bytes_moved, products
@@ -67,6 +67,7 @@ class Assumed:
     host_turn: Figure
 
     @classmethod
+    @drawing(Draw())  # in which inputs are figures, with their ranges
     def of(cls, cluster: Cluster) -> Assumed:
         """Assume what holds for a cluster's device and its links."""
         chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"
