@@ -167,13 +167,12 @@ def unseen(candidate: Candidate) -> list[str]:
     decode, work, options = candidate.decode, candidate.decode.workload, candidate.decode.options
     config, usual = decode.config, load_config("deepseek-v3")
     sides = [instance for instance, _ in candidate.sides]
-    devices = {
-        s.cluster.hardware for s in sides if not (s.cluster.hardware.same_die or s.cluster.hardware.is_blackwell)
-    }
+    chips = [instance.cluster.hardware for instance, _ in candidate.sides]
+    others = {chip.name for chip in chips if not (chip.same_die or chip.is_blackwell)}
     found = {
         "a model of other sizes than DeepSeek-V3's": any(getattr(config, n) != getattr(usual, n) for n in _SIZES),
         "dsjax on a GPU or TPU": options.engine.name == "dsjax",
-        " and ".join(sorted(hardware.name for hardware in devices)): bool(devices),
+        " and ".join(sorted(others)): bool(others),
         "modules of your own measurement": options.measured is not None,
         f"weights in {options.precision.name}": options.precision.name in ("bf16", "int8"),
         f"prompts of {work.input.mean:,.0f} tokens": not _PROMPTS[0] <= work.input.mean <= _PROMPTS[1],

@@ -125,18 +125,14 @@ def estimate(question: Question, layout: str) -> Candidate:
     """
     if layout.endswith(".json"):
         return _of_recipe(question, Path(layout))
-    first, apart, second = (part.strip() for part in layout.partition("|"))
-    options = dataclasses.replace(question.options, mesh=None, pins=Pins())
-    if apart:
-        pins = Pins(MeshSpec.parse(first), MeshSpec.parse(second))
-        options = dataclasses.replace(options, pins=pins, modes=("separated",))
-    else:
-        options = dataclasses.replace(options, mesh=MeshSpec.parse(first), modes=("aggregated",))
-    return _best(dataclasses.replace(question, options=options), layout)
+    *first, mesh = (MeshSpec.parse(part.strip()) for part in layout.split("|", 1))
+    return _best(question, layout, Pins(first[0], mesh) if first else Pins(), None if first else mesh)
 
 
-def _best(question: Question, layout: str) -> Candidate:
-    plan = search(question)
+def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **options: Any) -> Candidate:
+    modes = ("separated",) if pins else ("aggregated",)
+    options = dataclasses.replace(question.options, pins=pins, mesh=mesh, modes=modes, **options)
+    plan = search(dataclasses.replace(question, options=options))
     found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
     if not found:
         why = "its weights leave no room for one request" if plan.too_large else "it holds too few requests at once"
@@ -146,20 +142,14 @@ def _best(question: Question, layout: str) -> Candidate:
 
 def _of_recipe(question: Question, file: Path) -> Candidate:
     try:
-        expected = json.loads(file.read_text(encoding="utf-8"))["expected"]
-        options = dataclasses.replace(
-            question.options, redundant=expected["redundant_experts"], modes=(expected["mode"],)
-        )
-        mesh, first = MeshSpec.parse(expected["mesh"]), expected.get("prefill")
+        told = json.loads(file.read_text(encoding="utf-8"))["expected"]
+        mesh, first, pins = MeshSpec.parse(told["mesh"]), told.get("prefill"), Pins()
+        batch, count, redundant = float(told["batch_per_dp_rank"]), int(told["instances"]), told["redundant_experts"]
         if first:
-            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], expected["instances"])
-            options = dataclasses.replace(options, pins=pins)
-        else:
-            options = dataclasses.replace(options, mesh=mesh)
-        batch, count = float(expected["batch_per_dp_rank"]), int(expected["instances"])
+            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], count)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: {why_unreadable(error)}; expected a file that dsjax plan recipe wrote") from error
-    best = _best(dataclasses.replace(question, options=options), str(file))
+    best = _best(question, str(file), pins, None if pins else mesh, redundant=redundant)
     return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
 
 
@@ -177,10 +167,7 @@ def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> C
 
 
 def _pair(first: Candidate, other: Candidate) -> Pair:
-    def ratio() -> float:
-        return moved(first).throughput / moved(other).throughput
-
-    ranked = effects(ratio)[:_DECIDING]
+    ranked = effects(lambda: moved(first).throughput / moved(other).throughput)[:_DECIDING]
     usual = first.throughput / other.throughput
     deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
     return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)

@@ -56,21 +56,12 @@ class Instance:
         known = self.steps.get("shared", {}).get(key)
         if known is not None and cluster.hardware is self.cluster.hardware:
             shared.setdefault(key, known)
-        steps = shared.setdefault(("steps", self.layout.unit), {"shared": shared}) if concurrency is None else {}
+        key = ("steps", self.layout.unit, self.layout.mesh.pp_size)
+        steps = shared.setdefault(key, {"shared": shared}) if concurrency is None else {}
         if cluster is self.cluster and "decode curve" in self.steps:
             most = float(max(self.max_batch, 1))
             steps.setdefault("usual curve", (self.steps["decode curve"], most, self.decode_step(most)))
         return dataclasses.replace(self, cluster=cluster, workload=work, steps=steps)
-
-    @cached_property
-    def stage(self) -> Instance | None:
-        """The whole model on the devices of one stage, where there are several, whose batches take turns (`stages.py`); else None."""
-        mesh = self.layout.mesh
-        if mesh.pp_size == 1:
-            return None
-        steps = self.steps.setdefault("stage", {"shared": self.steps.setdefault("shared", {})})
-        layout = dataclasses.replace(self.layout, mesh=mesh.stage)
-        return dataclasses.replace(self, layout=layout, steps=steps)
 
     def requests(self, batch: float) -> float:
         """Running requests of a DP rank, of all batches that its stages take in turn."""
@@ -178,46 +169,58 @@ class Instance:
         """Seconds of one decode step, with the overlap that makes it faster."""
         return self._decode(batch)[0]
 
-    def _decode(self, batch: float) -> tuple[float, StepModel | None]:
-        """(seconds of a decode step, its model; None with several stages)."""
+    def _decode(self, batch: float) -> tuple[float, StepModel]:
         batch = self.rows(batch)
         found = self.steps.get(("decode", batch))
         if found is None:
-            drafts, work = self.options.drafts, self.workload
-            if self.stage is not None:
-                found = self.staged(self.stage.decode_step(batch), batch * (1 + drafts), True), None
-            else:
-                times = (
-                    (self._paced(m.decode(batch, work.context, drafts=drafts, uneven=work.uneven), True, m.overlap), m)
-                    for m in self.step_models()
-                )
-                found = min(times, key=lambda one: one[0])
-            self.steps["decode", batch] = found
+            drafts, context, uneven = self.options.drafts, self.workload.context, self.workload.uneven
+            times = []
+            for model in self.step_models():
+                step = model.decode(batch, context, drafts=drafts, uneven=uneven) * self.pace(True, model.overlap)
+                times.append((self.staged(step, batch * (1 + drafts), True), model))
+            found = self.steps["decode", batch] = min(times, key=lambda one: one[0])
         return found
 
     def decode_parts(self, batch: float) -> dict[str, float]:
         """Seconds of the parts of `decode_step`, which add up to it."""
         (step, model), work = self._decode(batch), self.workload
-        if model is None:
-            return _with_rest(self.stage.decode_parts(batch), step)
         parts = model.decode_parts(batch, work.context, drafts=self.options.drafts, uneven=work.uneven)
         return _with_rest(parts, step)
 
+    def prefill_step(self, tokens: float, busy: float = 1.0) -> float:
+        """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens on each DP rank, or on this share of them."""
+        return self._prefill(tokens, busy)[0]
+
+    def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
+        """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
+        return self._prefill(tokens, busy)[1]
+
+    def _prefill(self, tokens: float, busy: float = 1.0) -> tuple[float, float, StepModel]:
+        key = ("prefill", tokens, busy)
+        found = self.steps.get(key)
+        if found is None:
+            times = []
+            for model in self.step_models():
+                device, rows = model.prefill_device(tokens, busy=busy, **self._prompts)
+                slack = max(0.0, model.launches(tokens) - device)
+                step = model.launched(device, tokens, rows) * self.pace(False, model.overlap)
+                times.append((self.staged(step, tokens, False), slack, model))
+            found = self.steps[key] = min(times, key=lambda one: one[0])
+        return found
+
     def prefill_parts(self, tokens: float) -> dict[str, float]:
         """Seconds of the parts of `prefill_step`, which add up to it."""
-        (step, slack, halved), work = self._prefill(tokens, 1.0), self.workload
-        if self.stage is not None:
-            return _with_rest(self.stage.prefill_parts(tokens), step)
-        model = next(one for one in self.step_models() if one.overlap == halved)
-        about = {"prompt": self._prompt, "cached": work.cached, "drafts": self.options.drafts}
-        parts, rows = model.prefill_parts(tokens, **about)
+        step, slack, model = self._prefill(tokens)
+        parts, rows = model.prefill_parts(tokens, **self._prompts)
         waits = {"waiting for launches": slack} if slack else {}
         return _with_rest({**parts, **waits, **model.beside(tokens, rows, False)}, step)
 
-    @property
-    def _prompt(self) -> float:
-        """New tokens of a prompt as one of its tokens sees them: long ones have more."""
-        return self.workload.computed * (1 + self.workload.input.variation**2)
+    @cached_property
+    def _prompts(self) -> dict[str, float]:
+        """What a prefill step is told of its prompts, whose new tokens are counted as one of them sees them: long prompts have more."""
+        work = self.workload
+        weighted = work.computed * (1 + work.input.variation**2)
+        return {"prompt": weighted, "cached": work.cached, "drafts": self.options.drafts}
 
     @property
     def decode_curve(self) -> Curve:
@@ -230,24 +233,19 @@ class Instance:
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch)) for batch in tried)
         return self.steps["decode curve"]
 
-    def pace(self, decode: bool, halves: bool = False) -> float | None:
-        """With dsjax's own engine and a dry run of such a step: how much longer the program's timeline is than the estimate. Else None.
+    def pace(self, decode: bool, halves: bool = False) -> float:
+        """How much longer the timeline of a dry run of such a step is than the estimate; 1 without one, or of another engine than dsjax.
 
         halves: of a step in two halves. Where only the other kind was compiled, it tells.
         """
-        if self.options.engine.name != "dsjax":
-            return None
-        return self._kept(("pace", decode, halves), lambda: self._pace(decode, halves))
+        return self._kept(("pace", decode, halves), partial(self._pace, decode, halves))
 
-    def _pace(self, decode: bool, halves: bool) -> float | None:
+    def _pace(self, decode: bool, halves: bool) -> float:
         known = (run for run in self.dry_runs if not halves_refusal(run, self.options.overlap))
         runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
-        return run and drawn(run.timeline) / self.compiled_step(run)
-
-    def _paced(self, step: float, decode: bool, halves: bool) -> float:
-        pace = self.pace(decode, halves)
-        return step if pace is None else step * pace
+        own = self.options.engine.name == "dsjax"
+        return drawn(run.timeline) / self.compiled_step(run) if run and own else 1.0
 
     def compiled_step(self, run: DryRun) -> float:
         """Seconds of the step that was compiled: the same rows and context, whole or in halves as that is."""
@@ -263,8 +261,6 @@ class Instance:
 
     def batches_in_turn(self, batch: float) -> int:
         """Micro-batches that `decode_step` has: 1, 2, or where attention and experts are apart up to 3, and `--num-afd-stages` of dsjax."""
-        if self.stage is not None:
-            return self.stage.batches_in_turn(batch)
         model = self._decode(batch)[1]
         return getattr(model, "micro_batches", 1 + model.overlap) if self.config.is_moe else 1
 
@@ -279,40 +275,16 @@ class Instance:
 
     def halved(self, tokens: float) -> bool:
         """Whether `prefill_step` overlaps two half batches."""
-        return self._prefill(tokens, 1.0)[2] and self.config.is_moe
+        return self._prefill(tokens)[2].overlap and self.config.is_moe
 
     def tpot(self, batch: float) -> float:
         """`static_gen`: seconds between a request's tokens when nothing but decoding happens."""
         return self.decode_step(batch) / self.options.tokens_a_step
 
-    def prefill_step(self, tokens: float, busy: float = 1.0) -> float:
-        """`static_ctx`: seconds of one prefill step of `tokens` prompt tokens on each DP rank, or on this share of them."""
-        return self._prefill(tokens, busy)[0]
-
-    def launch_slack(self, tokens: float, busy: float = 1.0) -> float:
-        """Seconds of such a prefill step in which the device waits for launches: decodes in the same program may fill them."""
-        return self._prefill(tokens, busy)[1]
-
-    def _prefill(self, tokens: float, busy: float) -> tuple[float, float, bool]:
-        """(seconds, of them waiting for launches, whether in two halves)."""
-        key = ("prefill", tokens, busy)
-        found = self.steps.get(key)
-        if found is None and self.stage is not None:
-            step, slack, halved = self.stage._prefill(tokens, busy)
-            found = self.steps[key] = self.staged(step, tokens, False), slack, halved
-        elif found is None:
-            about = {"prompt": self._prompt, "cached": self.workload.cached, "drafts": self.options.drafts}
-            steps = []
-            for model in self.step_models():
-                device, rows = model.prefill_device(tokens, busy=busy, **about)
-                slack = max(0.0, model.launches(tokens) - device)
-                step = self._paced(model.launched(device, tokens, rows), False, model.overlap)
-                steps.append((step, slack, model.overlap))
-            found = self.steps[key] = min(steps, key=lambda one: one[0])
-        return found
-
     def staged(self, step: float, tokens: float, decode: bool) -> float:
         """Seconds of a step through all stages, given those of the whole model on one stage's devices. tokens: of a DP rank."""
+        if self.layout.mesh.pp_size == 1:
+            return step
         drafts, own = self.options.drafts > 0, self.options.engine.name == "dsjax"
         return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts, own)
 

@@ -101,12 +101,11 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
         for layout in apart_layouts(question.config, question.pairs_apart(), here, **alike):
             if options.pins.attention_mesh in (None, layout.mesh) and layout.devices <= widest:
                 looked_at += [layout] if question.most_instances(layout) else []
-    steps: dict[InstanceLayout, dict] = {}
+    steps: dict[tuple[InstanceLayout, int], dict] = {}
     shared: dict = {}
     made = []
     for layout in looked_at:
-        of_unit = steps.setdefault(layout.unit, {"shared": shared})
-        own = of_unit if layout.mesh.pp_size == 1 else {"shared": shared, "stage": of_unit}
+        own = steps.setdefault((layout.unit, layout.mesh.pp_size), {"shared": shared})
         made.append(question.instance(layout, own))
     return looked_at, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
@@ -180,7 +179,7 @@ def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSp
 def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
     """What a plan over these instances takes of each dry run that was given."""
     options = question.options
-    weights = {i.layout.unit: i.memory.weights_total for i in among}
+    weights = {i.layout.unit: i.memory.weights_total for i in among if i.layout.mesh.pp_size == 1}
     about = (question.config, question.cluster, options.precision, options.dispatch, weights, options.overlap)
     return [usage(run, *about) for run in options.compiled]
 
@@ -207,11 +206,11 @@ def _search(question: Question) -> Plan:
         # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
         # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
         both = question.options.engine.name != "dsjax" and question.cluster.experts is None
-        decoding = [one for one in fitting if one.stage is None and (both or not one.layout.experts)]
+        decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and (both or not one.layout.experts)]
         if fitting and not decoding and "aggregated" not in modes:
             raise UserError(_NO_PAGES)
         if decoding:
-            first = [one for one in of_prefill(question, fitting) if one.stage is None]
+            first = [one for one in of_prefill(question, fitting) if one.layout.mesh.pp_size == 1]
             candidates += separated_candidates(question, decoding, first)
     misses = [(candidate.misses(objective), candidate) for candidate in candidates]
     met = sorted((c for missed, c in misses if not missed), key=order)

@@ -92,6 +92,7 @@ def test_intervals_made_without_a_run_hold_90_percent_of_such_runs(kind):
         ({"output": 20}, "outputs of 20 tokens"),
         ({"prefix_hit": 0.5}, "found in the cache"),
         ({"engine": "dsjax"}, "dsjax"),
+        ({"cluster": "rtx4090-32", "config": "deepseek-v2-lite"}, "RTX 4090"),
         ({"mesh": "pp=2,tp=4", "cluster": "h200-8"}, "several stages"),
     ],
 )
