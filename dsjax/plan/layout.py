@@ -45,32 +45,22 @@ class InstanceLayout:
         if mesh.pp_size > 1:
             return f"PP{mesh.pp_size}×{InstanceLayout(mesh.stage).kind}"
         experts = "TP" if mesh.splits_expert_width else "TEP"
-        if "etp" in mesh.axes:
-            name = f"DP{mesh.dp_size}" + (f"×TP{mesh.tp_size}" if mesh.tp_size > 1 else "") + f", ETP{mesh.etp_size}"
-        elif mesh.tp_size == 1:
-            name = f"DEP{mesh.dp_size}" if mesh.num_devices > 1 else "one device"
-        elif mesh.dp_size == 1:
-            name = f"{experts}{mesh.tp_size}"
-        else:
-            name = f"DP{mesh.dp_size}×{experts}{mesh.tp_size}"
-        return name if mesh.ep_size == mesh.num_devices or mesh.dp_size == 1 else f"{name}, EP{mesh.ep_size}"
+        if mesh.num_devices == 1:
+            return "one device"
+        if mesh.dp_size == 1:
+            return f"{experts}{mesh.tp_size}"
+        split = "etp" in mesh.axes
+        wide = f"×{'TP' if split else experts}{mesh.tp_size}" if mesh.tp_size > 1 else ""
+        name = f"DP{mesh.dp_size}{wide}" if wide or split else f"DEP{mesh.dp_size}"
+        name += f", ETP{mesh.etp_size}" if split else ""
+        return name if mesh.ep_size == mesh.num_devices else f"{name}, EP{mesh.ep_size}"
 
     @cached_property
     def unit(self) -> InstanceLayout:
-        """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating.
-
-        Of several stages it is on one stage's devices.
-        """
+        """One copy of the experts, on one stage's devices: `expert_copies` of them are side by side, without communicating."""
         mesh = self.mesh
-        if self.experts:
-            return self
-        if mesh.expert_copies == 1:
-            return self if mesh.pp_size == 1 else InstanceLayout(mesh.stage, self.redundant, self.fused)
-        return InstanceLayout(
-            MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size),
-            self.redundant,
-            self.fused,
-        )
+        one = MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size)
+        return self if self.experts else InstanceLayout(one, self.redundant, self.fused)
 
     def __str__(self) -> str:
         beside = f", experts ep={self.experts}" if self.experts else ""
@@ -83,22 +73,13 @@ def fits(
     """`MeshSpec.check_fits` on the model's numbers; None, or the error. block, expert_block: as `Precision.blocks` has them."""
     if layout.mesh.pp_size > config.num_hidden_layers:
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
-    routed = {
-        "experts": config.n_routed_experts,
-        "redundant": layout.redundant,
-        "expert_width": config.moe_intermediate_size,
-        "expert_block": expert_block,
-    }
+    about = {"experts": config.n_routed_experts, "redundant": layout.redundant}
+    routed = {**about, "expert_width": config.moe_intermediate_size, "expert_block": expert_block, "block": block}
+    dense = {"heads": config.num_attention_heads, "dense_widths": _split_over_tp(config, block), "block": block}
     try:
         if layout.experts:
-            layout.expert_mesh.check_fits(heads=layout.experts, block=block, **routed)
-            routed = {}
-        layout.mesh.check_fits(
-            heads=config.num_attention_heads,
-            **routed,
-            dense_widths=_split_over_tp(config, block),
-            block=block,
-        )
+            layout.expert_mesh.check_fits(heads=layout.experts, **routed)
+        layout.mesh.check_fits(**(dense if layout.experts else routed | dense))
     except MeshError as error:
         return error
     return None
@@ -135,10 +116,8 @@ def layouts(
 ) -> Iterator[InstanceLayout]:
     """Every layout of an instance of at most `devices` devices that fits the model.
 
-    copies: also layouts with several copies of the experts (`dp=32,ep=8`). Copies never communicate, so such a layout is
-        so many smaller instances behind one front; their figures are the same. stages: numbers of them; like a stage, the
-        whole instance is a divisor of a host or whole hosts, so that instances leave no part of a host unused.
-        redundant, blocks: as of `with_redundancy`.
+    copies: also with several copies of the experts (`dp=32,ep=8`), which are so many smaller instances behind one front. stages: numbers
+    of them; like a stage, the whole instance is a divisor of a host or whole hosts. redundant, blocks: as of `with_redundancy`.
     """
     sizes = instance_sizes(devices, per_host)
     of_stages = ((pp, size) for pp in stages for size in instance_sizes(devices // pp, per_host) if pp * size in sizes)

@@ -19,11 +19,7 @@ _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
 
 @contextlib.contextmanager
 def _picture(path: Path | io.StringIO, count: int, size: tuple[float, float]) -> Iterator[list]:
-    """So many axes beside each other, written to a file; text gets an SVG.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """So many axes beside each other, written to a file; text gets an SVG."""
     try:
         import matplotlib
     except ImportError as error:

@@ -111,26 +111,13 @@ def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance],
 
 
 def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
-    """The layouts whose mesh has attention and experts, that fit and that the engine can run.
-
-    Raises:
-        UserError: the model has no shared expert to fuse; the mesh that was given is none of them.
-    """
+    """The layouts whose mesh has attention and experts, that fit and that the engine can run; `UserError` where the given one is none."""
     options, config, cluster = question.options, question.config, question.cluster
     named = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
     per_host, alike = min(cluster.devices_per_host, question.devices), options.precision.blocks
     stages = sorted({*options.stages, *(mesh.pp_size for mesh in named)})
-    found = list(
-        layouts(
-            config,
-            question.devices,
-            per_host,
-            redundant=options.redundant,
-            copies=question.few,
-            stages=stages,
-            **alike,
-        )
-    )
+    about = {"redundant": options.redundant, "copies": question.few, "stages": stages, **alike}
+    found = list(layouts(config, question.devices, per_host, **about))
     # Layouts whose DP ranks share the width of an expert are tried only where they are named.
     shared_width = [(mesh, 0) for mesh in named if "etp" in mesh.axes]
     more = with_redundancy(config, shared_width, options.redundant, **alike)
@@ -157,11 +144,7 @@ def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
 
 
 def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSpec]) -> list[InstanceLayout]:
-    """Without those that the engine cannot be asked for.
-
-    Raises:
-        UserError: a mesh that was given is one of them.
-    """
+    """Without those that the engine cannot be asked for; `UserError` where a given mesh is one of them."""
     options, cluster, engine = question.options, question.cluster, question.options.engine.name
     if engine in LAUNCHED:
         about = (cluster.devices_per_host, cluster.hardware, options.precision)

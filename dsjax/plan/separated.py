@@ -64,11 +64,7 @@ def separated_candidates(question: Question, fitting: list[Instance], prefilling
 
 
 def _pinned(fitting: list[Instance], mesh: MeshSpec | None, flag: str) -> list[Instance]:
-    """Those of the mesh that was given.
-
-    Raises:
-        UserError: no layout that fits has it.
-    """
+    """Those of the mesh that was given; `UserError` where no layout that fits has it."""
     pinned = [instance for instance in fitting if mesh in (None, instance.layout.mesh)]
     if mesh is not None and not pinned:
         near = sorted(
@@ -244,10 +240,7 @@ def _beside_each_other(question: Question, kept: int, other: int, lefts: set[int
 
 
 def most_decode_instances(question: Question, prefilling: Sequence[Instance], instance: Instance) -> int:
-    """The most instances of a layout that ever decode for a number of requests in flight, beside some of these that compute prompts.
-
-    0 where none may: they do not fit, or not in the numbers that are pinned.
-    """
+    """The most instances of a layout that ever decode for a number of requests in flight beside these that compute prompts, or 0."""
     other, own = question.devices_kept(instance), question.cluster.prefill is not None
     sizes = {question.devices_kept(i) for i in prefilling}
     pairs = [
@@ -257,10 +250,9 @@ def most_decode_instances(question: Question, prefilling: Sequence[Instance], in
 
 
 def _relieved(question: Question, late: list[tuple[PrefillPool, Candidate]]) -> list[Candidate]:
-    """Reduce the batch of deployments that miss the TTFT because prefill is too busy, until they meet it.
+    """Reduce the batch of the fastest deployments that miss the TTFT because prefill is too busy, until they meet it.
 
-    Only the `_RELIEVED` deployments with the highest throughput are tried. The batch is found with interpolated decode steps; the result is
-    then priced exactly.
+    The batch is found with interpolated decode steps; the result is then priced exactly.
     """
     bound, found, seen = question.objective.ttft, [], set()
     for pool, busy in sorted(late, key=lambda one: -one[1].throughput)[:_RELIEVED]:

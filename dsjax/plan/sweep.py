@@ -14,18 +14,17 @@ from dsjax.plan.question import Question
 from dsjax.plan.search import search
 
 _QUANTITIES = {
-    "latency": ("µs one way", "latency=1,10,100"),
-    "bandwidth": ("Gb/s a card", "bandwidth=1,25,400"),
-    "loss-of-hosts": ("hosts lost", "loss-of-hosts=1,2"),
-    "hosts": ("hosts in all", "hosts=4,8,16, or hosts=8:400,16:800 with so many requests in flight on each"),
-    "concurrency": ("requests in flight", "concurrency=1,16,256"),
+    "latency": ("µs one way", "latency=1,10,100", (1, 2, 5, 10, 20, 50, 100)),
+    "bandwidth": ("Gb/s a card", "bandwidth=1,25,400", (10, 25, 50, 100, 200, 400, 800)),
+    "loss-of-hosts": ("hosts lost", "loss-of-hosts=1,2", range(9)),
+    "hosts": (
+        "hosts in all",
+        "hosts=4,8,16, or hosts=8:400,16:800 with so many requests in flight on each",
+        (0.5, 1, 2, 4),
+    ),
+    "concurrency": ("requests in flight", "concurrency=1,16,256", (1, 4, 16, 64, 256, 1024, 4096)),
 }
-"""What may be swept: its unit, and an example."""
-_USUAL = {
-    "latency": (1, 2, 5, 10, 20, 50, 100),
-    "bandwidth": (10, 25, 50, 100, 200, 400, 800),
-    "concurrency": (1, 4, 16, 64, 256, 1024, 4096),
-}
+"""What may be swept: its unit, an example, and usual points; of hosts times those at hand."""
 Point = tuple[float, float | None]
 """A value of a swept quantity; of hosts perhaps with so many requests in flight."""
 
@@ -87,24 +86,21 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
         raise UserError(
             f"--sweep {text!r}: expected one of {', '.join(_QUANTITIES)}, or with points of your own: latency=1,10,100"
         )
-    unit, example = _QUANTITIES[quantity]
+    unit, example, _ = _QUANTITIES[quantity]
     expected, points = f"expected {unit} between commas, for example {example}", set()
+    whole = quantity in ("hosts", "loss-of-hosts")
     for number in numbers.split(",") if given else ():
         value, with_users, users = number.partition(":")
         try:
             pair = (float(value), float(users)) if with_users and quantity == "hosts" else (float(number), None)
         except ValueError:
             raise UserError(f"--sweep {text!r}: {number!r} is no number; {expected}") from None
-        least = {"hosts": 1, "loss-of-hosts": 0}.get(quantity)
-        right = pair[0] > 0 if least is None else pair[0] >= least and pair[0] % 1 == 0
-        wrongs = (
-            [(pair[0], "above 0" if least is None else "a number of hosts")]
-            if not (right and pair[0] < math.inf)
-            else []
-        )
-        wrongs += [(pair[1], "above 0")] if pair[1] is not None and not 0 < pair[1] < math.inf else []
-        for wrong, what in wrongs:
-            raise UserError(f"--sweep {text!r}: {wrong:g} is not {what}; {expected}")
+        least = 0 if quantity == "loss-of-hosts" else 1
+        if not (least <= pair[0] < math.inf and pair[0] % 1 == 0 if whole else 0 < pair[0] < math.inf):
+            kind = "a number of hosts" if whole else "above 0"
+            raise UserError(f"--sweep {text!r}: {pair[0]:g} is not {kind}; {expected}")
+        if pair[1] is not None and not 0 < pair[1] < math.inf:
+            raise UserError(f"--sweep {text!r}: {pair[1]:g} is not above 0; {expected}")
         points.add(pair)
     return quantity, tuple(points)
 
@@ -118,50 +114,40 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
     Raises:
         UserError: more hosts lost than there are; other numbers of hosts with a bound on the devices.
     """
-    cluster, bound = question.cluster, question.options.max_devices
-    now = {
-        "latency": cluster.latency * 1e6,
-        "bandwidth": cluster.network_gbps,
-        "loss-of-hosts": 0.0,
-        "hosts": float(cluster.hosts),
-        "concurrency": _in_flight(winner),
+    cluster, bound, output = question.cluster, question.options.max_devices, winner.decode.workload.output.mean
+    # Requests in flight by Little's law: where prefill holds the winner back, it has room for more.
+    in_flight = winner.throughput / output * (winner.ttft + winner.tpot * max(output - 1, 0))
+    now, changed = {
+        "latency": (cluster.latency * 1e6, lambda to: cluster.scaled("latency", now / to)),
+        "bandwidth": (cluster.network_gbps, lambda to: cluster.scaled("network", to / now)),
+        "loss-of-hosts": (0.0, lambda to: cluster.resized(cluster.hosts - int(to))),
+        "hosts": (float(cluster.hosts), lambda to: cluster.resized(int(to))),
+        "concurrency": (float(max(1, round(in_flight))), lambda to: cluster),
     }[quantity]
-    usual = _USUAL.get(quantity, range(min(cluster.hosts, 9)))
+    unit, _, usual = _QUANTITIES[quantity]
+    if quantity == "hosts" and bound is not None:
+        raise UserError(
+            f"--sweep hosts asks for other numbers of hosts, and --max-devices {bound} bounds the devices; leave one of them out"
+        )
     if quantity == "hosts":
-        if bound is not None:
-            raise UserError(
-                f"--sweep hosts asks for other numbers of hosts, and --max-devices {bound} bounds the devices; leave one of them out"
-            )
-        usual = [float(int(now * factor)) for factor in (0.5, 1, 2, 4) if now * factor >= 1]
-    tried = set(points or [(value, None) for value in usual])
-    if quantity != "hosts":
-        tried.add((now, None))
+        usual = [float(int(now * factor)) for factor in usual if now * factor >= 1]
+    elif quantity == "loss-of-hosts":
+        usual = usual[: cluster.hosts]
+    tried = set(points or [(value, None) for value in usual]) | ({(now, None)} if quantity != "hosts" else set())
     most = max(value for value, _ in tried)
     if quantity == "loss-of-hosts" and most >= cluster.hosts:
         raise UserError(f"--sweep loss-of-hosts={most:g}: the cluster has {cluster.hosts} hosts; expected fewer")
     found = []
     for value, users in sorted(tried, key=lambda point: (point[0], point[1] or 0.0)):
-        changed = {
-            "latency": lambda to: cluster.scaled("latency", now / to),
-            "bandwidth": lambda to: cluster.scaled("network", to / now),
-            "loss-of-hosts": lambda to: cluster.resized(cluster.hosts - int(to)),
-            "hosts": lambda to: cluster.resized(int(to)),
-            "concurrency": lambda to: cluster,
-        }[quantity]
-        there = dataclasses.replace(question, cluster=changed(value))
-        load = value if quantity == "concurrency" else users
+        there, load = (
+            dataclasses.replace(question, cluster=changed(value)),
+            value if quantity == "concurrency" else users,
+        )
         if load is not None:
             work = dataclasses.replace(question.workload, concurrency=load, rate=None)
             there = dataclasses.replace(there, workload=work)
         found.append(_point(question, winner, value, users, there))
-    return Sweep(quantity, _QUANTITIES[quantity][0], now, found)
-
-
-def _in_flight(winner: Candidate) -> float:
-    """Requests in flight at the winner's own figures, by Little's law: where prefill holds it back, it has room for more."""
-    output = winner.decode.workload.output.mean
-    stay = winner.ttft + winner.tpot * max(output - 1, 0)
-    return float(max(1, round(winner.throughput / output * stay)))
+    return Sweep(quantity, unit, now, found)
 
 
 def _point(question: Question, winner: Candidate, value: float, users: float | None, there: Question) -> SweepPoint:
