@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from dsjax.errors import UserError
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
@@ -20,8 +20,7 @@ class Engine:
     module, at most `most_drafts` a step. fp4: loads FP4 experts; widens_fp4: multiplies by them in bf16. int8: loads block-wise INT8
     weights. fp8_cache: bytes a value of its FP8 latent cache, None without one. shared_beside: decode computes the shared expert beside
     the routed ones. holds_prompts: with attention DP prompts wait until every replica has some. mixes: a step of a DP rank has prompts
-    and decodes; otherwise its decodes wait. apart: has attention and experts on devices of their own. credits: capability → the option or
-    file of the engine that has it.
+    and decodes; otherwise its decodes wait. apart: has attention and experts on devices of their own.
 
     dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one;
     otherwise one compiled program has all of them. captured: prefill steps of up to so many tokens are in CUDA graphs, attention between
@@ -49,7 +48,6 @@ class Engine:
     holds_prompts: bool
     mixes: bool
     apart: bool
-    credits: Mapping[str, str] = field(compare=False, repr=False)
     dispatch: str = "deepep"
     eager: bool = True
     most_drafts: int | None = None
@@ -110,50 +108,39 @@ class Engine:
         return dataclasses.replace(chosen, cache=self.fp8_cache)
 
 
-_CREDITS = tomllib.loads(
+CREDITS: dict[str, dict[str, str]] = tomllib.loads(
     (importlib.resources.files("configs") / "engines" / "credits.toml").read_text(encoding="utf-8")
 )
-_WORDS = _CREDITS.pop("words")
-CAPABILITIES = tuple(_WORDS)
+"""Engine → capability → the option or file of the engine that has it; `words`: capability → what a page calls it."""
+CAPABILITIES = tuple(CREDITS["words"])
 """Fields of `Engine` that make a plan better, and that something must be named for."""
 
 
-def _engine(name: str, credits: Mapping[str, str], fp8_cache: float = 1.0, **how) -> Engine:
-    able = {what: what in credits for what in CAPABILITIES}
-    able["fp8_cache"] = fp8_cache if able["fp8_cache"] else None
-    return Engine(name, credits=credits, **able, **how)
+def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0, **how) -> Engine:
+    can = {what: what in able for what in CAPABILITIES}
+    return Engine(name, **{**can, "fp8_cache": fp8_cache if can["fp8_cache"] else None}, **how)
 
 
-_OTHERS = [name for name in _CREDITS if name != "dsjax"]
-_ALL = {
-    what: "; ".join(f"{name}: {_CREDITS[name][what]}" for name in _OTHERS if what in _CREDITS[name])
-    for what in CAPABILITIES
-}
-PUBLISHED = dataclasses.replace(
-    _engine(
-        "published", {**_ALL, "apart": "papers of MegaScale-Infer, StepFun and Baidu Baige; no released engine has it"}
-    ),
-    holds_prompts=False,
-    fp8_mla=True,
-)
-"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish; fp8_mla: FlashMLA's pull request 82, which the image
-`ghcr.io/antgroup/sglang:h20-blog-release` has and SGLang's releases have not."""
+PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"}, fp8_mla=True)
+"""SGLang and TensorRT-LLM with the kernels and overlaps that they publish, and attention and experts apart as papers of MegaScale-Infer,
+StepFun and Baidu Baige have it; fp8_mla: FlashMLA's pull request 82, which the image `ghcr.io/antgroup/sglang:h20-blog-release` has and
+SGLang's releases have not."""
 _ENGINES = {
     # most_drafts: `dsjax.engine.contract.speculative`.
     "dsjax": _engine(
-        "dsjax", _CREDITS["dsjax"], FP8_CACHE, dispatch="auto", eager=False, most_drafts=4, widens_fp4=True
+        "dsjax", CREDITS["dsjax"], FP8_CACHE, dispatch="auto", eager=False, most_drafts=4, widens_fp4=True
     ),
     "published": PUBLISHED,
-    "vllm": _engine("vllm", _CREDITS["vllm"]),
+    "vllm": _engine("vllm", CREDITS["vllm"]),
     # keeps: `new_token_ratio` begins at 0.7, and falls to 0.14 of that in 600 decode steps (`SGLANG_INIT_NEW_TOKEN_RATIO`,
     # `SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR` and `SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS` in srt/environ.py). absorbs_below: with FlashInfer's
     # attention or FlashAttention 3 prompts are computed in the multi-head form where none has cached positions, or where they have
     # `SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD` together, and all of them absorbed between the two (`_handle_attention_backend` in
     # srt/models/deepseek_common/attention_backend_handler.py); a chunked prompt has such positions.
-    "sglang": _engine("sglang", _CREDITS["sglang"], keeps=(0.7, 0.7 * 0.14, 600), absorbs_below=8192),
+    "sglang": _engine("sglang", CREDITS["sglang"], keeps=(0.7, 0.7 * 0.14, 600), absorbs_below=8192),
     # keeps: its default, `CapacitySchedulerPolicy.GUARANTEED_NO_EVICT`, begins a request where its whole output has room
     # (llmapi/llm_args.py). vLLM and dsjax keep none, and preempt.
-    "tensorrt-llm": _engine("tensorrt-llm", _CREDITS["tensorrt-llm"], keeps=(1.0, 1.0, 1)),
+    "tensorrt-llm": _engine("tensorrt-llm", CREDITS["tensorrt-llm"], keeps=(1.0, 1.0, 1)),
 }
 ENGINES = tuple(_ENGINES)
 
@@ -172,13 +159,3 @@ def find_engine(name: str) -> Engine:
     if name not in _ENGINES:
         raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
     return _ENGINES[name]
-
-
-def credit_table() -> str:
-    """Markdown: what each engine is credited with, and by what."""
-    names = ("dsjax", *_OTHERS)
-    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for what, words in _WORDS.items():
-        cells = (_CREDITS[name].get(what, "no") for name in names)
-        lines.append(f"| {words} | {' | '.join(cells)} |")
-    return "\n".join(lines)
