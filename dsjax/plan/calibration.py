@@ -30,13 +30,10 @@ HOST, WIDE, FAR, DRAFTS = "one host", "several hosts", "another device or engine
 anything else; and runs with drafts, whose share that is accepted no table has."""
 UNSEEN = "nothing like it was measured"
 """Distance of plans that have something which no blind prediction had (`unseen`): no group is theirs, and they take the widest ends."""
-LONGER, SENT = "longer prompts than said", "prompts as most likely sent"
-"""Runs of a benchmark whose client most likely sent prompts five times as long as its results say, predicted with the prompts that they
-say, and with those that were sent."""
-COLD = "engine not warmed up"
-"""P99 of the TTFT of runs in which nothing had warmed the engine up: the first request of each user waited for what was compiled then."""
-ALONE = (DRAFTS, LONGER, SENT, COLD)
-"""Distances whose predictions stand for nothing but themselves: no other group borrows from them."""
+LONGER = "longer prompts than said"
+ALONE = (DRAFTS, LONGER, "prompts as most likely sent", "engine not warmed up")
+"""Distances whose predictions stand for nothing but themselves: no other group borrows from them. Two are of a benchmark whose client most
+likely sent prompts five times as long as its results say, predicted as said and as sent; one is P99 of the TTFT with a cold engine."""
 LEAST = math.ceil(2 / (1 - LEVEL)) - 1
 """Predictions that a group needs before both of its ends are defined."""
 _PROMPTS, _OUTPUTS = (512, 2 * 8192), (400, 2 * 8192)
@@ -54,10 +51,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Blind:
-    """One prediction that was committed before its measurement was read. kind and distance: as the names above have them.
-
-    round: predictions that were committed together; run: what was measured at once, which has several figures.
-    """
+    """A prediction committed before its measurement was read. round: predictions committed together; run: what was measured at once."""
 
     round: str
     run: str
@@ -74,10 +68,7 @@ class Blind:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Quantiles of measured ÷ predicted: the ends that hold `LEVEL`, and the median.
-
-    count: predictions; of: which, in words; errors: logarithms of measured ÷ predicted, of ratios.
-    """
+    """Quantiles of measured ÷ predicted of `count` predictions, and which these are; errors: of ratios, the logarithms."""
 
     low: float
     median: float
@@ -118,11 +109,8 @@ def calibrate(blind: Sequence[Blind], kind: str, distance: str) -> Calibration:
 
 
 def calibrate_ratio(blind: Sequence[Blind], kind: str, distance: str | None) -> Calibration:
-    """What ratios of two predictions missed by: two runs of one round, engine and distance, whose common error cancels.
-
-    Runs of one engine and source begin with the same letters. distance: of both, where there are enough runs at it; else those of all
-    that stand for others count. count: runs.
-    """
+    """What ratios of two runs of one round, engine and distance missed by, whose common error cancels; of all distances that stand for
+    others where there are too few at this one. Runs of one engine and source begin with the same letters."""
     blind = [b for b in blind if b.kind == kind]
     own = [b for b in blind if b.distance == distance]
     alike: dict[tuple[str, str, str], list[float]] = defaultdict(list)

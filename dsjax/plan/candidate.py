@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
+from dsjax.plan.memory import cache_bytes_per_token
 from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
@@ -209,14 +210,23 @@ def moved(
 
 def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
     """Add intervals to the TTFT, TPOT and throughput of a deployment."""
+    return all_with_intervals([candidate], draws)[0]
 
-    def compute() -> tuple[float, float, float]:
-        again = moved(candidate)
-        return again.throughput, again.tpot, again.ttft
 
-    seen = samples(compute, draws)
-    throughput, tpot, ttft = spread(compute, seen)
-    return dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen)
+def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> list[Candidate]:
+    """Add intervals to deployments of one search, which have prices in common in each draw."""
+
+    def compute(some: Sequence[Candidate]) -> list[float]:
+        shared: dict = {}
+        again = [moved(candidate, shared=shared) for candidate in some]
+        return [figure for one in again for figure in (one.throughput, one.tpot, one.ttft)]
+
+    seen = samples(lambda: compute(candidates), draws).reshape(draws, len(candidates), 3)
+    found = []
+    for at, candidate in enumerate(candidates):
+        throughput, tpot, ttft = spread(lambda one=candidate: compute([one]), seen[:, at])
+        found.append(dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen[:, at]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -224,7 +234,7 @@ class PrefillPool:
     """An instance that only prefills, in steps of at most `tokens` a DP rank.
 
     rate: requests a second with full steps; seconds: of a prompt in full steps; alone: of a prompt with no other on its rank.
-    known: what `seconds_at` has found; the search asks two times in three for a rate that it has asked for before.
+    known: what `seconds_at` has found; two times in three the search asks again.
     """
 
     instance: Instance
@@ -336,10 +346,11 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
     if "transfer" not in instance.steps:
-        size = instance.memory.cache_per_token * instance.workload.input.mean
+        options, prompt = instance.options, instance.workload.input.mean
+        size = cache_bytes_per_token(instance.config, options.precision, options.drafts > 0) * prompt
         sender = prefill.cluster if instance.cluster.prefill is not None else None
         # In dsjax one device of a replica pulls the pages and hands them to the others.
-        own = instance.options.engine.name == "dsjax"
+        own = options.engine.name == "dsjax"
         links = 1 if own else instance.layout.mesh.tp_size
         instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender, own)
     return instance.steps["transfer"]

@@ -36,7 +36,6 @@ from sharding.mesh import MeshSpec
 DRAWS = 96
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
 """Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
-_DECIDING = 3
 _MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
 _NETWORK = "dsjax bench network --json network.json; then --network network.json"
 _SETTLED_BY = {
@@ -160,7 +159,7 @@ def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> C
 
 
 def _pair(first: Candidate, other: Candidate) -> Pair:
-    ranked = effects(lambda: moved(first).throughput / moved(other).throughput)[:_DECIDING]
+    ranked = effects(lambda: moved(first).throughput / moved(other).throughput)[:3]
     usual = first.throughput / other.throughput
     deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
     return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)

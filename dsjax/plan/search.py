@@ -7,12 +7,12 @@ import dataclasses
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, aggregated, frontier, with_intervals
+from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, frontier
 from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
@@ -42,12 +42,11 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: candidates that meet the objectives, best first; the others, nearest first; layouts that do not fit.
+    """The answer: the best candidate of each layout that meets the objectives, best first; of the others, nearest first.
 
-    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did.
-    considered: layouts looked at; fitting, too_large: those with and without room for one request beside the weights. every: all
-    candidates, not only the best of each layout, where none meets the objectives. unkept: some meet them, but when played none kept
-    the percentiles that were asked for.
+    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did. considered: layouts looked at;
+    fitting, too_large: with and without room for one request beside the weights. every: all candidates where none meets the objectives.
+    unkept: some meet them, but when played none kept the percentiles that were asked for.
     """
 
     question: Question
@@ -75,7 +74,7 @@ class Plan:
 class Shown(Sequence[Row]):
     """Rows that get their intervals when they are looked at: most of them never are. rows: those without."""
 
-    def __init__(self, rows: Sequence[Row], with_intervals: Callable[[Row], Row] = with_intervals):
+    def __init__(self, rows: Sequence[Row], with_intervals: Callable[[list[Row]], list[Row]] = all_with_intervals):
         self.rows, self._full, self._with_intervals = rows, {}, with_intervals
 
     def __len__(self) -> int:
@@ -83,12 +82,15 @@ class Shown(Sequence[Row]):
 
     def __getitem__(self, at):
         """The row at a place, or a list of those of a slice."""
-        if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
-        at = range(len(self))[at]
-        if at not in self._full:
-            self._full[at] = self._with_intervals(self.rows[at])
-        return self._full[at]
+        places = range(len(self))[at]
+        wanted = places if isinstance(at, slice) else [places]
+        if missing := [place for place in wanted if place not in self._full]:
+            self._full |= zip(missing, self._with_intervals([self.rows[place] for place in missing]), strict=True)
+        found = [self._full[place] for place in wanted]
+        return found if isinstance(at, slice) else found[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self[:])
 
 
 def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance], list[Instance]]:

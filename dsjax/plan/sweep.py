@@ -31,9 +31,8 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """value: of the swept quantity, in its unit; same: the winner's deployment there (None: it cannot run);
-    best: the best of all layouts there, objectives met or not (None: none can run). users: requests in flight that were given with
-    a number of hosts."""
+    """A value; the winner's deployment there, and the best of all layouts, objectives met or not (None: cannot run); requests in flight
+    that were given with a number of hosts."""
 
     value: float
     same: Candidate | None
@@ -59,19 +58,14 @@ class Sweep:
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
 
-        def shown(candidate: Candidate | None) -> dict[str, Any] | None:
-            return candidate and {"deployment": candidate.name(), **candidate.to_json()}
-
-        points = [
-            {
-                "value": p.value,
-                **({"concurrency": p.users} if p.users is not None else {}),
-                "same": shown(p.same),
-                "best": shown(p.best),
-                "meets_objective": p.met,
+        points = []
+        for p in self.points:
+            users = {"concurrency": p.users} if p.users is not None else {}
+            sides = {
+                name: one and {"deployment": one.name(), **one.to_json()}
+                for name, one in (("same", p.same), ("best", p.best))
             }
-            for p in self.points
-        ]
+            points.append({"value": p.value, **users, **sides, "meets_objective": p.met})
         return {"quantity": self.quantity, "unit": self.unit, "now": self.now, "points": points}
 
 
@@ -106,10 +100,7 @@ def read_sweep(text: str) -> tuple[str, tuple[Point, ...]]:
 
 
 def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence[Point] = ()) -> Sweep:
-    """A quantity around a plan's winner, at the points that are given or at usual ones, and at the cluster as it is (of hosts with
-    points of one's own at those alone).
-
-    With a number of requests in flight a point is answered for as many, whatever load the question has.
+    """A quantity around a plan's winner, at the points that are given or at usual ones, and (but of hosts) at the cluster as it is.
 
     Raises:
         UserError: more hosts lost than there are; other numbers of hosts with a bound on the devices.
@@ -157,7 +148,7 @@ def _point(question: Question, winner: Candidate, value: float, users: float | N
     except UserError:
         # The question itself was answered: it is the mesh that was given that is no layout of fewer hosts.
         return SweepPoint(value, same, None, False, users)
-    best = plan.winner or next(iter(plan.missed), None)
+    best = next(iter([*plan.ranked[:1], *plan.missed[:1]]), None)
     return SweepPoint(value, same, best, plan.winner is not None, users)
 
 
