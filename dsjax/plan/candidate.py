@@ -193,9 +193,9 @@ def moved(
     batch: float | None = None,
     concurrency: float | None = None,
 ) -> Candidate:
-    """Compute a deployment again: on another cluster, with another batch or concurrency, or in the current draw.
+    """Compute a deployment anew: on another cluster, with another batch or concurrency, or in the current draw.
 
-    Nothing that was priced before is kept. shared: prices that deployments on that cluster have in common; pass the same dict to all.
+    shared: prices that deployments on that cluster have in common; pass the same dict to all.
     """
     cluster, shared = cluster or candidate.decode.cluster, {} if shared is None else shared
     batch, tokens = candidate.batch if batch is None else batch, candidate.prefill_tokens

@@ -32,10 +32,7 @@ _LADDER = sorted({*(2**i for i in range(12)), *(3 * 2**i for i in range(10))})
 
 @dataclass(frozen=True)
 class Instance:
-    """A layout on a cluster, asked about a workload.
-
-    steps: of its unit, shared by the layouts that are made of it; `steps["shared"]`: of all layouts on the cluster.
-    """
+    """A layout on a cluster, asked about a workload. steps: prices of its unit; `steps["shared"]`: of all layouts on the cluster."""
 
     config: ModelConfig
     cluster: Cluster
@@ -92,10 +89,7 @@ class Instance:
 
     @property
     def places_by_load(self) -> bool:
-        """Whether experts are moved after their load while serving: with redundant experts, wherever the engine can.
-
-        That of dsjax cannot where stages are in several processes, one on each host.
-        """
+        """Whether experts are moved after their load while serving. dsjax does not where stages are in several processes, one a host."""
         layout, engine = self.layout, self.options.engine
         apart = layout.mesh.pp_size > 1 and layout.devices > self.cluster.devices_per_host and engine.name == "dsjax"
         return engine.balances and not apart and layout.redundant > 0 and layout.expert_mesh.ep_size > 1
@@ -234,10 +228,8 @@ class Instance:
         return self.steps["decode curve"]
 
     def pace(self, decode: bool, halves: bool = False) -> float:
-        """How much longer the timeline of a dry run of such a step is than the estimate; 1 without one, or of another engine than dsjax.
-
-        halves: of a step in two halves. Where only the other kind was compiled, it tells.
-        """
+        """Timeline of a dry run of such a step ÷ the estimate; 1 without one, or of another engine than dsjax. halves: of a step in two
+        halves; where only the other kind was compiled, it tells."""
         return self._kept(("pace", decode, halves), partial(self._pace, decode, halves))
 
     def _pace(self, decode: bool, halves: bool) -> float:

@@ -31,10 +31,9 @@ class Bottleneck:
 
 
 def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottleneck]:
-    """Every resource by what doubling it would give, most first.
+    """Every resource by what doubling it would give, most first. shared: prices of deployments of one plan; give all the same dict.
 
-    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch. shared: what the deployments of
-    one plan have in common; give all of them the same dict.
+    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch.
     """
     now, shared = candidate.decode.cluster, {} if shared is None else shared
     cases = [(resource, now.scaled(resource, 2), candidate.batch) for resource in RESOURCES]
@@ -120,8 +119,7 @@ def _scaled(cluster: Cluster, resources: Sequence[str], factor: float) -> Cluste
 
 
 def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
-    """The least of so many times the hosts, of all kinds, with which a deployment meets the objectives, or of the devices where these are
-    limited. A service that may be aggregated is looked at as such: the search for separated ones takes many times as long."""
+    """The least multiple of the hosts of all kinds (or of limited devices) that meets the objectives, aggregated where that is possible."""
     options, limited = question.options, question.devices < question.cluster.num_devices
     modes = ("aggregated",) if "aggregated" in options.possible_modes else options.modes
     for factor in _MORE_HOSTS:

@@ -36,11 +36,7 @@ def _picture(path: Path | io.StringIO, count: int, size: tuple[float, float]) ->
 
 
 def draw_front(plan: Plan, path: Path | io.StringIO) -> None:
-    """The front with its intervals, and the candidates that meet the objectives, as a picture; text gets an SVG.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """The front with its intervals, and the best of each layout; `UserError` where matplotlib is not installed."""
     objective = plan.question.objective
     kept = {id(c): c for c in [*plan.late, *plan.ranked, *plan.missed]}.values()
     late = [c for c in kept if objective.ttft is not None and c.ttft > objective.ttft]
@@ -91,11 +87,7 @@ def _late(plan: Plan) -> str:
 
 
 def draw_sweep(sweep: Sweep, path: Path) -> None:
-    """Throughput and TPOT of the winner's deployment and of the best one, over the swept quantity.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Throughput and TPOT of the winner's deployment and of the best one, over the swept quantity."""
     now = "the winner as it is" if sweep.quantity == "concurrency" else "the cluster as it is"
     ticks = [p.label.replace(", ", "\n") for p in sweep.points]
     crowded = len(ticks) > 4 and "\n" not in "".join(ticks)
@@ -131,11 +123,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
 
 
 def write_html(plan: Plan, path: Path) -> None:
-    """The front as a page: a drawing, and the table of its figures.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """The front as a page: a drawing, and the table of its figures."""
     title = html.escape(f"{plan.question.cluster.name}: tokens a second a device against tokens a second a user")
     drawing, objective = io.StringIO(), plan.question.objective
     draw_front(plan, drawing)

@@ -102,10 +102,7 @@ class Question:
         return tried if self.few else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
 
     def most_instances(self, layout: InstanceLayout) -> int:
-        """How many instances of a layout there is room for.
-
-        One that fits into a host shares it with others and lies on no second one; of a larger one, attention and experts have whole hosts.
-        """
+        """How many instances there is room for: one that fits into a host shares it, of a larger one either side has whole hosts."""
         here, beside = self.cluster.devices_per_host, self.cluster.experts
         attention, experts = layout.mesh.num_devices, layout.experts
         if beside is not None and experts:

@@ -282,11 +282,9 @@ def _sizes(question: Question, instance: Instance) -> list[float]:
 
 
 def _filled(question: Question, known: list[Candidate]) -> list[Candidate]:
-    """Between the batches that were tried, the largest that meets the objectives: by bisection, where it may be the best answer.
+    """Between the batches that were tried, the largest that meets the objectives (with a given rate the least), by bisection.
 
-    Throughput grows with the batch, so that what meets the objectives between two batches is not better than the upper one; where that is
-    no better than the best so far, nothing is tried. With a given rate the least batch that keeps up, the fastest, is looked for in the
-    same way.
+    Throughput grows with the batch: where the upper of two batches is no better than the best so far, nothing between them is tried.
     """
     objective, order = question.bounds, question.order
     if not question.bounded:

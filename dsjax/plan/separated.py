@@ -34,12 +34,9 @@ class Decoder(NamedTuple):
 
 
 def separated_candidates(question: Question, fitting: list[Instance], prefilling: list[Instance]) -> list[Candidate]:
-    """Every way to pair prefill pools with decode instances that may be the best, with middle values only.
+    """Every way to pair prefill pools with decode instances that may be the best.
 
-    fitting: instances that fit into memory; prefilling: those that may compute prompts, the same ones unless the cluster has two kinds.
-
-    Raises:
-        UserError: a mesh was given that is none of theirs.
+    fitting: instances that fit into memory; prefilling: those that may compute prompts. `UserError` where a given mesh is none of theirs.
     """
     pins, bound, users = question.options.pins, question.objective.ttft, question.workload.concurrency
     prefilling = _pinned(prefilling, pins.prefill_mesh, "--prefill-mesh")
