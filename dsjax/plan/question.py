@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dsjax.config import ModelConfig
@@ -47,17 +48,17 @@ class Question:
         if tables is not self.options.operators:
             object.__setattr__(self, "options", dataclasses.replace(self.options, operators=tables))
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices that may be used."""
         return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
 
-    @property
+    @cached_property
     def few(self) -> bool:
         """Whether the devices are so few that everything is tried."""
         return self.devices <= _FEW
 
-    @property
+    @cached_property
     def bounds(self) -> Objective:
         """The objectives, with the throughput that the rate asks for."""
         rate, wanted = self.workload.rate, self.objective.throughput
@@ -65,7 +66,7 @@ class Question:
             return self.objective
         return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Whether there is any objective to meet."""
         return self.bounds != Objective()
