@@ -13,7 +13,7 @@ from dsjax.dryrun.program.text import Computation, Operation, Program
 from dsjax.hardware import Hardware
 from dsjax.hardware.description import UNITS
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, Kind, assumed
+from dsjax.plan.figure import Draw, Figure, Kind, assumed, drawing
 from dsjax.plan.network import collective_start, network_latency, torus_hops
 
 INSIDE, BETWEEN = "network inside", "network between"
@@ -67,6 +67,7 @@ class Assumed:
     host_turn: Figure
 
     @classmethod
+    @drawing(Draw())  # in which inputs are figures, with their ranges
     def of(cls, cluster: Cluster) -> Assumed:
         """Assume what holds for a cluster's device and its links."""
         chip, cuda = cluster.hardware, cluster.hardware.platform == "cuda"

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dsjax.config import load_config
 from dsjax.plan.figure import LEVEL, Figure, Kind
 
 if TYPE_CHECKING:
@@ -25,25 +26,32 @@ if TYPE_CHECKING:
 
 RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99 = "rate", "tpot", "ttft", "ttft_median", "ttft_p99"
 HOST, WIDE, FAR, DRAFTS = "one host", "several hosts", "another device or engine", "with drafts"
-"""Distance from what tables of operations were measured on: one host of the same die, groups over several of them, anything else; and
-plans with drafts, whose share that is accepted no table has."""
-LONGER, SENT = "longer prompts than said", "prompts as most likely sent"
-"""Runs of a benchmark whose client most likely sent prompts five times as long as its results say, predicted with the prompts that they
-say, and with those that were sent."""
-COLD = "engine not warmed up"
-"""P99 of the TTFT of runs in which nothing had warmed the engine up: the first request of each user waited for what was compiled then."""
-ALONE = (DRAFTS, LONGER, SENT, COLD)
-"""Distances whose predictions stand for nothing but themselves: no other group borrows from them."""
+"""Distance of a blind prediction from what tables of operations were measured on: one host of the same die, groups over several of them,
+anything else; and runs with drafts, whose share that is accepted no table has."""
+UNSEEN = "nothing like it was measured"
+"""Distance of plans that have something which no blind prediction had (`unseen`): no group is theirs, and they take the widest ends."""
+LONGER = "longer prompts than said"
+ALONE = (DRAFTS, LONGER, "prompts as most likely sent", "engine not warmed up")
+"""Distances whose predictions stand for nothing but themselves: no other group borrows from them. Two are of a benchmark whose client most
+likely sent prompts five times as long as its results say, predicted as said and as sent; one is P99 of the TTFT with a cold engine."""
 LEAST = math.ceil(2 / (1 - LEVEL)) - 1
 """Predictions that a group needs before both of its ends are defined."""
+_PROMPTS, _OUTPUTS = (512, 2 * 8192), (400, 2 * 8192)
+"""Mean tokens of prompts and outputs: half the least to twice the most of `configs/blind_predictions.csv`, but for single runs."""
+_SIZES = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
+"""What makes a model's step another one than DeepSeek-V3's and R1's, of which all blind predictions are."""
 
 
 @dataclass(frozen=True)
 class Blind:
-    """One prediction that was committed before its measurement was read. kind and distance: as the names above have them.
-
-    round: predictions that were committed together; run: what was measured at once, which has several figures.
-    """
+    """A prediction committed before its measurement was read. round: predictions committed together; run: what was measured at once."""
 
     round: str
     run: str
@@ -60,10 +68,7 @@ class Blind:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Quantiles of measured ÷ predicted: the ends that hold `LEVEL`, and the median.
-
-    count: predictions; of: which, in words; errors: logarithms of measured ÷ predicted, of ratios.
-    """
+    """Quantiles of measured ÷ predicted of `count` predictions, and which these are; errors: of ratios, the logarithms."""
 
     low: float
     median: float
@@ -81,40 +86,37 @@ class Calibration:
 def calibrate(blind: Sequence[Blind], kind: str, distance: str) -> Calibration:
     """The calibration of a kind of figure at a distance, by the first group that is large enough: its own, that of its kind, all.
 
+    What is `UNSEEN` has the median of its kind, between the lowest and the highest end at any distance.
+
     Raises:
         ValueError: there are fewer than `LEAST` blind predictions in all.
     """
-
-    def near(b: Blind) -> bool:
-        return b.distance not in ALONE or b.distance == distance
-
+    near = [b for b in blind if b.distance not in ALONE or b.distance == distance]
     groups = {
         f"{kind}, {distance}": [b for b in blind if b.kind == kind and b.distance == distance],
-        f"{kind}, any distance": [b for b in blind if b.kind == kind and near(b)],
-        "any figure": [b for b in blind if near(b)],
+        f"{kind}, any distance": [b for b in near if b.kind == kind],
+        "any figure": near,
     }
-    for name, group in groups.items():
-        if len(group) >= LEAST:
-            low, median, high = (math.exp(error) for error in _quantiles([b.error for b in group]))
-            return Calibration(low, median, high, len(group), name)
-    raise ValueError(f"{len(blind)} blind predictions, expected at least {LEAST}")
+    name, group = next(((name, group) for name, group in groups.items() if len(group) >= LEAST), ("", []))
+    if not group:
+        raise ValueError(f"{len(blind)} blind predictions, expected at least {LEAST}")
+    low, median, high = (math.exp(error) for error in _quantiles([b.error for b in group]))
+    if distance != UNSEEN:
+        return Calibration(low, median, high, len(group), name)
+    others = [calibrate(blind, kind, one) for one in (HOST, WIDE, DRAFTS)]
+    ends = min(low, *(one.low for one in others)), median, max(high, *(one.high for one in others))
+    return Calibration(*ends, len(group), f"{kind}, widest ends: {UNSEEN}")
 
 
 def calibrate_ratio(blind: Sequence[Blind], kind: str, distance: str | None) -> Calibration:
-    """What ratios of two predictions missed by: two runs of one round, engine and distance, whose common error cancels.
-
-    Runs of one engine and source begin with the same letters. distance: of both, where there are enough runs at it; else those of all
-    that stand for others count. count: runs.
-    """
-    own = [b for b in blind if b.kind == kind and b.distance == distance]
-    blind = own if len(own) >= LEAST else [b for b in blind if b.distance not in ALONE]
+    """What ratios of two runs of one round, engine and distance missed by, whose common error cancels; of all distances that stand for
+    others where there are too few at this one. Runs of one engine and source begin with the same letters."""
+    blind = [b for b in blind if b.kind == kind]
+    own = [b for b in blind if b.distance == distance]
     alike: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for b in blind:
-        if b.kind == kind:
-            alike[b.round, b.run.rstrip("0123456789"), b.distance].append(b.error)
-    pairs = [
-        (a - b) * sign for group in alike.values() for a, b in itertools.combinations(group, 2) for sign in (-1, 1)
-    ]
+    for b in own if len(own) >= LEAST else [b for b in blind if b.distance not in ALONE]:
+        alike[b.round, b.run.rstrip("0123456789"), b.distance].append(b.error)
+    pairs = [a - b for group in alike.values() for a, b in itertools.permutations(group, 2)]
     low, _, high = (math.exp(error) for error in _quantiles(pairs))
     count = sum(len(group) for group in alike.values() if len(group) > 1)
     return Calibration(low, 1.0, high, count, f"ratios of two, {kind}", pairs)
@@ -131,11 +133,7 @@ def blind_predictions() -> tuple[Blind, ...]:
     """`configs/blind_predictions.csv`."""
     text = (importlib.resources.files("configs") / "blind_predictions.csv").read_text(encoding="utf-8")
     return tuple(
-        Blind(
-            *(row[name] for name in ("round", "run", "kind", "distance")),
-            float(row["predicted"]),
-            float(row["measured"]),
-        )
+        Blind(row["round"], row["run"], row["kind"], row["distance"], float(row["predicted"]), float(row["measured"]))
         for row in csv.DictReader(text.splitlines())
     )
 
@@ -152,16 +150,37 @@ def ratio_calibration(kind: str, distance: str | None) -> Calibration:
     return calibrate_ratio(blind_predictions(), kind, distance)
 
 
+def unseen(candidate: Candidate) -> list[str]:
+    """What a deployment has that no blind prediction had, in words."""
+    decode, work, options = candidate.decode, candidate.decode.workload, candidate.decode.options
+    config, usual = decode.config, load_config("deepseek-v3")
+    sides = [instance for instance, _ in candidate.sides]
+    chips = [instance.cluster.hardware for instance, _ in candidate.sides]
+    others = {chip.name for chip in chips if not (chip.same_die or chip.is_blackwell)}
+    found = {
+        "a model of other sizes than DeepSeek-V3's": any(getattr(config, n) != getattr(usual, n) for n in _SIZES),
+        "dsjax on a GPU or TPU": options.engine.name == "dsjax",
+        " and ".join(sorted(others)): bool(others),
+        "modules of your own measurement": options.measured is not None,
+        f"weights in {options.precision.name}": options.precision.name in ("bf16", "int8"),
+        f"prompts of {work.input.mean:,.0f} tokens": not _PROMPTS[0] <= work.input.mean <= _PROMPTS[1],
+        f"outputs of {work.output.mean:,.0f} tokens": not _OUTPUTS[0] <= work.output.mean <= _OUTPUTS[1],
+        "prompts that are found in the cache": work.prefix_hit > 0,
+        "several stages": any(s.layout.mesh.pp_size > 1 for s in sides),
+        "attention and experts apart": any(s.layout.experts for s in sides),
+        "two half batches that overlap": not decode.layout.experts and decode.overlapped(candidate.batch),
+    }
+    return [what for what, given in found.items() if given]
+
+
 def distance_of(candidate: Candidate) -> str:
-    """How far a deployment is from what tables of operations were measured on."""
-    sides = (candidate.prefill, candidate.decode)
-    if any(not (s.cluster.hardware.same_die or s.cluster.hardware.is_blackwell) for s in sides):
-        return FAR
-    if candidate.decode.options.engine.name == "dsjax" or candidate.decode.options.measured is not None:
-        return FAR
+    """How far a deployment is from what was measured."""
+    if unseen(candidate):
+        return UNSEEN
     if candidate.decode.options.drafts:
         return DRAFTS
-    return WIDE if any(s.layout.devices > s.cluster.devices_per_host for s in sides) else HOST
+    wide = any(instance.layout.devices > instance.cluster.devices_per_host for instance, _ in candidate.sides)
+    return WIDE if wide else HOST
 
 
 def ends(known: Calibration, predicted: float) -> dict[str, Any]:
@@ -172,7 +191,7 @@ def ends(known: Calibration, predicted: float) -> dict[str, Any]:
 
 
 def calibrated(candidate: Candidate) -> dict[str, Any]:
-    """Stable fields for the winner: its rate and TPOT as `ends` has them.
+    """Stable fields for the winner: its rate and TPOT as `ends` has them, and what it has that no blind prediction had.
 
     Blind rounds played their loops, whose rate and TPOT the mean-value answer has within a few percent. Its TTFT is that of steady state,
     which no benchmark reports and no blind prediction was of: `simulation/reported.py` has those that are.
@@ -180,4 +199,4 @@ def calibrated(candidate: Candidate) -> dict[str, Any]:
     distance = distance_of(candidate)
     figures = (("output_tokens_per_s", RATE, candidate.throughput), ("tpot_s", TPOT, candidate.tpot))
     found = {name: ends(calibration(kind, distance), figure) for name, kind, figure in figures}
-    return {"level": LEVEL, "distance": distance, **found}
+    return {"level": LEVEL, "distance": distance, "unseen": unseen(candidate), **found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
+from dsjax.plan.memory import cache_bytes_per_token
 from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
@@ -23,7 +24,7 @@ from dsjax.plan.workload import Objective
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
-_BUSY = 0.85
+BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
 
@@ -47,17 +48,22 @@ class Candidate:
     throughput: float
     draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def sides(self) -> list[tuple[Instance, int]]:
+        """(instance, how many): those that decode, and where they are others those that prefill."""
+        apart = [(self.prefill, self.prefill_count)] if self.mode == "separated" else []
+        return [(self.decode, self.count), *apart]
+
     @cached_property
     def devices(self) -> int:
         """Devices in use."""
-        decode_devices = self.decode.layout.devices * self.count
-        return decode_devices + (self.prefill.layout.devices * self.prefill_count if self.mode == "separated" else 0)
+        return sum(instance.layout.devices * count for instance, count in self.sides)
 
     @property
     def row(self) -> tuple:
         """The row of a table that it stands in: the pair of layouts and the ratio of prefill to decode instances."""
-        most = math.gcd(self.prefill_count, self.count) if self.mode == "separated" else 0
-        ratio = (self.prefill_count // most, self.count // most) if most else ()
+        most = math.gcd(self.prefill_count, self.count)
+        ratio = (self.prefill_count // most, self.count // most) if self.mode == "separated" else ()
         return (self.mode, self.decode.layout, self.prefill.layout, ratio)
 
     @property
@@ -66,26 +72,22 @@ class Candidate:
         return through(self.throughput, lambda rate: rate / self.devices)
 
     @property
-    def cost(self) -> float | None:
-        """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
-        decode_devices = self.decode.layout.devices * self.count
-        sides = ((self.decode, decode_devices), (self.prefill, self.devices - decode_devices))
-        prices = [(side.cluster.hardware.price_per_hour, devices) for side, devices in sides if devices]
-        if self.decode.layout.experts and (beside := self.decode.cluster.experts) is not None:
-            experts = self.decode.layout.experts * self.count
-            prices = [
-                (prices[0][0], decode_devices - experts),
-                (beside.hardware.price_per_hour, experts),
-            ]
-        if any(price is None for price, _ in prices):
-            return None
-        total = sum(price * devices for price, devices in prices)
-        return through(self.throughput, lambda rate: total / 3600 * 1e6 / rate)
-
-    @property
     def per_user(self) -> float:
         """Tokens a second that a user sees."""
         return through(self.tpot, lambda seconds: 1.0 / seconds)
+
+    @property
+    def cost(self) -> float | None:
+        """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
+        an_hour = 0.0
+        for instance, count in self.sides:
+            cluster, layout = instance.cluster, instance.layout
+            apart = layout.experts if cluster.experts is not None else 0
+            for there, devices in ((cluster, layout.devices - apart), (cluster.experts, apart)):
+                if devices and there.hardware.price_per_hour is None:
+                    return None
+                an_hour += devices and there.hardware.price_per_hour * devices * count
+        return through(self.throughput, lambda rate: an_hour / 3600 * 1e6 / rate)
 
     @property
     def concurrency(self) -> float:
@@ -99,45 +101,43 @@ class Candidate:
     def misses(self, objective: Objective, sure: bool = False) -> dict[str, float]:
         """Objective → how many times too slow: above 1."""
         missed = {}
-        for name, bound in (("ttft", objective.ttft), ("tpot", objective.tpot)):
-            figure = getattr(self, name)
-            if bound is not None:
-                missed[name] = (figure.high if sure else figure) / bound
-        if objective.throughput is not None:
-            missed["throughput"] = objective.throughput / (self.throughput.low if sure else self.throughput)
-        return {name: ratio for name, ratio in missed.items() if ratio > 1.0}
+        if (bound := objective.ttft) is not None and (ratio := (self.ttft.high if sure else self.ttft) / bound) > 1:
+            missed["ttft"] = ratio
+        if (bound := objective.tpot) is not None and (ratio := (self.tpot.high if sure else self.tpot) / bound) > 1:
+            missed["tpot"] = ratio
+        rate = self.throughput
+        if (bound := objective.throughput) is not None and (ratio := bound / (rate.low if sure else rate)) > 1:
+            missed["throughput"] = ratio
+        return missed
 
     def name(self) -> str:
         """`4 × dp=8`, or `2 × dp=8 | 1 × dp=16` with prefill before the bar."""
-        decode = f"{self.count} × {self.decode.layout}"
-        if self.mode == "aggregated":
-            return decode
-        first = f"{self.prefill_count} × {self.prefill.layout}"
-        if self.decode.cluster.prefill is None:
-            return f"{first} | {decode}"
-        return f"{first} {self.prefill.cluster.hardware.key} | {decode} {self.decode.cluster.hardware.key}"
+        hosts = self.decode.cluster.prefill is not None
+        sides = [f"{n} × {i.layout}" + (f" {i.cluster.hardware.key}" if hosts else "") for i, n in self.sides]
+        return " | ".join(sides[::-1]) if self.mode == "separated" else f"{self.count} × {self.decode.layout}"
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
+        decode, layout = self.decode, self.decode.layout
         fields: dict[str, Any] = {
             "mode": self.mode,
-            "mesh": str(self.decode.layout.mesh),
-            "expert_mesh": f"ep={self.decode.layout.experts}" if self.decode.layout.experts else None,
-            "kind": self.decode.layout.kind,
-            "redundant_experts": self.decode.layout.redundant,
+            "mesh": str(layout.mesh),
+            "expert_mesh": f"ep={layout.experts}" if layout.experts else None,
+            "kind": layout.kind,
+            "redundant_experts": layout.redundant,
             "instances": self.count,
             "devices": self.devices,
-            "batch_per_dp_rank": self.decode.requests(self.batch),
-            "two_batch_overlap": self.decode.overlapped(self.batch),
+            "batch_per_dp_rank": decode.requests(self.batch),
+            "two_batch_overlap": decode.overlapped(self.batch),
             "ttft_s": as_json(self.ttft),
             "tpot_s": as_json(self.tpot),
             "output_tokens_per_s": as_json(self.throughput),
             "output_tokens_per_s_device": as_json(self.per_device),
             "tokens_per_s_user": as_json(self.per_user),
             "cost_per_million_output_tokens": as_json(self.cost) if self.cost else None,
-            "weight_bytes_per_device": self.decode.memory.weights_total,
-            "cache_tokens_per_dp_rank": self.decode.cache_tokens.to_json(),
-            "max_batch_per_dp_rank": self.decode.max_batch,
+            "weight_bytes_per_device": decode.memory.weights_total,
+            "cache_tokens_per_dp_rank": decode.cache_tokens.to_json(),
+            "max_batch_per_dp_rank": decode.max_batch,
         }
         if self.mode == "separated":
             fields["prefill"] = {
@@ -156,7 +156,7 @@ def frontier(candidates: list[Candidate]) -> list[Candidate]:
     most = 0.0
     for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot, -c.throughput / c.devices)):
         each = candidate.throughput / candidate.devices
-        if not front or each > most:
+        if each > most:
             front.append(candidate)
             most = each
     return front[::-1]
@@ -169,30 +169,21 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     progress, and after what waits before it as in an M/D/1 queue whose load is kept below 0.95. With a given concurrency each request that
     ends is replaced by the next one, and nothing else waits.
     """
-    output, work = instance.workload.output.mean, instance.workload
+    output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step
     decode = instance.decode_step(batch)
     others, step = prompts_beside_decodes(instance, batch, tokens)
-    tpot = decode / instance.options.tokens_a_step + others
-    chunks = max(1.0, work.computed / tokens)
+    tpot = decode / made + others
+    chunks, mean = max(1.0, work.computed / tokens), tpot * made
     if work.concurrency is None:
-        whole, mean = step + decode, tpot * instance.options.tokens_a_step
+        whole = step + decode
         busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
         ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _passing(instance)
     else:
-        under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
-        ttft = own_step(instance, batch, tokens) * chunks + decode * chunks + under_way
+        ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_passing(instance) + 0.5)
     ttft += front_door()
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
-
-
-def priced(candidate: Candidate) -> Candidate:
-    """Compute the figures of a deployment from its instances, in the current draw."""
-    if candidate.mode == "aggregated":
-        return aggregated(candidate.decode, candidate.count, candidate.batch, candidate.prefill_tokens)
-    pool = prefill_pool(candidate.prefill, candidate.prefill_tokens)
-    return separated(pool, candidate.prefill_count, candidate.decode, candidate.count, candidate.batch, between=False)
 
 
 def moved(
@@ -202,34 +193,40 @@ def moved(
     batch: float | None = None,
     concurrency: float | None = None,
 ) -> Candidate:
-    """Compute a deployment again: on another cluster, with another batch or concurrency, or in the current draw.
+    """Compute a deployment anew: on another cluster, with another batch or concurrency, or in the current draw.
 
-    Nothing that was priced before is kept. shared: prices that deployments on that cluster have in common; pass the same dict to all.
+    shared: prices that deployments on that cluster have in common; pass the same dict to all.
     """
     cluster, shared = cluster or candidate.decode.cluster, {} if shared is None else shared
-    first, beside = cluster, shared
-    if candidate.mode != "aggregated" and cluster.prefill is not None:
-        first, beside = cluster.prefill, shared.setdefault("prefill", {})
-    return priced(
-        dataclasses.replace(
-            candidate,
-            decode=candidate.decode.on(cluster, shared, concurrency),
-            prefill=candidate.prefill.on(first, beside, concurrency),
-            batch=candidate.batch if batch is None else batch,
-        )
-    )
+    batch, tokens = candidate.batch if batch is None else batch, candidate.prefill_tokens
+    decode = candidate.decode.on(cluster, shared, concurrency)
+    if candidate.mode == "aggregated":
+        return aggregated(decode, candidate.count, batch, tokens)
+    if cluster.prefill is not None:
+        cluster, shared = cluster.prefill, shared.setdefault("prefill", {})
+    pool = prefill_pool(candidate.prefill.on(cluster, shared, concurrency), tokens)
+    return separated(pool, candidate.prefill_count, decode, candidate.count, batch, between=False)
 
 
 def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
     """Add intervals to the TTFT, TPOT and throughput of a deployment."""
+    return all_with_intervals([candidate], draws)[0]
 
-    def compute() -> tuple[float, float, float]:
-        again = moved(candidate)
-        return again.throughput, again.tpot, again.ttft
 
-    seen = samples(compute, draws)
-    throughput, tpot, ttft = spread(compute, seen)
-    return dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen)
+def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> list[Candidate]:
+    """Add intervals to deployments of one search, which have prices in common in each draw."""
+
+    def compute(some: Sequence[Candidate]) -> list[float]:
+        shared: dict = {}
+        again = [moved(candidate, shared=shared) for candidate in some]
+        return [figure for one in again for figure in (one.throughput, one.tpot, one.ttft)]
+
+    seen = samples(lambda: compute(candidates), draws).reshape(draws, len(candidates), 3)
+    found = []
+    for at, candidate in enumerate(candidates):
+        throughput, tpot, ttft = spread(lambda one=candidate: compute([one]), seen[:, at])
+        found.append(dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen[:, at]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ class PrefillPool:
     """An instance that only prefills, in steps of at most `tokens` a DP rank.
 
     rate: requests a second with full steps; seconds: of a prompt in full steps; alone: of a prompt with no other on its rank.
-    shares: what `share_at` has found; the search asks two times in three for a rate that it has asked for before.
+    known: what `seconds_at` has found; two times in three the search asks again.
     """
 
     instance: Instance
@@ -245,7 +242,7 @@ class PrefillPool:
     rate: float
     seconds: float
     alone: float
-    shares: dict[float, float | None] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[float, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds_at(self, rate: float) -> float:
         """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
@@ -253,46 +250,29 @@ class PrefillPool:
         Tokens and seconds of such a step settle where `seconds = f(fullest rank's share of rate × seconds)`; f is linear from
         one prompt a rank to a full step.
         """
-        share = self.share_at(rate)
-        full, alone = self.seconds, self.alone
-        return full if share is None else alone * (1 - share) + full * share
+        if rate not in self.known:
+            self.known[rate] = self._settled(rate)
+        return self.known[rate]
 
-    @cached_property
-    def _settling(self) -> tuple[float, int, float]:
-        """(new tokens of a prompt, ranks, variation of prompts), which every step that settles hangs on."""
-        work = self.instance.workload
-        return work.computed, self.instance.replicas, work.input.variation
-
-    def share_at(self, rate: float) -> float | None:
-        """How full a step is: 0 with one prompt a rank, 1 full; None where a step cannot be other than full."""
-        if rate not in self.shares:
-            self.shares[rate] = self._share_at(rate)
-        return self.shares[rate]
-
-    def _share_at(self, rate: float) -> float | None:
-        computed, ranks, variation = self._settling
-        full, alone = self.seconds, self.alone
-        if computed >= self.tokens or full <= alone:
-            return None
+    def _settled(self, rate: float) -> float:
+        work, ranks, full, alone = self.instance.workload, self.instance.replicas, self.seconds, self.alone
+        computed, variation, most = work.computed, work.input.variation, self.tokens
+        if computed >= most or full <= alone:
+            return full
         # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
         # `(ranks - 1) ÷ 2 ranks` of one on average; the largest of n normal variables is about √(2 ln n) standard deviations above
-        # their mean. Written out, without `min` and `max`: the search settles some hundred thousand steps.
-        most, rounding, rise, enough = self.tokens, (ranks - 1) / (2 * ranks), full - alone, 1e-3 * alone
-        share = seconds = 0.0
+        # their mean.
+        rounding, share, seconds = (ranks - 1) / (2 * ranks), 0.0, 0.0
         for _ in range(_SETTLE):
-            before, seconds = seconds, alone + share * rise
-            if seconds - before < enough:
+            before, seconds = seconds, alone + share * (full - alone)
+            if seconds - before < 1e-3 * alone:
                 break
             each = rate * seconds / ranks
-            fullest = each + rounding
-            if fullest < 1.0:
-                fullest = 1.0
+            fullest = max(each + rounding, 1.0)
             if variation and (prompts := rate * seconds) > 1:
-                deviations = math.sqrt(2 * math.log(prompts if prompts < ranks else ranks))
-                fullest += deviations * variation * math.sqrt(each if each > 1.0 else 1.0)
-            tokens = computed * fullest
-            share = ((tokens if tokens < most else most) - computed) / (most - computed)
-        return share
+                fullest += math.sqrt(2 * math.log(min(prompts, ranks)) * max(each, 1.0)) * variation
+            share = (min(computed * fullest, most) - computed) / (most - computed)
+        return alone * (1 - share) + full * share
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
@@ -321,103 +301,71 @@ def separated(
     step of a batch, or as it is priced. between: a batch that prefill leaves no room for is priced between those that are tried, which is
     faster, and up to 6 % off.
     """
-    ends = separated_times(pool, prefill_count, instance, count, batch, seconds, between=between)
-    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
-
-
-def separated_times(
-    pool: PrefillPool,
-    prefill_count: int,
-    instance: Instance,
-    count: int,
-    batch: float,
-    seconds: Callable[[float], float] | None = None,
-    *,
-    between: bool = True,
-) -> tuple[float, float, float]:
-    """The TTFT, the TPOT and the throughput of `separated`."""
-    seconds = seconds or instance.decode_step
-    output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step
-    closed = work.concurrency is not None
-    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, seconds)
-    exactly = decoding_at_once == batch or not between
-    step = seconds(decoding_at_once) if exactly else instance.decode_curve(instance.rows(decoding_at_once))
-    tpot = step / made
-    users = decoding_at_once * instance.replicas * count
-    room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
-    outputs = max(output - 1, 1.0) / made
-    can_decode = room * instance.replicas * count / (full * outputs)
-    rate = min(can_decode, _arriving(pool, prefill_count, instance, count))
+    seconds, work = seconds or instance.decode_step, instance.workload
+    closed, slots = work.concurrency is not None, instance.replicas * count
+    steps = max(work.output.mean - 1, 1.0) / instance.options.tokens_a_step
+    arriving = _arriving(pool, prefill_count, instance, count)
+    running, step, can_decode = batch, 0.0, math.inf
+    if not closed:
+        step = seconds(batch)
+        can_decode = batch * slots / (step * steps)
+    if can_decode > arriving:
+        # By Little's law: so many that decode leave at a rate that prefill and the transfer keep up with; in a closed loop, at one at
+        # which prompts take so long that the rest of the loop is full.
+        low, high, curve = 0.0, batch, instance.decode_curve
+        for _ in range(_HALVINGS):
+            running = (low + high) / 2
+            step = curve(instance.rows(running))
+            rate = running * slots / (steps * step)
+            full = rate >= arriving
+            if closed and not full:
+                first = first_token(pool, prefill_count, instance, step, rate)
+                full = running * slots + rate * first > batch * slots
+            low, high = (low, running) if full else (running, high)
+        running = low if closed else high
+        step = curve(instance.rows(running)) if between and running != batch else seconds(running)
     if closed:
-        ttft = (batch * instance.replicas * count - users) / rate
+        can_decode = running * slots / (step * steps)
+    rate = min(can_decode, arriving)
+    if closed:
+        ttft = (batch - running) * slots / rate
     else:
         ttft = first_token(pool, prefill_count, instance, step, rate)
-    return ttft, tpot, rate * output
+    ends = ttft, step / instance.options.tokens_a_step, rate * work.output.mean
+    return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
 
 
 def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
     """Seconds to the first token at so many requests a second, beside decode steps of so many seconds. It grows with both."""
-    most = _BUSY if instance.workload.concurrency is None else 0.95
+    most = BUSY if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
     return front_door() + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
 
 
-def _decoding(
-    pool: PrefillPool,
-    prefill_count: int,
-    instance: Instance,
-    count: int,
-    batch: float,
-    seconds: Callable[[float], float],
-) -> float:
-    """Requests of a rank that decode, where it has room for `batch`, or `batch` of each are in a closed loop: by Little's law.
-
-    So many that decode leave at a rate that prefill and the transfer keep up with; in a closed loop, at one at which prompts take so
-    long that the rest of the loop is full.
-    """
-    slots, closed = instance.replicas * count, instance.workload.concurrency is not None
-    outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step
-    most = _arriving(pool, prefill_count, instance, count)
-    if not closed and batch * slots / (outputs * seconds(batch)) <= most:
-        return batch
-    low, high, curve = 0.0, batch, instance.decode_curve
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        step = curve(instance.rows(middle))
-        rate = middle * slots / (outputs * step)
-        full = rate >= most
-        if closed and not full:
-            first = first_token(pool, prefill_count, instance, step, rate)
-            full = middle * slots + rate * first > batch * slots
-        low, high = (low, middle) if full else (middle, high)
-    return low if closed else high
-
-
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
     if "transfer" not in instance.steps:
-        size = instance.memory.cache_per_token * instance.workload.input.mean
+        options, prompt = instance.options, instance.workload.input.mean
+        size = cache_bytes_per_token(instance.config, options.precision, options.drafts > 0) * prompt
         sender = prefill.cluster if instance.cluster.prefill is not None else None
         # In dsjax one device of a replica pulls the pages and hands them to the others.
-        own = instance.options.engine.name == "dsjax"
+        own = options.engine.name == "dsjax"
         links = 1 if own else instance.layout.mesh.tp_size
         instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender, own)
     return instance.steps["transfer"]
 
 
-def _ways(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
-    """Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry."""
+def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Requests a second that prefill and the transfer keep up with.
+
+    Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry.
+    """
     own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
     sides = ((pool.instance, prefill_count), (instance, count))
-    return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
-
-
-def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
-    """Requests a second that prefill and the transfer keep up with."""
-    most = _BUSY if instance.workload.concurrency is None else 1.0
-    moved = _ways(pool, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
-    return most * min(pool.rate * prefill_count, moved)
+    ways = min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+    most = BUSY if instance.workload.concurrency is None else 1.0
+    return most * min(pool.rate * prefill_count, ways / transfer_seconds(instance, pool.instance))
 
 
 def _passing(instance: Instance) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.calibration import RATE, TPOT, distance_of, ratio_calibration
@@ -35,7 +36,6 @@ from sharding.mesh import MeshSpec
 DRAWS = 96
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
 """Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
-_DECIDING = 3
 _MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
 _NETWORK = "dsjax bench network --json network.json; then --network network.json"
 _SETTLED_BY = {
@@ -80,6 +80,15 @@ class Pair:
     ratios: tuple[Ratio, ...]
     deciding: tuple[Deciding, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        ratios = {r.metric: {**r.value.to_json(), "better": r.better, "by": r.by} for r in self.ratios}
+        deciding = [
+            {"input": d.figure.name, "low": d.low, "high": d.high, "source": d.figure.source, "settle": d.command}
+            for d in self.deciding
+        ]
+        return {"against": self.other.name(), "ratios": ratios, "deciding": deciding}
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -95,24 +104,7 @@ class Comparison:
             {"deployment": c.name(), **c.to_json(), "bytes_a_step": link_bytes(c.decode, c.batch)}
             for c in self.candidates
         ]
-        pairs = [
-            {
-                "against": pair.other.name(),
-                "ratios": {r.metric: {**r.value.to_json(), "better": r.better, "by": r.by} for r in pair.ratios},
-                "deciding": [
-                    {
-                        "input": d.figure.name,
-                        "low": d.low,
-                        "high": d.high,
-                        "source": d.figure.source,
-                        "settle": d.command,
-                    }
-                    for d in pair.deciding
-                ],
-            }
-            for pair in self.pairs
-        ]
-        return {"cluster": self.question.cluster.name, "layouts": sides, "pairs": pairs}
+        return {"cluster": self.question.cluster.name, "layouts": sides, "pairs": [p.to_json() for p in self.pairs]}
 
 
 def estimate(question: Question, layout: str) -> Candidate:
@@ -125,18 +117,14 @@ def estimate(question: Question, layout: str) -> Candidate:
     """
     if layout.endswith(".json"):
         return _of_recipe(question, Path(layout))
-    first, apart, second = (part.strip() for part in layout.partition("|"))
-    options = dataclasses.replace(question.options, mesh=None, pins=Pins())
-    if apart:
-        pins = Pins(MeshSpec.parse(first), MeshSpec.parse(second))
-        options = dataclasses.replace(options, pins=pins, modes=("separated",))
-    else:
-        options = dataclasses.replace(options, mesh=MeshSpec.parse(first), modes=("aggregated",))
-    return _best(dataclasses.replace(question, options=options), layout)
+    *first, mesh = (MeshSpec.parse(part.strip()) for part in layout.split("|", 1))
+    return _best(question, layout, Pins(first[0], mesh) if first else Pins(), None if first else mesh)
 
 
-def _best(question: Question, layout: str) -> Candidate:
-    plan = search(question)
+def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **options: Any) -> Candidate:
+    modes = ("separated",) if pins else ("aggregated",)
+    options = dataclasses.replace(question.options, pins=pins, mesh=mesh, modes=modes, **options)
+    plan = search(dataclasses.replace(question, options=options))
     found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
     if not found:
         why = "its weights leave no room for one request" if plan.too_large else "it holds too few requests at once"
@@ -146,20 +134,14 @@ def _best(question: Question, layout: str) -> Candidate:
 
 def _of_recipe(question: Question, file: Path) -> Candidate:
     try:
-        expected = json.loads(file.read_text(encoding="utf-8"))["expected"]
-        options = dataclasses.replace(
-            question.options, redundant=expected["redundant_experts"], modes=(expected["mode"],)
-        )
-        mesh, first = MeshSpec.parse(expected["mesh"]), expected.get("prefill")
+        told = json.loads(file.read_text(encoding="utf-8"))["expected"]
+        mesh, first, pins = MeshSpec.parse(told["mesh"]), told.get("prefill"), Pins()
+        batch, count, redundant = float(told["batch_per_dp_rank"]), int(told["instances"]), told["redundant_experts"]
         if first:
-            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], expected["instances"])
-            options = dataclasses.replace(options, pins=pins)
-        else:
-            options = dataclasses.replace(options, mesh=mesh)
-        batch, count = float(expected["batch_per_dp_rank"]), int(expected["instances"])
+            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], count)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: {why_unreadable(error)}; expected a file that dsjax plan recipe wrote") from error
-    best = _best(dataclasses.replace(question, options=options), str(file))
+    best = _best(question, str(file), pins, None if pins else mesh, redundant=redundant)
     return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
 
 
@@ -177,10 +159,7 @@ def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> C
 
 
 def _pair(first: Candidate, other: Candidate) -> Pair:
-    def ratio() -> float:
-        return moved(first).throughput / moved(other).throughput
-
-    ranked = effects(ratio)[:_DECIDING]
+    ranked = effects(lambda: moved(first).throughput / moved(other).throughput)[:3]
     usual = first.throughput / other.throughput
     deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
     return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)
@@ -188,20 +167,16 @@ def _pair(first: Candidate, other: Candidate) -> Pair:
 
 def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
     """First ÷ other with its interval: that of shared draws, or of what blind ratios missed by, whichever is wider."""
-    at = list(METRICS).index(metric)
-    value = getattr(first, metric) / getattr(other, metric)
-    drawn = first.draws[:, at] / other.draws[:, at]
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(drawn, (tail, 1 - tail))
-    by, ends, ratios = f"{len(drawn)} draws of all assumptions", (low, high), drawn
-    distances = {distance_of(first), distance_of(other)}
-    kind = METRICS[metric]
+    at, kind = list(METRICS).index(metric), METRICS[metric]
+    value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
+    low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    by, distances = f"{len(ratios)} draws of all assumptions", {distance_of(first), distance_of(other)}
     known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
     if known and known.high / known.low > high / low:
-        by, ends = f"ratios of {known.count} blind runs", (value * known.low, value * known.high)
-        ratios = value * np.exp(known.errors)
+        by, ratios = f"ratios of {known.count} blind runs", value * np.exp(known.errors)
+        low, high = value * known.low, value * known.high
     better = float(np.mean(ratios > 1 if metric == "throughput" else ratios < 1))
-    return Ratio(metric, Figure(value, min(ends[0], value), max(ends[1], value), first.throughput.kinds), better, by)
+    return Ratio(metric, Figure(value, min(low, value), max(high, value), first.throughput.kinds), better, by)
 
 
 def settling(name: str) -> str:
@@ -235,46 +210,42 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
 
 def show(console: Console, comparison: Comparison) -> None:
     """Print the layouts beside each other, and for each pair the ratios and what decides them."""
-    names = [f"{chr(ord('A') + at)}: {c.name()}" for at, c in enumerate(comparison.candidates)]
-    table = Table(title=f"{comparison.question.cluster.name}, {comparison.question.words}", title_justify="left")
-    for name in ("", *names):
-        table.add_column(name, justify="right" if name else "left")
+    table = Table("", title=f"{comparison.question.cluster.name}, {comparison.question.words}", title_justify="left")
+    for at, candidate in enumerate(comparison.candidates):
+        table.add_column(f"{chr(ord('A') + at)}: {candidate.name()}", justify="right")
     for title, text in _ROWS.items():
         table.add_row(title, *map(text, comparison.candidates))
     console.print(table)
     for letter, pair in zip("BCDEFGHIJ", comparison.pairs, strict=False):
-        console.print(f"A ÷ {letter}, 90 % intervals:", style="bold")
+        lines = []
         for ratio in pair.ratios:
-            figure, name = ratio.value, {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
+            name = {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
             better = f"A is better with {ratio.better:.0%}" + ("" if ratio.told_apart else ", not told apart")
-            console.print(
-                f"  {name:9} {figure:.2f} [{figure.low:.2f} … {figure.high:.2f}]; {better} ({ratio.by})",
-                highlight=False,
-            )
-        console.print(
-            "  the inputs that move the ratio of tokens/s most, with it at either end of their ranges:", highlight=False
-        )
+            lines.append(f"  {name:9} {ratio.value.text(digits=2)}; {better} ({ratio.by})")
+        lines.append("  the inputs that move the ratio of tokens/s most, with it at either end of their ranges:")
         for one in pair.deciding:
             ends = f"{amount(one.figure.low, one.figure.unit)} … {amount(one.figure.high, one.figure.unit)}"
-            console.print(f"    {one.low:.2f} … {one.high:.2f}  {one.figure.name} ({ends})", highlight=False)
-            console.print(f"      measure it: {one.command}", highlight=False, style="dim")
+            lines.append(f"    {one.low:.2f} … {one.high:.2f}  {one.figure.name} ({ends})")
+            lines.append(f"      measure it: {one.command}")
+        console.print(f"A ÷ {letter}, 90 % intervals:", style="bold")
+        console.print(Text("\n".join(lines)))
 
 
-def _megabytes(link: str) -> Callable[[Candidate], str]:
-    return lambda candidate: f"{link_bytes(candidate.decode, candidate.batch)[link] / 1e6:,.1f}"
+def _megabytes(candidate: Candidate, link: str) -> str:
+    return f"{link_bytes(candidate.decode, candidate.batch)[link] / 1e6:,.1f}"
 
 
 _ROWS: dict[str, Callable[[Candidate], str]] = {
     "devices": lambda c: str(c.devices),
-    "batch of a DP rank": lambda c: (
-        f"{c.decode.requests(c.batch):g} of at most {c.decode.requests(c.decode.max_batch):g}"
+    "batch of a DP rank": lambda c: "{:g} of at most {:g}".format(
+        *map(c.decode.requests, (c.batch, c.decode.max_batch))
     ),
     "tokens/s": lambda c: c.throughput.text(),
     "TPOT ms": lambda c: c.tpot.text(1e3, 1),
     "TTFT s": lambda c: c.ttft.text(digits=2),
     "weights, GB a device": lambda c: f"{c.decode.memory.weights_total / 1e9:.1f}",
     "cached tokens a DP rank": lambda c: c.decode.cache_tokens.text(),
-    "MB a decode step, scale-up link": _megabytes("scale_up"),
-    "MB a decode step, network": _megabytes("network"),
+    "MB a decode step, scale-up link": lambda c: _megabytes(c, "scale_up"),
+    "MB a decode step, network": lambda c: _megabytes(c, "network"),
 }
 """Lines of the table: what they are called, and their text for a layout."""

@@ -1,9 +1,9 @@
 """Figures: numbers with a range, a kind and a source; and draws, which move every uncertain number within its range.
 
-The planner computes with plain floats. Where it needs a number that nobody knows exactly, it calls `assumed` or `measured`. Outside a draw
-these return the middle value. Within ``with drawing(draw)`` they return the value that the draw has for this name, so that everything that
-is computed from an assumption, in however many places and layouts, moves with it. `spread` runs a computation with many draws and gives
-each result an interval; the difference of two results has an interval of its own, in which what they share cancels.
+The planner computes with plain floats. Where it needs a number that nobody knows exactly, it calls `assumed` or `measured`, which return
+the middle value, or within ``with drawing(draw)`` the value that the draw has for this name, so that everything that is computed from an
+assumption, in however many places and layouts, moves with it. `spread` runs a computation with many draws and gives each result an
+interval; the difference of two results has an interval of its own, in which what they share cancels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ LEVEL = 0.9
 DRAWS = 30
 """Draws behind an interval of a table: of so many, the second and the last but one lie at either end of an assumption's range.
 `dsjax plan compare` takes more."""
-
-
 TWO_LINES = "{value}\n{low}–{high}"
 """A form of `Figure.text` for cells of a table."""
 
@@ -40,9 +38,7 @@ class Kind(enum.IntFlag):
 
     def words(self) -> str:
         """`measured + assumption`; exact arithmetic is named only where nothing else went in."""
-        if self == Kind.EXACT:
-            return "exact"
-        return " + ".join(kind.name.lower() for kind in Kind if kind in self and kind is not Kind.EXACT)
+        return " + ".join(kind.name.lower() for kind in Kind if kind in self and kind is not Kind.EXACT) or "exact"
 
 
 class Figure(float):
@@ -68,27 +64,22 @@ class Figure(float):
         figure.kinds, figure.name, figure.unit, figure.source = int(kinds), name, unit, source
         return figure
 
+    def __getnewargs_ex__(self) -> tuple[tuple, dict[str, str]]:
+        return (float(self), self.low, self.high, self.kinds), {
+            "name": self.name,
+            "unit": self.unit,
+            "source": self.source,
+        }
+
     @property
     def value(self) -> float:
         """The middle, as a plain float."""
         return float(self)
 
-    def __getnewargs_ex__(self) -> tuple[tuple, dict[str, str]]:
-        about = {"name": self.name, "unit": self.unit, "source": self.source}
-        return (float(self), self.low, self.high, self.kinds), about
-
-    def __repr__(self) -> str:
-        return f"Figure({float(self):.6g} [{self.low:.6g}, {self.high:.6g}] {Kind(self.kinds).words()})"
-
     def text(self, factor: float = 1.0, digits: int = 0, form: str = "{value} [{low} … {high}]") -> str:
         """Write the value and both ends, multiplied by `factor`, with so many decimals."""
         ends = {"value": float(self), "low": self.low, "high": self.high}
         return form.format(**{name: f"{end * factor:,.{digits}f}" for name, end in ends.items()})
-
-    def through(self, function: Callable[[float], float]) -> Figure:
-        """Apply a monotone function to the value and both ends."""
-        low, high = sorted((function(self.low), function(self.high)))
-        return Figure(function(float(self)), low, high, self.kinds)
 
     def to_json(self) -> dict[str, Any]:
         """`{"value", "low", "high", "kind"}`, and `unit` where there is one."""
@@ -98,8 +89,11 @@ class Figure(float):
 
 
 def through(figure: float, function: Callable[[float], float]) -> float:
-    """`Figure.through`, or the function's value of a plain float."""
-    return figure.through(function) if isinstance(figure, Figure) else function(figure)
+    """Apply a monotone function to a value, and to both ends of a figure."""
+    if not isinstance(figure, Figure):
+        return function(figure)
+    low, high = sorted((function(figure.low), function(figure.high)))
+    return Figure(function(float(figure)), low, high, figure.kinds)
 
 
 def as_json(figure: float) -> dict[str, Any]:
@@ -114,8 +108,7 @@ class Draw:
     """
 
     def __init__(self, places: Mapping[str, float] | Callable[[str], float] | None = None):
-        places = {} if places is None else places
-        self._place = places if callable(places) else lambda name: places.get(name, 0.0)
+        self._place = places if callable(places) else lambda name: (places or {}).get(name, 0.0)
         self.seen: dict[str, Figure] = {}
 
     @classmethod
@@ -167,12 +160,19 @@ def drawn(figure: Figure) -> float:
 
 def measured(value: float, low: float, high: float, name: str, source: str, unit: str = "") -> float:
     """A published or own measurement, with the spread of what it was read from."""
-    return drawn(Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit=unit))
+    return _input(value, low, high, Kind.MEASURED, name, source, unit)
 
 
 def assumed(value: float, low: float, high: float, name: str, why: str, unit: str = "") -> float:
     """A number that nobody has measured here: the range is where we would be surprised to be wrong."""
-    return drawn(Figure(value, low, high, Kind.ASSUMPTION, name=name, source=why, unit=unit))
+    return _input(value, low, high, Kind.ASSUMPTION, name, why, unit)
+
+
+def _input(value: float, low: float, high: float, kind: Kind, name: str, source: str, unit: str) -> float:
+    draw = _DRAW.get()
+    if draw is None:
+        return value
+    return draw.of(Figure(value, low, high, kind, name=name, source=source, unit=unit))
 
 
 def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRAWS) -> list[Figure]:
@@ -182,10 +182,9 @@ def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRA
     """
     with drawing(Draw()) as middle:
         values = compute()
-    kinds = Kind.EXACT
-    for figure in middle.seen.values():
-        kinds |= Kind(figure.kinds)
-    if not any(figure.low < figure.high for figure in middle.seen.values()):
+    inputs = middle.seen.values()
+    kinds = functools.reduce(lambda all_of_them, figure: all_of_them | figure.kinds, inputs, int(Kind.EXACT))
+    if not any(figure.low < figure.high for figure in inputs):
         return [Figure(value, kinds=kinds) for value in values]
     seen = samples(compute, draws) if isinstance(draws, int) else draws
     low, high = np.quantile(seen, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0, method="hazen")

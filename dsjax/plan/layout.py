@@ -45,32 +45,22 @@ class InstanceLayout:
         if mesh.pp_size > 1:
             return f"PP{mesh.pp_size}×{InstanceLayout(mesh.stage).kind}"
         experts = "TP" if mesh.splits_expert_width else "TEP"
-        if "etp" in mesh.axes:
-            name = f"DP{mesh.dp_size}" + (f"×TP{mesh.tp_size}" if mesh.tp_size > 1 else "") + f", ETP{mesh.etp_size}"
-        elif mesh.tp_size == 1:
-            name = f"DEP{mesh.dp_size}" if mesh.num_devices > 1 else "one device"
-        elif mesh.dp_size == 1:
-            name = f"{experts}{mesh.tp_size}"
-        else:
-            name = f"DP{mesh.dp_size}×{experts}{mesh.tp_size}"
-        return name if mesh.ep_size == mesh.num_devices or mesh.dp_size == 1 else f"{name}, EP{mesh.ep_size}"
+        if mesh.num_devices == 1:
+            return "one device"
+        if mesh.dp_size == 1:
+            return f"{experts}{mesh.tp_size}"
+        split = "etp" in mesh.axes
+        wide = f"×{'TP' if split else experts}{mesh.tp_size}" if mesh.tp_size > 1 else ""
+        name = f"DP{mesh.dp_size}{wide}" if wide or split else f"DEP{mesh.dp_size}"
+        name += f", ETP{mesh.etp_size}" if split else ""
+        return name if mesh.ep_size == mesh.num_devices else f"{name}, EP{mesh.ep_size}"
 
     @cached_property
     def unit(self) -> InstanceLayout:
-        """The instance that one copy of the experts makes: what `expert_copies` of are side by side, without communicating.
-
-        Of several stages it is on one stage's devices.
-        """
+        """One copy of the experts, on one stage's devices: `expert_copies` of them are side by side, without communicating."""
         mesh = self.mesh
-        if self.experts:
-            return self
-        if mesh.expert_copies == 1:
-            return self if mesh.pp_size == 1 else InstanceLayout(mesh.stage, self.redundant, self.fused)
-        return InstanceLayout(
-            MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size),
-            self.redundant,
-            self.fused,
-        )
+        one = MeshSpec(mesh.dp_size // mesh.expert_copies, mesh.tp_size, mesh.ep_size, mesh.etp_size)
+        return self if self.experts else InstanceLayout(one, self.redundant, self.fused)
 
     def __str__(self) -> str:
         beside = f", experts ep={self.experts}" if self.experts else ""
@@ -83,22 +73,13 @@ def fits(
     """`MeshSpec.check_fits` on the model's numbers; None, or the error. block, expert_block: as `Precision.blocks` has them."""
     if layout.mesh.pp_size > config.num_hidden_layers:
         return MeshError(f"mesh {layout.mesh} has more stages than the model has layers, {config.num_hidden_layers}")
-    routed = {
-        "experts": config.n_routed_experts,
-        "redundant": layout.redundant,
-        "expert_width": config.moe_intermediate_size,
-        "expert_block": expert_block,
-    }
+    about = {"experts": config.n_routed_experts, "redundant": layout.redundant}
+    routed = {**about, "expert_width": config.moe_intermediate_size, "expert_block": expert_block, "block": block}
+    dense = {"heads": config.num_attention_heads, "dense_widths": _split_over_tp(config, block), "block": block}
     try:
         if layout.experts:
-            layout.expert_mesh.check_fits(heads=layout.experts, block=block, **routed)
-            routed = {}
-        layout.mesh.check_fits(
-            heads=config.num_attention_heads,
-            **routed,
-            dense_widths=_split_over_tp(config, block),
-            block=block,
-        )
+            layout.expert_mesh.check_fits(heads=layout.experts, **routed)
+        layout.mesh.check_fits(**(dense if layout.experts else routed | dense))
     except MeshError as error:
         return error
     return None
@@ -119,9 +100,8 @@ def _split_over_tp(config: ModelConfig, block: int | None) -> dict[str, int]:
 
 def instance_sizes(devices: int, per_host: int) -> list[int]:
     """Sizes that an instance may have: divisors of a host, and whole hosts."""
-    return [n for n in range(1, min(per_host, devices) + 1) if per_host % n == 0] + list(
-        range(2 * per_host, devices + 1, per_host)
-    )
+    parts = [n for n in range(1, min(per_host, devices) + 1) if per_host % n == 0]
+    return parts + list(range(2 * per_host, devices + 1, per_host))
 
 
 def layouts(
@@ -130,79 +110,69 @@ def layouts(
     per_host: int,
     *,
     redundant: int | None,
-    block: int | None,
-    expert_block: int | None = None,
     copies: bool,
     stages: Collection[int] = (1,),
+    **blocks: int | None,
 ) -> Iterator[InstanceLayout]:
     """Every layout of an instance of at most `devices` devices that fits the model.
 
-    redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
-    copies: also layouts with several copies of the experts (`dp=32,ep=8`). Copies never communicate, so such a layout is
-        so many smaller instances behind one front; their figures are the same. stages: numbers of them; like a stage, the
-        whole instance is a divisor of a host or whole hosts, so that instances leave no part of a host unused.
+    copies: also with several copies of the experts (`dp=32,ep=8`), which are so many smaller instances behind one front. stages: numbers
+    of them; like a stage, the whole instance is a divisor of a host or whole hosts. redundant, blocks: as of `with_redundancy`.
     """
-    logical = config.n_routed_experts
     sizes = instance_sizes(devices, per_host)
     of_stages = ((pp, size) for pp in stages for size in instance_sizes(devices // pp, per_host) if pp * size in sizes)
-    for pp, size in of_stages:
-        for tp in _divisors(size):
-            if config.num_attention_heads % tp or tp > 2 * per_host:
-                continue
-            for ep in _divisors(size):
-                if ep > 2 * max(logical, 1):
-                    break
-                try:
-                    mesh = MeshSpec(dp_size=size // tp, tp_size=tp, ep_size=ep, pp_size=pp)
-                except MeshError:
-                    continue
-                if mesh.expert_copies > 1 and not copies:
-                    continue
-                for extra in _redundancies(logical, ep, redundant):
-                    layout = InstanceLayout(mesh, extra)
-                    if fits(config, layout, block, expert_block) is None:
-                        yield layout
-
-
-def named_layouts(
-    config: ModelConfig,
-    meshes: Collection[MeshSpec | None],
-    *,
-    redundant: int | None,
-    block: int | None,
-    expert_block: int | None = None,
-) -> Iterator[InstanceLayout]:
-    """Layouts of those of the meshes that ``layouts`` does not try: whose DP ranks share the width of an expert."""
-    for mesh in meshes:
-        if mesh is not None and "etp" in mesh.axes:
-            tried = (
-                InstanceLayout(mesh, extra) for extra in _redundancies(config.n_routed_experts, mesh.ep_size, redundant)
-            )
-            yield from (layout for layout in tried if fits(config, layout, block, expert_block) is None)
+    most = 2 * max(config.n_routed_experts, 1)
+    meshes = (
+        (_mesh(size // tp, tp, ep, pp), 0)
+        for pp, size in of_stages
+        for tp in _widths(config, size, 2 * per_host)
+        for ep in _divisors(size)
+        if ep <= most
+    )
+    kept = (one for one in meshes if one[0] is not None and (copies or one[0].expert_copies == 1))
+    return with_redundancy(config, kept, redundant, **blocks)
 
 
 def apart_layouts(
+    config: ModelConfig, pairs: Iterable[tuple[int, int]], per_host: int, *, redundant: int | None, **blocks: int | None
+) -> Iterator[InstanceLayout]:
+    """Every layout with attention and experts on devices of their own, (so many, so many) of `pairs`, that fits the model."""
+    meshes = (
+        (MeshSpec(dp_size=attention // tp, tp_size=tp), experts)
+        for attention, experts in pairs
+        for tp in _widths(config, attention, per_host)
+    )
+    return with_redundancy(config, meshes, redundant, **blocks)
+
+
+def with_redundancy(
     config: ModelConfig,
-    pairs: Iterable[tuple[int, int]],
-    per_host: int,
-    *,
+    meshes: Iterable[tuple[MeshSpec, int]],
     redundant: int | None,
     block: int | None,
     expert_block: int | None = None,
 ) -> Iterator[InstanceLayout]:
-    """Every layout with attention and experts on devices of their own that fits the model.
+    """Layouts of (mesh, devices beside it with the experts, or 0) that fit the model.
 
-    pairs: (devices with attention, devices with experts). redundant: as of ``layouts``.
+    redundant: physical minus logical experts; None tries the fewest that divide over the EP group and the fewest from 32 on.
     """
-    for attention, experts in pairs:
-        for tp in _divisors(attention):
-            if config.num_attention_heads % tp or tp > per_host:
-                continue
-            mesh = MeshSpec(dp_size=attention // tp, tp_size=tp)
-            for extra in _redundancies(config.n_routed_experts, experts, redundant):
-                layout = InstanceLayout(mesh, extra, experts=experts)
-                if fits(config, layout, block, expert_block) is None:
-                    yield layout
+    for mesh, experts in meshes:
+        for extra in _redundancies(config.n_routed_experts, experts or mesh.ep_size, redundant):
+            layout = InstanceLayout(mesh, extra, experts=experts)
+            if fits(config, layout, block, expert_block) is None:
+                yield layout
+
+
+def _mesh(dp: int, tp: int, ep: int, pp: int) -> MeshSpec | None:
+    try:
+        return MeshSpec(dp_size=dp, tp_size=tp, ep_size=ep, pp_size=pp)
+    except MeshError:
+        return None
+
+
+def _widths(config: ModelConfig, devices: int, most: int) -> list[int]:
+    """Sizes of `tp` that divide the devices and the heads."""
+    return [tp for tp in _divisors(devices) if config.num_attention_heads % tp == 0 and tp <= most]
 
 
 def _redundancies(logical: int, ep: int, wanted: int | None) -> list[int]:

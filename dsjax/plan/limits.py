@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.plan.candidate import Candidate, moved
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
-from dsjax.plan.pools import devices_kept, most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, of_prefill, search
 from dsjax.plan.separated import most_decode_instances
@@ -32,20 +31,16 @@ class Bottleneck:
 
 
 def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottleneck]:
-    """Every resource by what doubling it would give, most first.
+    """Every resource by what doubling it would give, most first. shared: prices of deployments of one plan; give all the same dict.
 
-    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch. shared: what the deployments of
-    one plan have in common; give all of them the same dict.
+    Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch.
     """
-    now, cluster, shared = candidate.throughput, candidate.decode.cluster, {} if shared is None else shared
-
-    def gain(resource: str, there: Cluster, batch: float | None = None) -> Bottleneck:
-        again = moved(candidate, there, shared.setdefault(resource, {}), batch)
-        return Bottleneck(resource, again.throughput / now)
-
-    gains = [gain(resource, cluster.scaled(resource, 2)) for resource in RESOURCES]
+    now, shared = candidate.decode.cluster, {} if shared is None else shared
+    cases = [(resource, now.scaled(resource, 2), candidate.batch) for resource in RESOURCES]
     if candidate.batch >= candidate.decode.max_batch:
-        gains.append(gain("memory", cluster, candidate.batch * 2))
+        cases.append(("memory", now, candidate.batch * 2))
+    rates = [moved(candidate, there, shared.setdefault(name, {}), batch).throughput for name, there, batch in cases]
+    gains = [Bottleneck(name, rate / candidate.throughput) for (name, *_), rate in zip(cases, rates, strict=True)]
     return sorted(gains, key=lambda b: -b.gain)
 
 
@@ -83,62 +78,48 @@ def forbidden(plan: Plan) -> list[Forbidden]:
     if not plan.every:
         return [_no_room_for_all(plan) if plan.fitting else _no_room(plan)]
     objective, reasons = plan.question.bounds, []
-    for name, metric in _METRICS.items():
+    for name in ("ttft", "tpot", "throughput"):
         wanted = getattr(objective, name)
         if wanted is None:
             continue
-        alone = dataclasses.replace(Objective(), **{name: wanted})
-        nearest = min(plan.every, key=lambda c, m=metric: m(c) if name != "throughput" else -m(c))
+        alone = Objective(**{name: wanted})
+        best = max if name == "throughput" else min
+        nearest = best(plan.every, key=lambda c, name=name: getattr(c, name))
         if not nearest.meets(alone):
-            endless = metric(moved(nearest, _of_everything(plan.question.cluster, _FACTORS[-1])))
+            endless = getattr(moved(nearest, _scaled(plan.question.cluster, RESOURCES, _FACTORS[-1])), name)
             remedies = _remedies(plan, alone)
-            reasons.append(Forbidden(name, wanted, metric(nearest), nearest.name(), remedies, endless))
+            reasons.append(Forbidden(name, wanted, getattr(nearest, name), nearest.name(), remedies, endless))
     if reasons:
         return reasons
     nearest = plan.missed[0]
-    worst = max(nearest.misses(objective), key=nearest.misses(objective).get)
-    return [
-        Forbidden(
-            "together", getattr(objective, worst), _METRICS[worst](nearest), nearest.name(), _remedies(plan, objective)
-        )
-    ]
-
-
-_METRICS: dict[str, Callable[[Candidate], float]] = {
-    "ttft": lambda c: c.ttft,
-    "tpot": lambda c: c.tpot,
-    "throughput": lambda c: c.throughput,
-}
+    missed = nearest.misses(objective)
+    worst = max(missed, key=missed.get)
+    ends = getattr(objective, worst), getattr(nearest, worst)
+    return [Forbidden("together", *ends, nearest.name(), _remedies(plan, objective))]
 
 
 def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
     question, remedies = plan.question, []
     near = sorted(plan.every, key=lambda c: max(c.misses(objective).values(), default=0))[:_NEAREST]
-    for resource in RESOURCES:
+    for name, resources in {**{one: (one,) for one in RESOURCES}, "all of these together": RESOURCES}.items():
         for factor in _FACTORS:
-            cluster, shared = question.cluster.scaled(resource, factor), {}
+            cluster, shared = _scaled(question.cluster, resources, factor), {}
             if any(moved(candidate, cluster, shared).meets(objective) for candidate in near):
-                remedies.append(Remedy(resource, factor))
+                remedies.append(Remedy(name, factor))
                 break
-    for factor in _FACTORS:
-        cluster, shared = _of_everything(question.cluster, factor), {}
-        if any(moved(candidate, cluster, shared).meets(objective) for candidate in near):
-            remedies.append(Remedy("all of these together", factor))
-            break
     if question.cluster.num_devices <= 64:
         remedies += _more_hosts(question, objective)
     return sorted(remedies, key=lambda r: r.factor)
 
 
-def _of_everything(cluster: Cluster, factor: float) -> Cluster:
-    for resource in RESOURCES:
+def _scaled(cluster: Cluster, resources: Sequence[str], factor: float) -> Cluster:
+    for resource in resources:
         cluster = cluster.scaled(resource, factor)
     return cluster
 
 
 def _more_hosts(question: Question, objective: Objective) -> list[Remedy]:
-    """The least of so many times the hosts, of all kinds, with which a deployment meets the objectives, or of the devices where these are
-    limited. A service that may be aggregated is looked at as such: the search for separated ones takes many times as long."""
+    """The least multiple of the hosts of all kinds (or of limited devices) that meets the objectives, aggregated where that is possible."""
     options, limited = question.options, question.devices < question.cluster.num_devices
     modes = ("aggregated",) if "aggregated" in options.possible_modes else options.modes
     for factor in _MORE_HOSTS:
@@ -159,68 +140,52 @@ def _grown(cluster: Cluster, factor: int) -> Cluster:
 
 def _no_room_for_all(plan: Plan) -> Forbidden:
     """No layout's caches hold the requests in flight, or prefill and decode do not fit beside each other."""
-    question = plan.question
-    wanted, apart = question.workload.concurrency, "aggregated" not in question.options.possible_modes
-    if apart and (reason := _too_few_devices(question, plan.fitting)):
-        return reason
-    prefilling = _prefilling(question, plan.fitting) if apart else []
+    question, fitting = plan.question, plan.fitting
+    wanted, pins = question.workload.concurrency, question.options.pins
+    apart = "aggregated" not in question.options.possible_modes
+    prefilling: list[Instance] = []
+    if apart:
+        prefilling = [i for i in of_prefill(question, fitting) if pins.prefill_mesh in (None, i.layout.mesh)]
+        fitting = [i for i in fitting if pins.decode_mesh in (None, i.layout.mesh)]
+        if reason := _too_few_devices(question, prefilling, fitting):
+            return reason
 
     def held(instance: Instance) -> int:
-        count = most_instances(question, instance.layout)
-        if apart:
-            count = most_decode_instances(question, prefilling, instance)
-        return instance.max_batch * instance.replicas * count
+        many = (
+            most_decode_instances(question, prefilling, instance) if apart else question.most_instances(instance.layout)
+        )
+        return instance.max_batch * instance.replicas * many
 
-    largest = max(_decoding(question, plan.fitting) if apart else plan.fitting, key=held)
+    largest = max(fitting, key=held)
     most = held(largest)
-    remedies = [Remedy("cache", wanted / most)] if most else []
-    return Forbidden("concurrency", wanted, most, str(largest.layout), remedies)
+    return Forbidden("concurrency", wanted, most, str(largest.layout), [Remedy("cache", wanted / most)] if most else [])
 
 
-def _decoding(question: Question, fitting: list[Instance]) -> list[Instance]:
-    wanted = question.options.pins.decode_mesh
-    return [instance for instance in fitting if wanted in (None, instance.layout.mesh)]
-
-
-def _prefilling(question: Question, fitting: list[Instance]) -> list[Instance]:
-    """The instances that may compute prompts."""
-    wanted = question.options.pins.prefill_mesh
-    return [instance for instance in of_prefill(question, fitting) if wanted in (None, instance.layout.mesh)]
-
-
-def _least_prefill(question: Question, fitting: list[Instance]) -> tuple[Instance | None, int]:
-    """(the smallest instance that may compute prompts, devices that so many as there must be keep)."""
-    pins = question.options.pins
-    least = min(_prefilling(question, fitting), key=lambda i: devices_kept(question, i), default=None)
-    return least, (pins.prefill_count or 1) * devices_kept(question, least) if least else 0
-
-
-def _too_few_devices(question: Question, fitting: list[Instance]) -> Forbidden | None:
+def _too_few_devices(question: Question, prefilling: list[Instance], decoding: list[Instance]) -> Forbidden | None:
     """Say where the smallest instances of a separated service do not fit beside each other."""
-    pins, cluster = question.options.pins, question.cluster
-    first, needed = _least_prefill(question, fitting)
-    if first is None:
-        return Forbidden("devices", 0, cluster.prefill.num_devices, "", [])
-    smallest = min(_decoding(question, fitting), key=lambda i: devices_kept(question, i))
-    decode = (pins.decode_count or 1) * devices_kept(question, smallest)
+    pins, there = question.options.pins, question.cluster.prefill
+    if not prefilling:
+        return Forbidden("devices", 0, there.num_devices, "", [])
+    first, second = (min(some, key=question.devices_kept) for some in (prefilling, decoding))
+    counts = pins.prefill_count or 1, pins.decode_count or 1
+    needed, decode = (count * question.devices_kept(i) for count, i in zip(counts, (first, second), strict=True))
     pairs = [(needed + decode, question.devices)]
-    if cluster.prefill is not None:
-        pairs = [(needed, cluster.prefill.num_devices), (decode, question.devices)]
+    if there is not None:
+        pairs = [(needed, there.num_devices), (decode, question.devices)]
     for wanted, at_hand in pairs:
         if wanted > at_hand:
-            by = f"{pins.prefill_count or 1} × {first.layout} | {pins.decode_count or 1} × {smallest.layout}"
+            by = f"{counts[0]} × {first.layout} | {counts[1]} × {second.layout}"
             return Forbidden("devices", wanted, at_hand, by, [Remedy("devices", wanted / at_hand)])
     return None
 
 
 def _no_room(plan: Plan) -> Forbidden:
     """Weights and one request's cache fit in no layout."""
-    least = min(plan.too_large, key=lambda i: i.memory.weights_total) if plan.too_large else None
-    chip = plan.question.cluster.hardware
-    if least is None:
-        return Forbidden("memory", 0, chip.visible_bytes, "no layout", [])
-    needed = least.memory.weights_total + plan.question.workload.held * least.memory.cache_per_token
-    needed += least.memory.reserve
-    remedies = [Remedy("memory of a device", needed / chip.visible_bytes)]
-    remedies += _more_hosts(plan.question, Objective())
-    return Forbidden("memory", needed, chip.visible_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))
+    device = plan.question.cluster.hardware.visible_bytes
+    if not plan.too_large:
+        return Forbidden("memory", 0, device, "no layout", [])
+    least = min(plan.too_large, key=lambda i: i.memory.weights_total)
+    memory = least.memory
+    needed = memory.weights_total + plan.question.workload.held * memory.cache_per_token + memory.reserve
+    remedies = [Remedy("memory of a device", needed / device), *_more_hosts(plan.question, Objective())]
+    return Forbidden("memory", needed, device, str(least.layout), sorted(remedies, key=lambda r: r.factor))

@@ -211,7 +211,7 @@ class OperatorTables:
             table = tables[at]
             by_heads = {
                 float(rows): Curve(
-                    ((context, statistics.mean(times) * scale) for context, times in contexts.items()), _in_proportion
+                    ((context, statistics.fmean(times) * scale) for context, times in contexts.items()), _in_proportion
                 )
                 for rows, contexts in table.items()
             }

@@ -83,7 +83,7 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> f
     """
     (low, high, way), batch = busy, instance.rows(batch)
     kinds = ((False, instance.halved(tokens)), (True, instance.overlapped(batch)))
-    paces = [1.0 if (pace := instance.pace(*kind)) is None else pace for kind in kinds]
+    paces = [instance.pace(*kind) for kind in kinds]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
     verified = batch * (1 + instance.options.drafts)
     beside = _seconds_of_more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch)
@@ -107,7 +107,7 @@ def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
 def _computing(instance: Instance, tokens: float) -> float:
     """Seconds of a prefill step of `tokens`, without what the device waits for launches."""
     pace = instance.pace(False, instance.halved(tokens))
-    return instance.prefill_step(tokens) - instance.launch_slack(tokens) * (1.0 if pace is None else pace)
+    return instance.prefill_step(tokens) - instance.launch_slack(tokens) * pace
 
 
 _Between = tuple[float, float, float]

@@ -1,26 +1,27 @@
-"""`Question`: all that a plan is asked, and which batches are tried to answer it."""
+"""`Question`: all that a plan is asked, which batches are tried to answer it, and how many instances of a layout there is room for."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.instance import Instance
-from dsjax.plan.layout import InstanceLayout
+from dsjax.plan.layout import InstanceLayout, instance_sizes
 from dsjax.plan.own_cluster import with_tables
 from dsjax.plan.workload import Objective, PlanOptions, Workload
 
 if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
 
-FEW_DEVICES = 64
-"""Up to which every size of a prefill instance is paired and every batch is tried; among more the best are enough."""
-SHOWN = 60
-"""Candidates of a list that get intervals and derivations."""
+_FEW = 64
+"""Devices up to which every size of a prefill instance is paired and every batch is tried; among more the best are enough."""
+_WIDEST_APART = 128
+"""Devices of an instance with attention and experts apart, at most."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,17 @@ class Question:
         if tables is not self.options.operators:
             object.__setattr__(self, "options", dataclasses.replace(self.options, operators=tables))
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices that may be used."""
         return min(self.cluster.num_devices, self.options.max_devices or self.cluster.num_devices)
 
-    @property
+    @cached_property
+    def few(self) -> bool:
+        """Whether the devices are so few that everything is tried."""
+        return self.devices <= _FEW
+
+    @cached_property
     def bounds(self) -> Objective:
         """The objectives, with the throughput that the rate asks for."""
         rate, wanted = self.workload.rate, self.objective.throughput
@@ -60,11 +66,10 @@ class Question:
             return self.objective
         return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Whether there is any objective to meet."""
-        bounds = self.bounds
-        return any(value is not None for value in (bounds.ttft, bounds.tpot, bounds.throughput))
+        return self.bounds != Objective()
 
     @property
     def words(self) -> str:
@@ -95,9 +100,54 @@ class Question:
     def rungs(self, instance: Instance) -> list[int]:
         """Batches to try: on many devices powers of two and the largest, between which the best are bisected."""
         tried = instance.batches()
-        return tried if self.devices <= FEW_DEVICES else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
+        return tried if self.few else [b for b in tried if b & (b - 1) == 0 or b == tried[-1]]
+
+    def most_instances(self, layout: InstanceLayout) -> int:
+        """How many instances there is room for: one that fits into a host shares it, of a larger one either side has whole hosts."""
+        here, beside = self.cluster.devices_per_host, self.cluster.experts
+        attention, experts = layout.mesh.num_devices, layout.experts
+        if beside is not None and experts:
+            there = _room(beside.num_devices, beside.devices_per_host, experts)
+            return min(_room(self.devices, here, attention), there)
+        if layout.devices <= here:
+            return _room(self.devices, here, layout.devices)
+        return self.devices // (_whole_hosts(attention, here) + _whole_hosts(experts, here))
+
+    def devices_kept(self, instance: Instance) -> int:
+        """Devices that an instance keeps from all others: an even part of a host, or whole hosts on either side."""
+        layout, here = instance.layout, min(instance.cluster.devices_per_host, self.devices)
+        if layout.devices <= here:
+            return here // (here // layout.devices)
+        return _whole_hosts(layout.mesh.num_devices, here) + _whole_hosts(layout.experts, here)
+
+    def pairs_apart(self) -> list[tuple[int, int]]:
+        """(devices with attention, devices with experts) of an instance: on one host, or with whole hosts on either side."""
+        cluster, beside, pins = self.cluster, self.cluster.experts, self.options.pins
+        most, here = min(self.devices, _WIDEST_APART), cluster.devices_per_host
+        if pins.attention_mesh is not None:
+            return [(pins.attention_mesh.num_devices, pins.expert_mesh.ep_size)]
+        if beside is not None:
+            there = beside.devices_per_host
+            hosts = range(1, min(beside.num_devices, _WIDEST_APART) // there + 1)
+            return [(a * here, e * there) for a in range(1, most // here + 1) for e in hosts]
+        inside = [(a, n - a) for n in instance_sizes(min(here, most), here) for a in range(1, n)]
+        hosts = most // here
+        return inside + [(a * here, e * here) for a in range(1, hosts) for e in range(1, hosts - a + 1)]
 
 
 def users_told_apart(instance: Instance, count: int) -> int:
     """Parts of a batch that are told apart where one is bisected: single users of the whole service, at most 64."""
     return min(64, instance.replicas * count)
+
+
+def _room(devices: int, per_host: int, size: int) -> int:
+    """How many times `size` devices fit into so many, the last host perhaps being a part of one."""
+    if size > per_host:
+        return devices // _whole_hosts(size, per_host)
+    hosts, rest = divmod(devices, per_host)
+    return hosts * (per_host // size) + rest // size
+
+
+def _whole_hosts(size: int, per_host: int) -> int:
+    """Devices of the fewest whole hosts that have `size` of them."""
+    return -(-size // per_host) * per_host

@@ -196,6 +196,11 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         f"(× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
         highlight=False,
     )
+    if held["unseen"]:
+        console.print(
+            f"nothing like it was measured: no blind prediction had {', '.join(held['unseen'])}; these are the widest ends that there are",
+            highlight=False,
+        )
     console.print(
         f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
         "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends",

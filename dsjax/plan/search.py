@@ -7,23 +7,20 @@ import dataclasses
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, aggregated, frontier, with_intervals
+from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, frontier
 from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
-from dsjax.plan.layout import InstanceLayout, layouts, named_layouts
-from dsjax.plan.pools import layouts_apart, most_instances
+from dsjax.plan.layout import InstanceLayout, apart_layouts, layouts, with_redundancy
 from dsjax.plan.prompts import best_step
-from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
+from dsjax.plan.question import Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
 from dsjax.plan.stages import cut_stage
-from dsjax.plan.workload import Objective, PlanOptions
 from sharding import MeshSpec
 
 _NO_PAGES = (
@@ -34,6 +31,8 @@ NO_LAYOUT = (
     "no layout of the model is left to look at: the devices at hand and their hosts, and the meshes, redundant experts and widest instance "
     "that were given, allow none"
 )
+_SHOWN = 60
+"""Rows of a list."""
 _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
 
@@ -43,12 +42,11 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: candidates that meet the objectives, best first; the others, nearest first; layouts that do not fit.
+    """The answer: the best candidate of each layout that meets the objectives, best first; of the others, nearest first.
 
-    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did.
-    considered: layouts looked at; fitting, too_large: those with and without room for one request beside the weights. every: all
-    candidates, not only the best of each layout, where none meets the objectives. unkept: some meet them, but when played none kept
-    the percentiles that were asked for.
+    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did. considered: layouts looked at;
+    fitting, too_large: with and without room for one request beside the weights. every: all candidates where none meets the objectives.
+    unkept: some meet them, but when played none kept the percentiles that were asked for.
     """
 
     question: Question
@@ -73,107 +71,100 @@ class Plan:
         return self.ranked[0] if self.ranked else None
 
 
+class Shown(Sequence[Row]):
+    """Rows that get their intervals when they are looked at: most of them never are. rows: those without."""
+
+    def __init__(self, rows: Sequence[Row], with_intervals: Callable[[list[Row]], list[Row]] = all_with_intervals):
+        self.rows, self._full, self._with_intervals = rows, {}, with_intervals
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at):
+        """The row at a place, or a list of those of a slice."""
+        places = range(len(self))[at]
+        wanted = places if isinstance(at, slice) else [places]
+        if missing := [place for place in wanted if place not in self._full]:
+            self._full |= zip(missing, self._with_intervals([self.rows[place] for place in missing]), strict=True)
+        found = [self._full[place] for place in wanted]
+        return found if isinstance(at, slice) else found[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self[:])
+
+
 def instances(question: Question) -> tuple[list[InstanceLayout], list[Instance], list[Instance]]:
     """(all layouts, instances with room for at least one request, instances without)."""
-    question.options.check(question.config, question.workload)
-    blocks = question.options.precision.blocks
-    cluster = question.cluster
-    runnable = list(
-        layouts(
-            question.config,
-            question.devices,
-            min(cluster.devices_per_host, question.devices),
-            redundant=question.options.redundant,
-            copies=question.devices <= 64,
-            stages=tried_stages(question.options),
-            **blocks,
-        )
-    )
-    runnable += [
-        layout
-        for layout in named_layouts(
-            question.config, wanted_meshes(question.options), redundant=question.options.redundant, **blocks
-        )
-        if most_instances(question, layout)
-    ]
-    if question.options.afd == "on":
-        runnable = []
-    if question.options.fused:
-        if question.config.n_shared_experts != 1:
-            raise UserError(
-                f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {question.config.n_shared_experts}"
-            )
-        runnable = [dataclasses.replace(layout, fused=True) for layout in runnable]
-    runnable = _runnable(question, runnable)
-    widest = question.options.widest
-    if widest is not None:
-        runnable = [layout for layout in runnable if layout.devices <= widest]
-    wanted = question.options.mesh
-    if wanted is not None and question.options.afd != "on":
-        possible, runnable = runnable, [layout for layout in runnable if layout.mesh == wanted]
-        if not runnable:
-            sizes = sorted({layout.devices for layout in possible})
-            most = max((layout.mesh.tp_size for layout in possible), default=1)
-            redundant = "the fewest" if question.options.redundant is None else question.options.redundant
-            raise UserError(
-                f"--mesh {wanted} is no layout of this plan: {wanted.num_devices} devices wanted, {question.devices} at hand in "
-                f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
-                f"looked at, with {redundant} redundant experts"
-            )
-    if question.options.afd != "off":
-        apart = (layout for layout in layouts_apart(question) if most_instances(question, layout))
-        runnable += [layout for layout in apart if widest is None or layout.devices <= widest]
-    steps: dict[InstanceLayout, dict] = {}
+    options, widest = question.options, question.options.widest or math.inf
+    options.check(question.config, question.workload)
+    looked_at = _of_one_mesh(question, widest) if options.afd != "on" else []
+    if options.afd != "off":
+        here, alike = question.cluster.devices_per_host, {"redundant": options.redundant, **options.precision.blocks}
+        for layout in apart_layouts(question.config, question.pairs_apart(), here, **alike):
+            if options.pins.attention_mesh in (None, layout.mesh) and layout.devices <= widest:
+                looked_at += [layout] if question.most_instances(layout) else []
+    steps: dict[tuple[InstanceLayout, int], dict] = {}
     shared: dict = {}
     made = []
-    for layout in runnable:
-        of_unit = steps.setdefault(layout.unit, {"shared": shared})
-        own = of_unit if layout.mesh.pp_size == 1 else {"shared": shared, "stage": of_unit}
+    for layout in looked_at:
+        own = steps.setdefault((layout.unit, layout.mesh.pp_size), {"shared": shared})
         made.append(question.instance(layout, own))
-    return runnable, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
+    return looked_at, [i for i in made if i.max_batch > 0], [i for i in made if i.max_batch <= 0]
 
 
-def wanted_meshes(options: PlanOptions) -> set[MeshSpec]:
-    """The meshes that a user named."""
-    return {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
-
-
-def tried_stages(options: PlanOptions) -> list[int]:
-    """Numbers of stages to look at: those that were asked for, and those of meshes that a user named."""
-    return sorted({*options.stages, *(mesh.pp_size for mesh in wanted_meshes(options))})
-
-
-def _runnable(question: Question, layouts: list[InstanceLayout]) -> list[InstanceLayout]:
-    """Without those that the engine cannot be asked for.
-
-    Raises:
-        UserError: the mesh that was given is one of them.
-    """
-    options, cluster = question.options, question.cluster
-    if options.engine.name in LAUNCHED:
-        reasons = {
-            layout: unfit(options.engine.name, layout, cluster.devices_per_host, cluster.hardware, options.precision)
-            for layout in layouts
-        }
-    elif options.engine.name == "dsjax":
-        reasons = {layout: cut_stage(layout, cluster.devices_per_host) for layout in layouts}
-    else:
-        return layouts
-    kept = [layout for layout in layouts if reasons[layout] is None]
-    wanted = wanted_meshes(options)
-    for mesh in sorted(wanted, key=str):
-        refused = next((reasons[layout] for layout in layouts if layout.mesh == mesh and reasons[layout]), None)
-        if refused and not any(layout.mesh == mesh for layout in kept):
+def _of_one_mesh(question: Question, widest: float) -> list[InstanceLayout]:
+    """The layouts whose mesh has attention and experts, that fit and that the engine can run; `UserError` where the given one is none."""
+    options, config, cluster = question.options, question.config, question.cluster
+    named = {options.mesh, options.pins.prefill_mesh, options.pins.decode_mesh} - {None}
+    per_host, alike = min(cluster.devices_per_host, question.devices), options.precision.blocks
+    stages = sorted({*options.stages, *(mesh.pp_size for mesh in named)})
+    about = {"redundant": options.redundant, "copies": question.few, "stages": stages, **alike}
+    found = list(layouts(config, question.devices, per_host, **about))
+    # Layouts whose DP ranks share the width of an expert are tried only where they are named.
+    shared_width = [(mesh, 0) for mesh in named if "etp" in mesh.axes]
+    more = with_redundancy(config, shared_width, options.redundant, **alike)
+    found += [layout for layout in more if question.most_instances(layout)]
+    if options.fused:
+        if config.n_shared_experts != 1:
             raise UserError(
-                f"--engine {options.engine.name} cannot run {refused}; give another mesh, or --engine published"
+                f"--enable-shared-experts-fusion needs a model with one shared expert; this one has {config.n_shared_experts}"
             )
+        found = [dataclasses.replace(layout, fused=True) for layout in found]
+    found = [layout for layout in _runnable(question, found, named) if layout.devices <= widest]
+    wanted = options.mesh
+    kept = [layout for layout in found if wanted in (None, layout.mesh)]
+    if wanted is not None and not kept:
+        sizes = sorted({layout.devices for layout in found})
+        most = max((layout.mesh.tp_size for layout in found), default=1)
+        redundant = "the fewest" if options.redundant is None else options.redundant
+        raise UserError(
+            f"--mesh {wanted} is no layout of this plan: {wanted.num_devices} devices wanted, {question.devices} at hand in "
+            f"hosts of {cluster.devices_per_host}; instances of {', '.join(map(str, sizes))} devices with tp up to {most} are "
+            f"looked at, with {redundant} redundant experts"
+        )
+    return kept
+
+
+def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSpec]) -> list[InstanceLayout]:
+    """Without those that the engine cannot be asked for; `UserError` where a given mesh is one of them."""
+    options, cluster, engine = question.options, question.cluster, question.options.engine.name
+    if engine in LAUNCHED:
+        about = (cluster.devices_per_host, cluster.hardware, options.precision)
+        reasons = {layout: unfit(engine, layout, *about) for layout in found}
+    else:
+        own = engine == "dsjax"
+        reasons = {layout: cut_stage(layout, cluster.devices_per_host) if own else None for layout in found}
+    kept = [layout for layout in found if reasons[layout] is None]
+    for mesh in sorted(named - {layout.mesh for layout in kept}, key=str):
+        if refused := next((reasons[layout] for layout in found if layout.mesh == mesh), None):
+            raise UserError(f"--engine {engine} cannot run {refused}; give another mesh, or --engine published")
     return kept
 
 
 def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
     """What a plan over these instances takes of each dry run that was given."""
     options = question.options
-    weights = {i.layout.unit: i.memory.weights_total for i in among}
+    weights = {i.layout.unit: i.memory.weights_total for i in among if i.layout.mesh.pp_size == 1}
     about = (question.config, question.cluster, options.precision, options.dispatch, weights, options.overlap)
     return [usage(run, *about) for run in options.compiled]
 
@@ -191,202 +182,138 @@ def search(question: Question) -> Plan:
 
 
 def _search(question: Question) -> Plan:
-    layouts, fitting, too_large = instances(question)
+    considered, fitting, too_large = instances(question)
+    modes, objective, order = question.options.possible_modes, question.bounds, question.order
     candidates: list[Candidate] = []
-    if "aggregated" in question.options.possible_modes:
+    if "aggregated" in modes:
         candidates += _aggregated(question, fitting)
-    if "separated" in question.options.possible_modes:
-        decoding = _taking_pages(question, fitting)
-        if fitting and not decoding and "aggregated" not in question.options.possible_modes:
+    if "separated" in modes:
+        # Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside
+        # prefill is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
+        both = question.options.engine.name != "dsjax" and question.cluster.experts is None
+        decoding = [one for one in fitting if one.layout.mesh.pp_size == 1 and (both or not one.layout.experts)]
+        if fitting and not decoding and "aggregated" not in modes:
             raise UserError(_NO_PAGES)
-        first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
-        candidates += separated_candidates(question, decoding, first) if decoding else []
-    objective = question.bounds
-    met, missed = [], []
-    for candidate in candidates:
-        (met if candidate.meets(objective) else missed).append(candidate)
-    ranked = Shown(_best_of_each(sorted(met, key=question.order))[:SHOWN])
-    missed = Shown(
-        _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))[:SHOWN]
-    )
-    every = [] if ranked else candidates
+        if decoding:
+            first = [one for one in of_prefill(question, fitting) if one.layout.mesh.pp_size == 1]
+            candidates += separated_candidates(question, decoding, first)
+    misses = [(candidate.misses(objective), candidate) for candidate in candidates]
+    met = sorted((c for missed, c in misses if not missed), key=order)
+    far = sorted(((m, c) for m, c in misses if m), key=lambda one: (max(one[0].values()), *order(one[1])))
     bound = objective.ttft
     front = frontier([c for c in candidates if bound is None or c.ttft <= bound])
     late = [] if bound is None else [c for c in frontier(candidates) if c.ttft > bound]
-    return Plan(question, ranked, missed, Shown(front), Shown(late), layouts, fitting, too_large, every)
-
-
-def _taking_pages(question: Question, fitting: list[Instance]) -> list[Instance]:
-    """Instances that may decode what others have computed the prompts of.
-
-    Pages are not handed over between engines with stages. Where a cluster has hosts for experts, how many of them are left beside prefill
-    is not reckoned, and dsjax refuses prefill apart from decode with experts apart.
-    """
-    both = question.options.engine.name != "dsjax" and question.cluster.experts is None
-    return [one for one in fitting if one.stage is None and (both or not one.layout.experts)]
+    rows = (_best_of_each(met), _best_of_each(c for _, c in far), front, late)
+    every = [] if met else candidates
+    return Plan(question, *map(Shown, rows), considered, fitting, too_large, every)
 
 
 def of_prefill(question: Question, fitting: list[Instance]) -> list[Instance]:
     """Instances that may compute prompts: the same, or those on hosts of another kind where the cluster has two; experts are not apart."""
     if question.options.afd == "on":
-        return of_prefill(*_without_apart(question))
-    if question.cluster.prefill is None:
-        return [one for one in fitting if not one.layout.experts]
-    # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
-    there = instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
-    return [one for one in there if not one.layout.experts]
-
-
-def _without_apart(question: Question) -> tuple[Question, list[Instance]]:
-    """The question of layouts of one mesh, and those that fit."""
-    other = dataclasses.replace(question, options=dataclasses.replace(question.options, afd="off"))
-    return other, instances(other)[1]
-
-
-class Shown(Sequence[Row]):
-    """Rows that get their intervals when they are looked at: most of them never are. rows: those without."""
-
-    def __init__(self, rows: Sequence[Row], with_intervals: Callable[[Row], Row] = with_intervals):
-        self.rows, self._full, self._with_intervals = rows, {}, with_intervals
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, at):
-        """The row at a place, or a list of those of a slice."""
-        if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
-        at = range(len(self))[at]
-        if at not in self._full:
-            self._full[at] = self._with_intervals(self.rows[at])
-        return self._full[at]
-
-    def __add__(self, others: Sequence[Row]) -> list[Row]:
-        """All of them and the others."""
-        return [*self, *others]
+        question = dataclasses.replace(question, options=dataclasses.replace(question.options, afd="off"))
+        fitting = instances(question)[1]
+    if question.cluster.prefill is not None:
+        # A mesh that is given is of every instance; one that those hosts are too few for is no answer.
+        fitting = instances(dataclasses.replace(question, cluster=question.cluster.prefill))[1]
+    return [one for one in fitting if not one.layout.experts]
 
 
 def _best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The first of each pair of layouts and mode, and of each ratio of prefill to decode instances."""
-    seen, kept = set(), []
+    best: dict[tuple, Candidate] = {}
     for candidate in candidates:
-        if candidate.row not in seen:
-            seen.add(candidate.row)
-            kept.append(candidate)
-    return kept
-
-
-def _batches(question: Question, instance: Instance, count: int) -> list[float]:
-    """Batches of a DP rank: those that memory holds, or just the one that the concurrency gives."""
-    wanted = question.workload.concurrency
-    if wanted is None:
-        return [float(b) for b in question.rungs(instance)]
-    batch = wanted / (instance.replicas * count)
-    return [batch] if batch <= instance.max_batch else []
-
-
-def _counts(question: Question, instance: Instance, fullest: Sequence[Candidate]) -> list[int]:
-    """Numbers of instances: all that fit; with a given rate the fewest that serve it; with a given concurrency also fewer."""
-    most = most_instances(question, instance.layout)
-    if question.workload.rate is not None and fullest:
-        needed = question.bounds.throughput / max(one.throughput for one in fullest)
-        return [min(most, math.ceil(needed))]
-    if question.workload.concurrency is None:
-        return [most]
-    return sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)
+        best.setdefault(candidate.row, candidate)
+    return list(best.values())[:_SHOWN]
 
 
 def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
-    kept, every = [], []
+    users, bounds, kept, every = question.workload.concurrency, question.bounds, [], []
     for instance in fitting:
-        sizes = _sizes(question, instance)
-        fullest = _fullest(question, instance, sizes) if question.workload.rate is not None else []
-        for count in _counts(question, instance, fullest):
-            some = [aggregated(instance, count, one.batch, one.prefill_tokens) for one in fullest]
-            kept += some
-            every += some
-            for batch in _batches(question, instance, count):
-                some = [aggregated(instance, count, batch, size) for size in sizes]
-                met = [c for c in some if c.meets(question.bounds)]
-                kept.append(min(met or some, key=question.order))
-                every += some
-    if question.workload.concurrency is None:
-        kept += _filled(question, [(c, partial(_of_size, c)) for c in every])
-    return kept
+        sizes, most = _sizes(question, instance), question.most_instances(instance.layout)
+        counts, fullest = [most], []
+        if question.workload.rate is not None:
+            fullest = _fullest(question, instance, sizes)
+            # The fewest that serve the rate.
+            counts = (
+                [min(most, math.ceil(bounds.throughput / max(one.throughput for one in fullest)))]
+                if fullest
+                else counts
+            )
+        elif users is not None:
+            counts = sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)
+        for count in counts:
+            full = [aggregated(instance, count, one.batch, one.prefill_tokens) for one in fullest]
+            kept += full
+            every += full
+            batches = (
+                [float(b) for b in question.rungs(instance)] if users is None else [users / (instance.replicas * count)]
+            )
+            for batch in batches:
+                if batch <= instance.max_batch:
+                    some = [aggregated(instance, count, batch, size) for size in sizes]
+                    kept.append(min([c for c in some if c.meets(bounds)] or some, key=question.order))
+                    every += some
+    return kept if users is not None else kept + _filled(question, every)
 
 
 def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
     """For each prefill size, return one instance at the largest batch that meets TTFT and TPOT, where any does."""
-    found, parts = [], users_told_apart(instance, most_instances(question, instance.layout))
+    found, parts = [], users_told_apart(instance, question.most_instances(instance.layout))
     bounds = dataclasses.replace(question.objective, throughput=None)
+    users = range(1, question.rungs(instance)[-1] * parts + 1)
     for size in sizes:
-        keeps = partial(_keeps, instance, size, bounds)
-        tried = [0, *question.rungs(instance)]
-        at = bisect.bisect_left(tried, True, 1, key=lambda batch: not keeps(batch)) - 1
-        low, high = tried[at] * parts, tried[min(at + 1, len(tried) - 1)] * parts
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if keeps(middle / parts) else (low, middle)
-        if low:
-            found.append(aggregated(instance, 1, low / parts, size))
+        least = bisect.bisect_left(
+            users, True, key=lambda n, size=size: not aggregated(instance, 1, n / parts, size).meets(bounds)
+        )
+        if least:
+            found.append(aggregated(instance, 1, users[least - 1] / parts, size))
     return found
-
-
-def _keeps(instance: Instance, size: float, bounds: Objective, batch: float) -> bool:
-    return aggregated(instance, 1, batch, size).meets(bounds)
 
 
 def _sizes(question: Question, instance: Instance) -> list[float]:
     """Prompt tokens of a step to try beside decodes; on many devices the best one at a typical batch for all batches."""
     sizes = instance.prefill_sizes(chunks=True)
-    if question.devices <= FEW_DEVICES:
+    if question.few:
         return sizes
     bound = question.objective.ttft
     short = [s for s in sizes if bound is None or instance.prefill_step(s) <= 0.5 * bound] or sizes[:1]
     return [best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)]
 
 
-def _of_size(like: Candidate, batch: float) -> Candidate:
-    """With another batch, and the same size of a step's prompts."""
-    return aggregated(like.decode, like.count, batch, like.prefill_tokens)
+def _filled(question: Question, known: list[Candidate]) -> list[Candidate]:
+    """Between the batches that were tried, the largest that meets the objectives (with a given rate the least), by bisection.
 
-
-def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], Candidate]]]) -> list[Candidate]:
-    """Between the batches that were tried, the largest that meets the objectives: by bisection, where it may be the best answer.
-
-    known: what was tried, with a function that makes the same with another batch. Throughput grows with the batch, so that what
-    meets the objectives between two batches is not better than the upper one; where that is no better than the best so far,
-    nothing is tried. With a given rate the least batch that keeps up, the fastest, is looked for in the same way.
+    Throughput grows with the batch: where the upper of two batches is no better than the best so far, nothing between them is tried.
     """
     objective, order = question.bounds, question.order
-    groups: dict[tuple, list] = {}
-    for candidate, make in known:
-        key = (id(candidate.decode), candidate.count, candidate.prefill_tokens)
-        groups.setdefault(key, []).append((candidate.batch, candidate, make))
-    best = min((c for c, _ in known if c.meets(objective)), key=order, default=None)
-    pairs = []
+    if not question.bounded:
+        return []
+    groups: dict[tuple, list[tuple[Candidate, bool]]] = {}
+    for one in known:
+        groups.setdefault((id(one.decode), one.count, one.prefill_tokens), []).append((one, one.meets(objective)))
+    best = min((c for tried in groups.values() for c, met in tried if met), key=order, default=None)
+    gaps = []
     for tried in groups.values():
-        tried.sort(key=lambda one: one[0])
-        for (low, below, make), (high, above, _) in itertools.pairwise(tried):
-            if below.meets(objective) != above.meets(objective):
-                pairs.append((above if below.meets(objective) else below, low, high, below.meets(objective), make))
-        if not tried[0][1].meets(objective):
-            pairs.append((tried[0][1], 0.0, tried[0][0], True, tried[0][2]))
+        tried.sort(key=lambda one: one[0].batch)
+        for (below, meets), (above, met) in itertools.pairwise(tried):
+            if meets != met:
+                gaps.append((above if meets else below, below.batch, above.batch, meets))
+        first, met = tried[0]
+        if not met:
+            gaps.append((first, 0.0, first.batch, True))
     filled = []
-    for bound, low, high, rising, make in sorted(pairs, key=lambda pair: order(pair[0])):
+    for bound, low, high, rising in sorted(gaps, key=lambda gap: order(gap[0])):
         if best is not None and order(bound) >= order(best):
             continue
         good, users = None, users_told_apart(bound.decode, bound.count)
         low, high = math.floor(low * users), math.ceil(high * users)
         while high - low > 1:
             middle = (low + high) // 2
-            here = make(middle / users)
-            if here.meets(objective):
-                good = here
-            if here.meets(objective) == rising:
-                low = middle
-            else:
-                high = middle
+            here = aggregated(bound.decode, bound.count, middle / users, bound.prefill_tokens)
+            met = here.meets(objective)
+            good = here if met else good
+            low, high = (middle, high) if met == rising else (low, middle)
         if good is not None:
             filled.append(good)
             best = good if best is None or order(good) < order(best) else best

@@ -51,7 +51,7 @@ def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence
     # Of several stages, a batch of a DP rank is in as many parts, which they take in turn.
     sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
     results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]
-    return Shown(sorted(results, key=lambda r: -r.rate), _with_intervals)
+    return Shown(sorted(results, key=lambda r: -r.rate), lambda rows: [_with_intervals(row) for row in rows])
 
 
 def _with_intervals(result: StaticResult) -> StaticResult:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsjax.plan.engine import ABSORBS_BELOW, KEEPS, PUBLISHED, Engine
+from dsjax.plan.engine import PUBLISHED, Engine, find_engine
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, OperatorTables
 from dsjax.plan.simulation.reported import WARM
@@ -163,7 +163,12 @@ def _tensorrt_llm(run: Run) -> Protocol:
         if run.ran >= _FILLED_SINCE and not drafts and run.prompt == run.output == 1024 and run.users >= 64:
             fill = _FILL
     engine = dataclasses.replace(
-        PUBLISHED, holds_prompts=True, mixes=True, hold_steps=_HOLD_STEPS, fill=fill, keeps=KEEPS["tensorrt-llm"]
+        PUBLISHED,
+        holds_prompts=True,
+        mixes=True,
+        hold_steps=_HOLD_STEPS,
+        fill=fill,
+        keeps=find_engine("tensorrt-llm").keeps,
     )
     return Protocol(
         # The scripts with drafts kept to one prompt a step.
@@ -182,7 +187,11 @@ def _tensorrt_llm_tables(run: Run) -> str:
 def _sglang(run: Run) -> Protocol:
     # The client asks for outputs of given lengths (`--ignore-eos`), and the prefix cache is off.
     engine = dataclasses.replace(
-        PUBLISHED, mixes=False, keeps=KEEPS["sglang"], knows_ends=True, absorbs_below=ABSORBS_BELOW["sglang"]
+        PUBLISHED,
+        mixes=False,
+        keeps=find_engine("sglang").keeps,
+        knows_ends=True,
+        absorbs_below=find_engine("sglang").absorbs_below,
     )
     cold = WARM if run.ran >= _WARM_SINCE else COLD["sglang"]
     if not run.drafts and not run.has_attention_dp and run.version != "0.5.9":
@@ -211,7 +220,7 @@ def separated_engine(run: Run) -> Engine:
     if run.engine == "trt" or not run.drafts:
         return PUBLISHED
     rate = FLASHINFER_FP8_RATE if run.weights == "fp8" else None
-    below = ABSORBS_BELOW["sglang"]
+    below = find_engine("sglang").absorbs_below
     return dataclasses.replace(PUBLISHED, mixes=False, absorbs_below=below, fp8_rate=rate, gathers=True)
 
 

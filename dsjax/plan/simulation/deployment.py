@@ -111,14 +111,10 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Stag
     key = ("prices", most_tokens, drafts)
     if key not in instance.steps:
         models = instance.step_models()
-        paces = [tuple(_ratio(instance.pace(decode, one.overlap)) for decode in (False, True)) for one in models]
+        paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
         made = Fastest(models, most_tokens, drafts, paces, instance.options.drafts > 0)
-        instance.steps[key] = made if instance.stage is None else Staged(made, instance, drafts)
+        instance.steps[key] = made if instance.layout.mesh.pp_size == 1 else Staged(made, instance, drafts)
     return instance.steps[key]
-
-
-def _ratio(pace: float | None) -> float:
-    return 1.0 if pace is None else pace
 
 
 def admission(instance: Instance, step_tokens: float) -> Admission:

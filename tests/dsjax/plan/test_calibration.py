@@ -1,10 +1,12 @@
 """Intervals that hold 90 % of measurements nobody had looked at: the method on made-up data, and what is shipped on real data."""
 
+import dataclasses
 import math
 import random
 
 import pytest
 
+from dsjax.config import load_config
 from dsjax.plan.calibration import (
     DRAFTS,
     FAR,
@@ -12,18 +14,23 @@ from dsjax.plan.calibration import (
     LEAST,
     RATE,
     TPOT,
+    UNSEEN,
+    WIDE,
     Blind,
     blind_predictions,
     calibrate,
     calibrate_ratio,
     calibrated,
+    calibration,
     distance_of,
     ratio_calibration,
+    unseen,
 )
 from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import LEVEL
 from dsjax.plan.search import search
 from dsjax.plan.workload import PlanOptions
+from sharding.mesh import MeshSpec
 
 
 def made_up(count, bias=0.0, spread=0.3, kind=RATE, distance=HOST, seed=0, run="R"):
@@ -77,17 +84,57 @@ def test_intervals_made_without_a_run_hold_90_percent_of_such_runs(kind):
     assert 0.85 <= sum(inside) / len(inside) <= 0.95
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"config": "kimi-k2"}, "a model of other sizes"),
+        ({"prompt": 32_000}, "prompts of 32,000 tokens"),
+        ({"output": 20}, "outputs of 20 tokens"),
+        ({"prefix_hit": 0.5}, "found in the cache"),
+        ({"engine": "dsjax"}, "dsjax"),
+        ({"cluster": "rtx4090-32", "config": "deepseek-v2-lite"}, "RTX 4090"),
+        ({"mesh": "pp=2,tp=4", "cluster": "h200-8"}, "several stages"),
+    ],
+)
+def test_what_no_blind_prediction_had_is_named_and_has_the_widest_ends(ask, asked, words):
+    """Predictions of R1 on one host, with 1,024 to 8,192 tokens, say little of Kimi-K2, of 32,000 tokens, or of stages."""
+    asked = {"cluster": "h200-16", "engine": "published", "mesh": None, "config": "deepseek-v3", **asked}
+    engine, mesh = find_engine(asked.pop("engine")), asked.pop("mesh")
+    options = PlanOptions(
+        engine=engine,
+        dispatch=engine.dispatch,
+        mesh=mesh and MeshSpec.parse(mesh),
+        modes=("aggregated",),
+        overlap="off",
+    )
+    config = load_config(asked.pop("config"))
+    question = dataclasses.replace(ask(concurrency=16, options=options, **asked), config=config)
+    plan = search(question)
+    [winner] = [*plan.ranked[:1]]
+    assert distance_of(winner) == UNSEEN
+    assert any(words in one for one in unseen(winner))
+    shown = calibrated(winner)
+    assert shown["unseen"] == unseen(winner)
+    for name, kind in (("output_tokens_per_s", RATE), ("tpot_s", TPOT)):
+        assert UNSEEN in shown[name]["by"]
+        found = calibration(kind, UNSEEN)
+        for distance in (HOST, WIDE, DRAFTS):
+            other = calibration(kind, distance)
+            assert found.low <= other.low < other.high <= found.high
+
+
 def test_a_plan_shows_its_calibrated_ends_and_what_they_rest_on(ask):
     near, far = (
         search(ask("h200-8", concurrency=16, options=PlanOptions(engine=engine, dispatch=engine.dispatch))).winner
         for engine in (find_engine("sglang"), find_engine("dsjax"))
     )
-    assert (distance_of(near), distance_of(far)) == (HOST, FAR)
+    assert (distance_of(near), distance_of(far)) == (HOST, UNSEEN)
     shown = calibrated(near)
     assert shown["level"] == LEVEL
     rate = shown["output_tokens_per_s"]
     assert rate["low"] < rate["corrected"] < rate["high"]
     assert rate["corrected"] == pytest.approx(near.throughput * rate["correction"])
     assert rate["predictions"] >= LEAST
-    assert "any distance" in calibrated(far)["output_tokens_per_s"]["by"]
+    assert shown["unseen"] == []
+    assert calibrated(far)["unseen"] == ["dsjax on a GPU or TPU"]
     assert "ttft_s" not in shown, "no blind prediction was of a TTFT in steady state"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dsjax.engine.contract.speculative import MOST_DRAFTS
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.plan.arguments import FitArgs, PlanArgs, SimulateArgs, StepArgs
-from dsjax.plan.engine import CAPABILITIES, credit_table, dsjax_engine, find_engine
+from dsjax.plan.engine import CAPABILITIES, CREDITS, dsjax_engine, find_engine
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
@@ -30,7 +31,7 @@ def test_each_credit_of_another_engine_names_an_option_that_it_has_today_or_a_fi
     names |= {f"{above}.{key}" if above else key for above, keys in known["objects"].items() for key in keys}
     able = find_engine(engine)
     for what in CAPABILITIES:
-        credit = able.credits.get(what, "")
+        credit = CREDITS[engine].get(what, "")
         assert bool(getattr(able, what)) == bool(credit), f"{engine}, {what}"
         named = re.match(r"[\w./-]+", credit)
         assert not credit or named[0] in names or named[0].endswith(".py"), f"{engine} has no {named[0]}"
@@ -40,10 +41,14 @@ def test_each_credit_of_ours_is_an_option_of_dsjax_serve():
     able = dsjax_engine()
     fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(EngineArgs)}
     for what in CAPABILITIES:
-        credit = able.credits.get(what, "")
+        credit = CREDITS["dsjax"].get(what, "")
         assert bool(getattr(able, what)) == bool(credit), what
         assert set(re.findall(r"--[a-z-]+", credit)) <= fields
-    assert "shared_beside" not in able.credits
+    assert not able.shared_beside
+    assert able.most_drafts == MOST_DRAFTS
+    choices = {field.name: field.metadata.get("choices") for field in dataclasses.fields(EngineArgs)}
+    for option, choice in re.findall(r"--([a-z-]+) ((?:nvfp4|fp8))", " ".join(CREDITS["dsjax"].values())):
+        assert choice in choices[option.replace("-", "_")]
 
 
 def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
@@ -70,6 +75,15 @@ def test_no_more_is_credited_than_the_engine_can(ask):
         question = ask("h200-16", options=PlanOptions(engine=engine))
         instance = question.instance(parse_layout("dp=16", 32, question.config), {})
         assert (instance.overlapped(512), instance.step_models()[0].balancing) == (can, can)
+
+
+def credit_table():
+    """What each engine is credited with, and by what, as docs/plan.md has it."""
+    names = [name for name in CREDITS if name != "words"]
+    rows = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for what, words in CREDITS["words"].items():
+        rows.append(f"| {words} | {' | '.join(CREDITS[name].get(what, 'no') for name in names)} |")
+    return "\n".join(rows)
 
 
 def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page_as_the_credits_do():

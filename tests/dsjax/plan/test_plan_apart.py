@@ -16,7 +16,6 @@ from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import agreement, connection, moves
-from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recovery import recovery
 from dsjax.plan.turns import Turn, play_turns
@@ -59,7 +58,7 @@ def test_a_device_with_attention_holds_no_expert_and_one_with_experts_nothing_el
 
 @pytest.mark.parametrize("engine", [dsjax_engine(), PUBLISHED], ids=lambda engine: engine.name)
 def test_both_sides_share_a_host_or_have_whole_hosts(ask, engine):
-    found = pairs(ask("h200-32", options=options(engine)))
+    found = ask("h200-32", options=options(engine)).pairs_apart()
     assert {(2, 6), (8, 8), (8, 24), (16, 16), (24, 8)} <= set(found)
     assert all(a + e <= 8 or (a % 8, e % 8) == (0, 0) for a, e in found)
 
@@ -88,9 +87,9 @@ def test_two_kinds_of_hosts_have_as_many_instances_as_the_scarcer_one_gives(ask)
     question = ask("h200-32", options=options())
     cluster = question.cluster.with_experts_on(load_hardware("h20"), 2)
     question = dataclasses.replace(question, cluster=cluster)
-    assert max(e for _, e in pairs(question)) == 16
-    assert most_instances(question, layout("dp=8", 8)) == 2
-    assert most_instances(question, layout("dp=32", 8)) == 1
+    assert max(e for _, e in question.pairs_apart()) == 16
+    assert question.most_instances(layout("dp=8", 8)) == 2
+    assert question.most_instances(layout("dp=32", 8)) == 1
     step = question.instance(layout("dp=8", 16), {}).step_models()[0]
     assert (step.chip.hardware.key, step.expert_side.chip.hardware.key) == ("h200", "h20")
 
@@ -108,7 +107,7 @@ def test_two_kinds_of_hosts_have_as_many_instances_as_the_scarcer_one_gives(ask)
 def test_an_instance_within_a_host_lies_on_no_second_one_and_a_larger_one_has_whole_hosts(
     ask, attention, experts, most
 ):
-    assert most_instances(ask("h200-32", options=options()), layout(attention, experts)) == most
+    assert ask("h200-32", options=options()).most_instances(layout(attention, experts)) == most
 
 
 def test_experts_that_do_not_fit_leave_no_room_for_a_request(ask):

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.plan.candidate import aggregated
+from dsjax.plan.figure import Draw, drawing
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.reuse import reuse, tier_shares
 
@@ -18,7 +19,8 @@ BIG = 10.0 * SET
 
 def test_the_devices_find_what_was_measured():
     """docs/cache-tiers.md: 17.8 % without tiers, 17.3 and 17.8 % with them, of a working set of four times the cache."""
-    device, host, disk = tier_shares(SET, CACHE, HELD, 0, 0)
+    with drawing(Draw()):
+        device, host, disk = tier_shares(SET, CACHE, HELD, 0, 0)
     assert device == pytest.approx(0.178, abs=0.01)
     assert device.low < 0.173 < 0.178 < device.high
     assert host == disk == 0

@@ -55,7 +55,8 @@ def test_a_step_through_stages_is_played_with_what_stages_add(candidate):
     prices, ranks = deployment._prices(instance, 8192, 0), instance.replicas
     work = [RankWork(decodes=16, context=16 * 1050)] * ranks
     assert prices.seconds(work) == pytest.approx(instance.decode_step(16), rel=0.035)
-    assert prices.seconds(work) > instance.stage.decode_step(16) + 0.006  # the host, which no other batch hides
+    whole = dataclasses.replace(instance, layout=parse_layout("tp=8", 0, instance.config), steps={})
+    assert prices.seconds(work) > whole.decode_step(16) + 0.006  # the host, which no other batch hides
     assert prices.seconds([RankWork()] * ranks) == 0
 
 

@@ -124,3 +124,12 @@ def test_a_plan_for_a_mesh_with_stages_names_its_kind_and_all_requests_of_a_rank
     assert best.decode.requests(best.batch) * best.count == pytest.approx(64)
     assert best.to_json()["batch_per_dp_rank"] == best.decode.requests(best.batch)
     assert best.throughput == pytest.approx(64 / best.tpot, rel=0.2)
+
+
+def test_a_layout_with_stages_and_one_without_keep_prices_of_their_own_on_another_cluster(ask):
+    """Both have one unit, and bottlenecks of all rows of a plan share one dict of prices."""
+    question, shared = ask("h200-16"), {}
+    for layout in (WHOLE, STAGED, WHOLE):
+        instance = question.instance(layout, {})
+        again = instance.on(question.cluster, shared)
+        assert again.decode_step(16) == pytest.approx(instance.decode_step(16))
