@@ -135,6 +135,7 @@ HELP_PAGES = [
     "plan recipe",
     "bench serve",
     "bench modules",
+    "bench step",
     "kernels list",
     "kernels build",
 ]
