@@ -136,6 +136,7 @@ HELP_PAGES = [
     "bench serve",
     "bench modules",
     "bench step",
+    "bench soak",
     "kernels list",
     "kernels build",
 ]
