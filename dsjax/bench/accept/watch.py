@@ -21,7 +21,7 @@ BALANCE_NAMES = (
 OURS = "dsjax_compilations_after_warm_up_total"
 """A counter that every server of dsjax shows from its start, and no other server."""
 _USED, _LIMIT = "dsjax_device_memory_used_bytes", "dsjax_device_memory_limit_bytes"
-_DCGM_USED, _DCGM_FREE, _DCGM_BUSY = "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_FB_FREE", "DCGM_FI_DEV_GPU_UTIL"
+_DCGM_USED, _DCGM_FREE = "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_FB_FREE"
 _NAMES = (_TOKENS, _STARTED, OURS, _USED, _LIMIT, *BALANCE_NAMES)
 
 
@@ -35,7 +35,6 @@ class ServerWatch:
         interval: seconds between two looks.
         counters: the server's metrics at each look that had an answer.
         memory: (seconds since the watch began, largest share of a device's memory in use, bytes in use of all devices) of each look.
-        busy: mean utilisation of the devices at each look, 0 to 1; empty where nobody tells it.
         outages: times that `/v1/models` stopped answering.
     """
 
@@ -45,7 +44,6 @@ class ServerWatch:
     interval: float
     counters: list[Exposition] = field(default_factory=list)
     memory: list[tuple[float, float, float]] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
     outages: int = 0
 
     async def __aenter__(self) -> "ServerWatch":
@@ -78,7 +76,7 @@ class ServerWatch:
         self._read_memory([each for each in (own, *others) if each is not None])
 
     def _read_memory(self, seen: list[Exposition]) -> None:
-        shares, used_bytes, busy = [], 0.0, []
+        shares, used_bytes = [], 0.0
         for each in seen:
             limits = each.by(_LIMIT, "device", "process", "instance")
             for key, used in each.by(_USED, "device", "process", "instance").items():
@@ -90,11 +88,8 @@ class ServerWatch:
                 if used + free.get(key, 0.0) > 0:
                     shares.append(used / (used + free.get(key, 0.0)))
                     used_bytes += used * 2**20  # dcgm-exporter's are MiB
-            busy += [percent / 100 for percent in each.by(_DCGM_BUSY, "gpu", "Hostname").values()]
         if shares:
             self.memory.append((time.perf_counter() - self._zero, max(shares), used_bytes))
-        if busy:
-            self.busy.append(sum(busy) / len(busy))
 
     @property
     def restarts(self) -> int | None:
