@@ -185,18 +185,21 @@ def between_processes(directory: str, layout: str, requests, other: str):
 
 def main() -> int:
     """Run the sweep, and print what each run found."""
-    from layouts import LAYOUTS, MODELS
+    from layouts import MODELS
 
+    from dsjax.cli.exact import MESHES
+
+    layouts = [mesh for mesh in MESHES if "+" not in mesh]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(layouts)}")
     parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     parser.add_argument("--speculative", action="store_true", help="tiers: with drafts of the MTP module")
     parser.add_argument("--kv-cache-dtype", default="auto", help="tiers: as of dsjax serve, of one device too")
     add_slice(parser, "runs")
     args = parser.parse_args()
-    chosen = args.layouts or list(LAYOUTS)
-    one_part = [layout for layout in LAYOUTS if MeshSpec.parse(layout).pp_size == 1]
+    chosen = args.layouts or layouts
+    one_part = [layout for layout in layouts if MeshSpec.parse(layout).pp_size == 1]
     opposite = dict(zip(one_part, one_part[::-1], strict=True))
     sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*one_part, *chosen)}
     emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))

@@ -3,10 +3,11 @@
 import functools
 
 import pytest
-from layouts import References, difference, widths, write_checkpoint
 from layouts import answer as answer_of
+from layouts import widths, write_checkpoint
 
 from dsjax import LLM
+from dsjax.cli.exact import References, difference
 from dsjax.errors import UserError
 from sharding import MeshError
 
