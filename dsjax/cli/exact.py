@@ -45,6 +45,18 @@ NEW_TOKENS = 64
 _LENGTHS, _DEVICES_PER_HOST = (1, 3, 7, 12, 16, 17, 30, 41), 4
 
 
+def parse_slice(text: str) -> slice:
+    """`K/N`: each N-th run from the K-th on, as what indexes a sequence.
+
+    Raises:
+        OptionError: it is not.
+    """
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise OptionError(f"--slice is {text!r}, expected K/N with K from 1 to N, such as 3/77")
+    return slice(int(found[1]) - 1, None, int(found[2]))
+
+
 @dataclass(frozen=True)
 class ExactOptions(Checked):
     """With --exact."""
@@ -72,9 +84,6 @@ class ExactOptions(Checked):
         Raises:
             OptionError: `--slice`, `--mla` or `--vary` cannot be.
         """
-        found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", self.slice)
-        if found is None or int(found[1]) > int(found[2]):
-            raise OptionError(f"--slice is {self.slice!r}, expected K/N with K from 1 to N, such as 3/77")
         if unknown := [name for name in self.vary or () if name not in VARIED]:
             raise OptionError(f"--vary is {unknown[0]!r}, expected one of {', '.join(VARIED)}")
         pairs = [tuple(pair.split("/")) for pair in self.mla or map("/".join, FORMS)]
@@ -91,7 +100,7 @@ class ExactOptions(Checked):
             for pair in pairs
             for names in varied
         ]
-        return runs[int(found[1]) - 1 :: int(found[2])]
+        return runs[parse_slice(self.slice)]
 
 
 @dataclass(frozen=True)
