@@ -18,17 +18,15 @@ from dsjax.bench.serve.records import BenchRequest, RequestRecord
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
-from dsjax.options import Checked, OptionError, check_place, option
-from dsjax.top.reading import Exposition
+from dsjax.options import Checked, check_place, option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import aiohttp
 
+    from dsjax.bench.accept.watch import ServerWatch
     from dsjax.bench.serve.client import Client
-
-_COUNTERS = _COMPILED, _PREEMPTED = "dsjax_compilations_after_warm_up_total", "vllm:num_preemptions_total"
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class SoakOptions(Checked):
     admin_api_key: str | None = option(None, "of the server; without, no request is aborted by its id")
     duration: float = option(600.0, "seconds in which requests are sent", above=0)
     max_concurrency: int = option(200, "sessions, of which each sends one request after the other", least=1)
-    input_len: str = option("16:2048", "least:most tokens of a prompt, log-uniform, cut to the model's length")
-    output_len: str = option("1:512", "least:most tokens of an answer, log-uniform")
+    input_len: int = option(2048, "most tokens of a prompt, log-uniform from 1, cut to the model's length", least=1)
+    output_len: int = option(512, "most tokens of an answer, log-uniform from 1", least=1)
     vocab_size: int = option(4096, "draw token ids below this, from 16", least=17)
     disconnect_share: float = option(0.1, "of the requests: their connection is closed at a random moment", least=0)
     abort_share: float = option(0.05, "of the requests: aborted at a random moment", least=0)
@@ -54,20 +52,10 @@ class SoakOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         check_place("--json", self.json_file)
-        _ = self.lengths("input_len"), self.lengths("output_len")  # each raises for what cannot be
-
-    def lengths(self, name: str) -> tuple[int, int]:
-        """The bounds of `input_len` or `output_len`."""
-        least, _, most = getattr(self, name).partition(":")
-        if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
-            raise OptionError(
-                f"--{name.replace('_', '-')} is {getattr(self, name)!r}, expected least:most such as 16:2048"
-            )
-        return int(least), int(most)
 
     def draw(self, rng: np.random.Generator, max_model_len: int) -> BenchRequest:
         """A request; its prompt is cut to what the answer leaves of the model's length."""
-        output, prompt = (_log_uniform(rng, *self.lengths(name)) for name in ("output_len", "input_len"))
+        output, prompt = (int(np.exp(rng.uniform(0, np.log(most + 1)))) for most in (self.output_len, self.input_len))
         output = min(output, max_model_len - 1)
         prompt = min(prompt, max_model_len - output)
         return BenchRequest(rng.integers(16, self.vocab_size, prompt).tolist(), prompt, output)
@@ -91,7 +79,7 @@ def soak(options: SoakOptions) -> None:
     for one in found["claims"]:
         table.add_row("holds" if one["holds"] else "FAILS", one["claim"], str(one["found"]), str(one["expected"]))
     console.print(table)
-    named = ("completed", "disconnected", "aborted", "output_tokens", "preemptions")
+    named = ("completed", "disconnected", "aborted", "output_tokens")
     shown = [f"{found[name]:,} {name.replace('_', ' ')}" for name in named]
     shown += [f"ITL {value:.1f} ms ({name})" for name, value in found["itl_ms"].items()]
     console.print(", ".join(shown), highlight=False)
@@ -166,10 +154,6 @@ class Soak:
         body = await self._ask("POST", "/abort_request", json={"request_id": request_id}, headers=headers)
         return json.loads(body)["aborted"]
 
-    async def counters(self) -> Exposition:
-        """What the server counts of compilations and preemptions."""
-        return Exposition(await self._ask("GET", "/metrics", params=[("name[]", name) for name in _COUNTERS]))
-
     async def loads(self, seconds: float = 60.0) -> list[dict[str, Any]]:
         """The ranks' loads once nothing runs, or as they are when time is up."""
         deadline = time.monotonic() + seconds
@@ -202,25 +186,23 @@ async def measure(options: SoakOptions) -> dict[str, Any]:
             raise ServerError(f"{url} does not say its max_model_len; is it dsjax serve?")
         target = Target(url, "completions", facts.model, ignore_eos=True, timeout=options.request_timeout)
         sessions = Soak(options, http, url, Client(http, target), facts.max_model_len)
-        before = await sessions.counters()
         async with ServerWatch(http, url, (), interval=2.0) as watch:
             await sessions.run()
-        memory, loads = [used for _, _, used in watch.memory], await sessions.loads()
-        return judge(options, sessions.outcome, memory, loads, before, await sessions.counters())
+        return judge(options, sessions.outcome, watch, await sessions.loads())
 
 
 def judge(
     options: SoakOptions,
     outcome: Outcome,
-    memory: Sequence[float],
+    watch: ServerWatch,
     loads: Sequence[dict[str, Any]],
-    before: Exposition,
-    after: Exposition,
 ) -> dict[str, Any]:
-    """All that was found, and each claim with what was found and expected. memory: bytes in use, by time. before, after: metrics."""
-    growth = _growth(memory)
+    """All that was found, and each claim with what was found and expected."""
+    from dsjax.bench.accept.watch import OURS
+
+    growth = _growth([used for _, _, used in watch.memory])
     pages, held = sum(load["used_pages"] for load in loads), sum(load["running"] + load["waiting"] for load in loads)
-    compiled = after.total(_COMPILED) if after.by(_COMPILED) else None
+    compiled = watch.counters[-1].total(OURS) if watch.counters and watch.counters[-1].by(OURS) else None
     itls = np.asarray(outcome.itls or [0.0]) * 1e3
     p99, bound = float(np.percentile(itls, 99)), options.itl_p99
     claims = (
@@ -235,7 +217,6 @@ def judge(
     return {
         "options": {name: value for name, value in asdict(options).items() if "key" not in name},
         **{name: getattr(outcome, name) for name in ("completed", "disconnected", "aborted", "output_tokens")},
-        "preemptions": int(after.total(_PREEMPTED) - before.total(_PREEMPTED)),
         "itl_ms": {"median": float(np.median(itls)), "p99": p99, "max": float(itls.max())},
         "claims": [dict(zip(("claim", "holds", "found", "expected"), claim, strict=True)) for claim in claims],
     }
@@ -246,7 +227,3 @@ def _growth(memory: Sequence[float]) -> float | None:
     tenth = max(1, len(memory) // 10)
     start = memory[tenth : 2 * tenth] or memory
     return round(float(np.mean(memory[-tenth:]) / np.mean(start) - 1), 4) if start else None
-
-
-def _log_uniform(rng: np.random.Generator, least: int, most: int) -> int:
-    return int(np.exp(rng.uniform(np.log(least), np.log(most + 1))))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.soak import Outcome, SoakOptions, judge
-from dsjax.options import OptionError
 from dsjax.top.reading import Exposition
 
 GOOD = {
@@ -18,9 +18,11 @@ GOOD = {
 def verdict(**changed) -> list[str]:
     """The claims that do not hold."""
     case = {**GOOD, **changed}
-    after = Exposition(case.pop("after"))
+    watch = ServerWatch(
+        None, "", (), 2.0, counters=[Exposition(case["after"])], memory=[(0, 0, used) for used in case["memory"]]
+    )
     options = SoakOptions(api_key="secret", admin_api_key="secret", itl_p99=500.0)
-    found = judge(options, *case.values(), Exposition(""), after)
+    found = judge(options, case["outcome"], watch, case["loads"])
     assert "secret" not in str(found)
     return [one["claim"] for one in found["claims"] if not one["holds"]]
 
@@ -44,15 +46,9 @@ def test_each_claim_can_fail(changed, claim):
 
 
 def test_a_prompt_and_its_answer_fit_into_the_models_length():
-    options, rng = SoakOptions(input_len="16:2048", output_len="1:512"), np.random.default_rng(0)
+    options, rng = SoakOptions(), np.random.default_rng(0)
     drawn = [options.draw(rng, 300) for _ in range(500)]
     assert all(len(one.prompt) == one.prompt_tokens for one in drawn)
     assert {one.prompt_tokens + one.output_tokens <= 300 for one in drawn} == {True}
     assert min(one.output_tokens for one in drawn) == 1
     assert max(one.output_tokens for one in drawn) > 200
-
-
-@pytest.mark.parametrize("given", ["16", "0:4", "9:4", "a:b"])
-def test_lengths_that_cannot_be_are_refused(given):
-    with pytest.raises(OptionError, match="--input-len"):
-        SoakOptions(input_len=given)

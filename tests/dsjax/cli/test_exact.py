@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dsjax.cli import app, exact
-from dsjax.cli.exact import FORMS, MESHES, VARIED, Answer, ExactOptions, References, difference
+from dsjax.cli.exact import FORMS, MESHES, VARIED, Answer, ExactOptions, difference
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 
@@ -48,18 +49,25 @@ def test_exact_answers_are_equal_to_the_bit_and_others_but_for_rounding(found, s
     assert verdict is None if said is None else verdict.startswith(said)
 
 
-def test_an_answer_is_held_to_one_devices_with_the_same_arithmetic():
+def test_an_exact_answer_is_held_to_one_devices_with_the_same_arithmetic(monkeypatch):
     asked = []
 
-    def one_device(prefill, decode, **options):
-        asked.append((prefill, decode, options))
+    def answer(model, mesh, dispatch, prefill, decode, **options):
+        asked.append((mesh, prefill, decode, options["kernels"], options.get("enable_shared_experts_fusion", False)))
         return Answer(np.ones((1, 4)), [[3]], exact=options["kernels"] != "plain")
 
-    references = References(one_device, {"weights": "fp8"}, "native")
-    for _ in range(2):
-        assert references.of(ONES, "A_CC", "AM_CC_ME", {"enable_shared_experts_fusion": True, "enable_dbo": True}).exact
-    fused = {"kernels": "native", "weights": "fp8", "enable_shared_experts_fusion": True}
-    assert asked == [("A_CC_ME", "AM_CC_ME", fused), ("CC", "A_CC_ME", {"kernels": "plain", "weights": "fp8"})]
+    monkeypatch.setattr(exact, "answer", answer)
+    options = ExactOptions(
+        mesh=["tp=8"], dispatch=["auto"], mla=["A_CC/AM_CC_ME"], vary=["enable-shared-experts-fusion"]
+    )
+    found = exact.sweep(options, Console())
+    assert [row["verdict"] for row in found] == ["equal", "equal"]
+    one = [row for row in asked if row[0] == "dp=1"]
+    assert sorted(one) == [
+        ("dp=1", "A_CC_ME", "AM_CC_ME", "auto", False),
+        ("dp=1", "A_CC_ME", "AM_CC_ME", "auto", True),
+        ("dp=1", "CC", "A_CC_ME", "plain", False),
+    ]
 
 
 @pytest.mark.parametrize(

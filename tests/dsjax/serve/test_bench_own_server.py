@@ -40,7 +40,7 @@ def test_a_soak_ends_requests_on_purpose_and_finds_nothing_left(start_server):
     live.executor.step_seconds = 0.002
     options = SoakOptions(
         base_url=live.url, admin_api_key="admin", duration=1.5, max_concurrency=12, disconnect_share=0.3, abort_share=0.3,
-        input_len="1:20", output_len="4:30", vocab_size=200, memory_growth=9.0,
+        input_len=20, output_len=60, vocab_size=200, memory_growth=9.0,
     )  # fmt: skip
     found = asyncio.run(measure(options))
     assert [one for one in found["claims"] if not one["holds"]] == []
