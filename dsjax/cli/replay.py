@@ -140,20 +140,12 @@ def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Comman
 
 
 def launch_kind(command: Command, buckets: Buckets) -> str:
-    """The shapes that a command is computed in: `decode 8`, `decode 8×3` with two drafts, `prefill 2×128`, `score`."""
+    """The shapes that a command is computed in: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`, `score`."""
+    from dsjax.engine.device.programs import shape_label
+
     if not isinstance(command, Step):
         return type(command).__name__.lower()
-    names = []
-    for launch in buckets.launches(command):
-        parts = []
-        if launch.decode:
-            rows, width = launch.decode
-            parts.append(f"decode {rows}" + (f"×{width}" if width > 1 else ""))
-        if launch.prefill:
-            parts.append(f"{'scored' if launch.scored else 'prefill'} {launch.prefill.rows}×{launch.prefill.chunk}")
-        names.append(" with ".join(parts))
-    counted = {name: names.count(name) for name in names}
-    return " + ".join(name if count == 1 else f"{count} · {name}" for name, count in counted.items())
+    return ", ".join(shape_label(launch.decode, launch.prefill) for launch in buckets.launches(command))
 
 
 def build_executor(record: StepRecording, model: str | None) -> Executor:
