@@ -1,48 +1,21 @@
-"""A tiny checkpoint, and the sweep over layouts, dispatches and MLA forms that tests and ``tools/check_layouts.py`` share."""
+"""A tiny checkpoint, and what layouts answer of it."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from goldens.our_model import bound, expected_shapes, hf_tensors
+from goldens.our_model import expected_shapes, hf_tensors
 from goldens.random_weights import RandomWeights
 
-from dsjax import LLM, SamplingParams
+from dsjax import LLM
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
+from dsjax.cli import exact
 from dsjax.config import ModelConfig
 from dsjax.config.weights import WEIGHT_FORMATS
-from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.model.forms import reads
 
-LAYOUTS = (
-    "dp=1",
-    "dp=8",
-    "dp=2,tp=4",
-    "tp=8",
-    "tp=8,ep=1",
-    "dp=8,ep=2",
-    "dp=32",
-    "dp=4,tp=8",
-    "dp=16,tp=2,ep=8",
-    "dp=8,ep=1,etp=8",
-    "dp=8,ep=2,etp=4",
-    "pp=2",
-    "pp=3,dp=2",
-    "pp=2,tp=4",
-    "pp=2,dp=4,ep=2",
-)
-APART = ("dp=4+ep=4", "dp=2,tp=2+ep=8")
-"""Layouts with attention and experts on meshes of their own. The host takes the rows from one to the other: dispatch is ``auto``."""
-DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
-DEVICES_PER_HOST = 4
-"""``hierarchical`` is told that each host has so many, so that most layouts have several hosts of several devices each."""
-# (prefill, decode): every form decodes once, and prefills once.
-FORMS = (("CC", "A_CC_ME"), ("CC", "A_CC"), ("CD", "CD"), ("A_CC_ME", "AM_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "CC"))
 TINY = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -95,18 +68,10 @@ MODELS = {
     },
 }
 """What each model of the sweeps changes in ``TINY``."""
-ARITHMETIC = {"CC": "CC", "A_CC": "A_CC_ME", "A_CC_ME": "A_CC_ME", "AM_CC_ME": "AM_CC_ME", "CD": "CC"}
-"""MLA form → the form that computes the same sums in the same order, where kernels are native."""
-CHANGES_NUMBERS = ("enable_shared_experts_fusion", "index_scores")
+CHANGES_NUMBERS = (*exact.CHANGES_NUMBERS, "index_scores")
 """Options of a layout's run that one device must have too, to give the same bits."""
 BLOCK = 128
 """Side of the square blocks of FP8 weights that share a scale."""
-
-
-def meshes_of(layout: str) -> dict[str, str]:
-    """The options that name a layout's mesh, or of ``ATTENTION+EXPERTS`` both meshes."""
-    attention, _, experts = layout.partition("+")
-    return {"attention_mesh": attention, "expert_mesh": experts} if experts else {"mesh": attention}
 
 
 def wide(tp: int) -> dict:
@@ -133,10 +98,6 @@ def widths(weights: str, tp: int) -> dict:
     return changed
 
 
-LENGTHS = (1, 3, 7, 12, 16, 17, 30, 41)
-NEW_TOKENS = 64
-
-
 def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False, **changed) -> Path:
     """A float32 checkpoint of ``TINY`` in Hugging Face's form, its correction bias partly negative.
 
@@ -159,23 +120,7 @@ def takes(model: str, forms: tuple[str, str]) -> bool:
 
 def prompts() -> list[dict]:
     """Eight prompts of unequal length."""
-    rng = np.random.default_rng(5)
-    return [{"prompt_token_ids": rng.integers(2, TINY["vocab_size"], size=length).tolist()} for length in LENGTHS]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a layout gives: logits at every position of the longest prompt, and greedy continuations of all with their log-probabilities.
-
-    logits: None where they were not asked for. exact: whether these numbers are the same to the bit on every layout
-    (``ModelStep.is_exact``). rebalances: of experts that moved.
-    """
-
-    logits: np.ndarray | None
-    tokens: list[list[int]]
-    logprobs: list[list[float]] = field(default_factory=list)
-    exact: bool = False
-    rebalances: int = 0
+    return exact.prompts(TINY["vocab_size"])
 
 
 class InlinePool:
@@ -187,122 +132,12 @@ class InlinePool:
         return done
 
 
-def answer(
-    directory: Path,
-    layout: str,
-    dispatch: str,
-    prefill: str,
-    decode: str,
-    *,
-    mixed: bool = False,
-    new_tokens: int = NEW_TOKENS,
-    every_token: bool = True,
-    **options,
-) -> Answer:
-    """Run the eight prompts together on a layout.
+def answer(directory: Path, *run: str, **options) -> exact.Answer:
+    """As of `dsjax.cli.exact`, with experts that are moved at the same step each time."""
 
-    mixed: decodes and prompts share launches. every_token: compute the logits at every position, which takes one more program.
-    """
-    options = meshes_of(layout) | options
-    if "expert_mesh" not in options:
-        options = {"devices_per_host": DEVICES_PER_HOST} | options
-    llm = LLM(
-        str(directory),
-        dtype="float32",
-        dispatch=dispatch,
-        mla_prefill=prefill,
-        mla_decode=decode,
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        prefill_chunk=16,
-        page_size=4,
-        **options,
-    )
-    # Three programs (four if mixed) instead of a dozen: this is about layouts, not buckets.
-    speculation = llm.executor.buckets.speculation
-    llm.executor.buckets = Buckets(decode=(8,), prefill=(Rectangle(2, 16),), mixed=mixed, speculation=speculation)
-    balancer = llm.engine.core.part(ExpertBalancer)
-    if balancer is not None:
-        balancer._pool = InlinePool()
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    try:
-        outputs = llm.generate(prompts(), params)
-        logits = llm.logits([prompts()[-1]["prompt_token_ids"]])[0] if every_token else None
-        rebalances = balancer.statistics().rebalances if balancer is not None else 0
-        completions = [output.outputs[0] for output in outputs]
-        tokens = [completion.token_ids for completion in completions]
-        logprobs = [
-            [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-            for completion in completions
-        ]
-        return Answer(logits, tokens, logprobs, llm.executor.model.is_exact, rebalances)
-    finally:
-        llm.shutdown()
+    def decide_at_once(llm: LLM) -> None:
+        balancer = llm.engine.core.part(ExpertBalancer)
+        if balancer is not None:
+            balancer._pool = InlinePool()
 
-
-class References:
-    """What answers are held to: of runs that are exact one device's answer by the same arithmetic, of others that of the plain forms.
-
-    One device's exact answer keeps the bound against that of the plain forms, but where activations are quantised: a value in the middle
-    between two FP8 numbers becomes either, as float32 rounds. Such products are held to their definition by ``tests/dsjax/kernels``.
-    one_device: ``(prefill, decode, **options) -> Answer`` on ``dp=1``, kernels among the options; fixed: options of every run.
-    """
-
-    def __init__(self, one_device: Callable[..., Answer], fixed: dict, kernels: str = "auto"):
-        self._answer, self._fixed, self._kernels = one_device, fixed, kernels
-        self._exact: dict[tuple, Answer] = {}
-
-    @cached_property
-    def plain(self) -> Answer:
-        return self._answer("CC", "A_CC_ME", kernels="plain", **self._fixed)
-
-    def of(self, found: Answer, prefill: str, decode: str, options: dict) -> Answer:
-        """The answer that this one must give, which was made with ``options``.
-
-        Raises:
-            AssertionError: one device's exact answer does not keep the bound against that of the plain forms.
-        """
-        if not found.exact:
-            return self.plain
-        forms, changes = (
-            (ARITHMETIC[prefill], ARITHMETIC[decode]),
-            {name: options[name] for name in CHANGES_NUMBERS if name in options},
-        )
-        key = (*forms, *changes.items())
-        if key not in self._exact:
-            exact = self._exact[key] = self._answer(*forms, kernels=self._kernels, **self._fixed | changes)
-            assert exact.exact
-            rounds = self._fixed.get("activation_scheme", "auto") not in ("auto", "none")
-            wrong = None if rounds else difference(exact, self.plain)
-            assert wrong is None, f"one device, {'/'.join(forms)}: {wrong}"
-        return self._exact[key]
-
-
-def difference(found: Answer, reference: Answer) -> str | None:
-    """How an answer differs from the reference's, or None.
-
-    Two that are exact are equal to the bit; otherwise logits keep the bound of float32's rounding, and greedy tokens are equal. Logits
-    that one of the two lacks are not compared.
-    """
-    exact = found.exact and reference.exact
-    if found.logits is not None and reference.logits is not None:
-        delta, allowed = float(np.abs(found.logits - reference.logits).max()), 0 if exact else bound(reference.logits)
-        if not delta <= allowed:
-            return f"logits differ by {delta:.2e}, allowed {allowed:.2e}"
-    if exact and found.logprobs != reference.logprobs:
-        index = next(
-            i for i, pair in enumerate(zip(found.logprobs, reference.logprobs, strict=True)) if pair[0] != pair[1]
-        )
-        return f"prompt {index}: log-probabilities {found.logprobs[index]} instead of {reference.logprobs[index]}"
-    for index, (ours, theirs) in enumerate(zip(found.tokens, reference.tokens, strict=True)):
-        if list(ours) != list(theirs):
-            return f"prompt {index}: greedy tokens {ours} instead of {theirs}"
-    return None
-
-
-def judge(found: Answer, reference: Answer, *, rebalances: int = 0) -> str:
-    """What a run comes to: "equal", or what is wrong. rebalances: fewest that it must have made."""
-    wrong = [text for text in [difference(found, reference)] if text]
-    if found.rebalances < rebalances:
-        wrong.append(f"only {found.rebalances} rebalances")
-    return "; ".join(wrong) or "equal"
+    return exact.answer(str(directory), *run, prepare=decide_at_once, **options)

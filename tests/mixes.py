@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layouts import ARITHMETIC, CHANGES_NUMBERS, DISPATCHES, TINY, InlinePool, meshes_of, takes
+from layouts import CHANGES_NUMBERS, TINY, InlinePool, takes
 
 from dsjax import LLM, SamplingParams
+from dsjax.cli.exact import ARITHMETIC, DISPATCHES, meshes_of
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.schedule.request import RequestOptions

@@ -181,3 +181,15 @@ def test_every_name_is_defined_somewhere():
         if line[: column - 1].count('"') % 2 == 0:
             undefined.append(f"{path}:{row}: {one['message']}")
     assert undefined == []
+
+
+@pytest.mark.parametrize("asked", ["on the command line", "by the process that started this one", "not at all"])
+def test_with_servings_compilation_no_flag_of_the_tests_is_left(asked):
+    arguments = ["--serving-compilation"] if asked == "on the command line" else []
+    environment = {name: value for name, value in os.environ.items() if name != "DSJAX_SERVING_COMPILATION"}
+    if asked == "by the process that started this one":
+        environment["DSJAX_SERVING_COMPILATION"] = "1"
+    code = "from quick_compilation import QUICK_COMPILATION; print(len(QUICK_COMPILATION))"
+    ran = [sys.executable, "-c", code, *arguments]
+    found = subprocess.run(ran, cwd=HERE, env=environment, capture_output=True, text=True, timeout=240)
+    assert (int(found.stdout) > 0) == (asked == "not at all"), found.stderr

@@ -2,8 +2,8 @@
 
     python tools/check_mixes.py --minutes 15
     python tools/check_mixes.py --seed 7 --minutes 60
-    python tools/check_mixes.py --seed 7 --slice 12/13 --engines 1     # engine 12 of that seed again, with its batches
-    python tools/check_mixes.py --seed 0 --slice HEAD/1000 --engines 3     # three engines that the commit's hash chooses: what CI does
+    python tools/check_mixes.py --seed 7 --slice 13/13 --engines 1     # the 13th engine of that seed again, with its batches
+    python tools/check_mixes.py --seed 0 --slice 7/1000 --engines 3     # three of its engines; CI has the commit's hash choose
 
 A mix is an engine and a batch (`tests/mixes.py`). Drawn are, of an engine: the model (V3's or V3.2's structure, tiny), the mesh or the two
 meshes of attention and experts, dispatch, the MLA form, drafts, asynchronous steps, the prefix cache, host memory below it, experts that
@@ -33,8 +33,8 @@ from quick_compilation import QUICK_COMPILATION, SERVING_FLAG, keep_programs
 
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
 
+from dsjax.cli.exact import parse_slice
 from sharding.emulation import emulate_devices
-from tools.sweep_slice import add_slice
 
 PRINTED = 3
 """Requests of a batch whose difference is printed."""
@@ -46,7 +46,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all that is drawn; default: another in each run")
     parser.add_argument("--minutes", type=float, default=15.0, help="after which no further engine is begun")
     parser.add_argument("--engines", type=int, default=None, help="most engines; default: as many as the time allows")
-    add_slice(parser, "engines")
+    parser.add_argument(
+        "--slice", type=parse_slice, default="1/1", metavar="K/N", help="each N-th engine from the K-th on"
+    )
     parser.add_argument("--batches", type=int, default=8, help="of each engine")
     parser.add_argument(SERVING_FLAG, action="store_true", help="compile as dsjax serve does, instead of quickly")
     args = parser.parse_args()
@@ -56,7 +58,7 @@ def main() -> int:
     from layouts import MODELS, write_checkpoint
     from mixes import Alone
 
-    print(f"seed {seed}, engines of {args.slice}", flush=True)
+    print(f"seed {seed}", flush=True)
     counts, began = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check-mixes-") as folder:
         directories = {}
@@ -65,7 +67,7 @@ def main() -> int:
             directories[model].mkdir()
             write_checkpoint(directories[model], mtp=True, **changed)
         alone = Alone(directories)
-        for number in args.slice.of(range(sys.maxsize))[: args.engines]:
+        for number in range(sys.maxsize)[args.slice][: args.engines]:
             if time.monotonic() - began >= 60 * args.minutes:
                 break
             counts.update(check(seed, number, args.batches, directories, alone))
@@ -142,7 +144,7 @@ def tell(seed: int, number: int, index: int, batches: int, engine, batch, wrong:
         "--seed",
         str(seed),
         "--slice",
-        f"{number}/{number + 1}",
+        f"{number + 1}/{number + 1}",
         "--engines",
         "1",
     ]

@@ -3,7 +3,7 @@
     python tools/check_pages.py
     python tools/check_pages.py --model v3.2 dp=8 tp=8               # pages that hold index keys, too
     python tools/check_pages.py dp=32 tp=8 --ways tiers              # these layouts only, in this way only
-    python tools/check_pages.py --slice HEAD/37                      # one run that the commit's hash chooses: what CI does
+    python tools/check_pages.py --slice 3/37                         # each 37th run, from the third on: CI does one
     python tools/check_pages.py pp=3,dp=2 --ways tiers --speculative --kv-cache-dtype fp8    # with drafts, and with an FP8 cache
 
 A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order. Tokens
@@ -21,9 +21,7 @@ minutes on one core. Exits 1 if a run differs. The tests run a part of this.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-sys.path[:0] = [str(ROOT), str(TESTS)]
+sys.path[:0] = [str(ROOT), str(TESTS), str(TESTS / "dsjax" / "hosts")]
 from quick_compilation import QUICK_COMPILATION
 
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILATION))
@@ -40,7 +38,7 @@ import numpy as np
 
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
-from tools.sweep_slice import add_slice
+from tools.labs.servers import SideProcess
 
 WAYS = ("tiers", "separated", "processes")
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
@@ -159,44 +157,35 @@ def between_processes(directory: str, layout: str, requests, other: str):
     from dsjax import LLM
 
     own = {"model": directory, "transfer_host": "127.0.0.1", **APART, **SIZES, **OPTIONS}
-    options = json.dumps({**own, "mesh": other, "disaggregation_mode": "prefill"})
-    process = subprocess.Popen(
-        [sys.executable, str(TESTS / "dsjax" / "engine" / "transfer" / "side_process.py"), options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_COMPILATION)},
-    )
-
-    def ask(tokens):
-        process.stdin.write(json.dumps({"tokens": tokens}) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
+    prefill = SideProcess(*QUICK_COMPILATION, mesh=other, disaggregation_mode="prefill", **own)
     try:
         llm = LLM(mesh=layout, disaggregation_mode="decode", **own)
         few_programs(llm.executor)
-        process.stdout.readline()  # it is there
-        return twice_apart(llm, requests, ask)
+        prefill.wait()
+        return twice_apart(llm, requests, lambda tokens: prefill.ask(tokens=tokens))
     finally:
-        process.kill()
-        process.wait()
+        prefill.end()
 
 
 def main() -> int:
     """Run the sweep, and print what each run found."""
-    from layouts import LAYOUTS, MODELS
+    from layouts import MODELS
 
+    from dsjax.cli.exact import MESHES, parse_slice
+
+    layouts = [mesh for mesh in MESHES if "+" not in mesh]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(LAYOUTS)}")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"meshes; default: {' '.join(layouts)}")
     parser.add_argument("--model", choices=MODELS, default="v3", help="of which tiny model; v3.2 has sparse attention")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that pages travel; default: all three")
     parser.add_argument("--speculative", action="store_true", help="tiers: with drafts of the MTP module")
     parser.add_argument("--kv-cache-dtype", default="auto", help="tiers: as of dsjax serve, of one device too")
-    add_slice(parser, "runs")
+    parser.add_argument(
+        "--slice", type=parse_slice, default="1/1", metavar="K/N", help="each N-th run from the K-th on"
+    )
     args = parser.parse_args()
-    chosen = args.layouts or list(LAYOUTS)
-    one_part = [layout for layout in LAYOUTS if MeshSpec.parse(layout).pp_size == 1]
+    chosen = args.layouts or layouts
+    one_part = [layout for layout in layouts if MeshSpec.parse(layout).pp_size == 1]
     opposite = dict(zip(one_part, one_part[::-1], strict=True))
     sizes = {layout: MeshSpec.parse(layout).num_devices for layout in (*one_part, *chosen)}
     emulate_devices(max(sizes[layout] + sizes[opposite.get(layout, "tp=8")] for layout in chosen))
@@ -208,8 +197,8 @@ def main() -> int:
     runs = [
         (way, layout) for way in args.ways for layout in chosen if way == "tiers" or MeshSpec.parse(layout).pp_size == 1
     ]
-    of, runs = len(runs), args.slice.of(runs)
-    print(f"{args.slice}: {len(runs)} of {of} runs", flush=True)
+    of, runs = len(runs), runs[args.slice]
+    print(f"{len(runs)} of {of} runs", flush=True)
     requests, wrong = draw_requests(), 0
     kept = {"kv_cache_dtype": args.kv_cache_dtype}
     with tempfile.TemporaryDirectory(prefix="check-pages-") as folder:

@@ -55,6 +55,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), *(str(TESTS / part) for part in 
 import msgspec
 import zmq
 from listening_sockets import listening_addresses
+from quick_compilation import QUICK_COMPILATION
 from serve_process import serve_process
 from zmq.utils.monitor import recv_monitor_message
 
@@ -64,6 +65,7 @@ from dsjax.messaging.cluster_key import VARIABLE, ClusterKey
 from dsjax.messaging.curve import ROLES, connect_with_curve
 from dsjax.messaging.endpoint import CONNECT_SECONDS, PING
 from dsjax.messaging.wire import Kind, decode, encode
+from tools.labs.servers import SideProcess
 
 PATIENCE = 20.0
 """Seconds in which a listener must have ended a connection; it gives a handshake 5."""
@@ -484,30 +486,6 @@ def ask_server(url: str, number: int) -> str:
         return json.load(response)["choices"][0]["text"]
 
 
-@contextlib.contextmanager
-def side(**options: Any) -> Iterator[tuple[int, Callable[..., dict[str, Any]]]]:
-    """An engine of `side_process.py`: its process id, and what asks it something."""
-    from quick_compilation import QUICK_COMPILATION
-
-    script = TESTS / "dsjax" / "engine" / "transfer" / "side_process.py"
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_COMPILATION)}
-    command = [sys.executable, str(script), json.dumps(options)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=os.environ | environment, **pipes)
-
-    def ask(**request: Any) -> dict[str, Any]:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    try:
-        process.stdout.readline()
-        yield process.pid, ask
-    finally:
-        process.kill()
-        process.wait()
-
-
 def run_sides(folder: Path) -> Iterator[Running]:
     """A prefill engine, and a decode engine that has its prompts computed there."""
     from drafting_checkpoint import write_drafting_checkpoint
@@ -518,16 +496,24 @@ def run_sides(folder: Path) -> Iterator[Running]:
     prompts = [
         [2 + (7 * number + token * (3 + number)) % 280 for token in range(30 + 5 * number)] for number in range(6)
     ]
-    with (
-        side(mesh="dp=1", disaggregation_mode="prefill", **options) as (pid, ask_prefill),
-        side(mesh="dp=1", disaggregation_mode="decode", **options) as (_, ask_decode),
-    ):
+    with contextlib.ExitStack() as stack:
+        sides = [
+            SideProcess(*QUICK_COMPILATION, mesh="dp=1", disaggregation_mode=mode, **options)
+            for mode in ("prefill", "decode")
+        ]
+        for one in sides:
+            stack.callback(one.end)
+        for one in sides:
+            one.wait()
+        prefill, decoder = sides
 
         def ask(number: int) -> list[int]:
-            said = ask_prefill(tokens=prompts[number])
-            return ask_decode(requests=[["0", prompts[number], said]])["token_ids"]["0"]
+            said = prefill.ask(tokens=prompts[number])
+            return decoder.ask(requests=[["0", prompts[number], said]])["token_ids"]["0"]
 
-        yield Running("sides", {"prefill": pid}, ask, warm_requests=400, failures=lambda: ask_decode()["given_up"])
+        yield Running(
+            "sides", {"prefill": prefill.pid}, ask, warm_requests=400, failures=lambda: decoder.ask()["given_up"]
+        )
 
 
 def run_experts(folder: Path) -> Iterator[Running]:

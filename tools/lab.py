@@ -2,6 +2,7 @@
 
     python tools/lab.py hosts --losses 10 --leaves 5 --checkpoint-gb 2     # processes of a mesh are killed, and leave in order
     python tools/lab.py experts --processes 3 --at-once 2                  # processes with experts are killed (AFD)
+    python tools/lab.py prefill                                            # the process that computes prompts is killed
     python tools/lab.py meshes                                             # a mesh over processes against one device
     sudo python tools/lab.py network                                       # a decode step against bandwidth, latency and congestion
     sudo python tools/lab.py accept --results found                        # dsjax accept, with the faults of its list made for real
@@ -17,10 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
-from tools.labs import accept, experts, hosts, meshes, network
+from tools.labs import accept, experts, hosts, meshes, network, prefill
 from tools.labs.namespaces import CannotBeError
 
-LABS = {"hosts": hosts, "experts": experts, "meshes": meshes, "network": network, "accept": accept}
+LABS = {"hosts": hosts, "experts": experts, "prefill": prefill, "meshes": meshes, "network": network, "accept": accept}
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""Records a mixed workload on the demo model, so that tools/replay_steps.py has every kind of row to compare.
+"""Records a mixed workload on the demo model, so that `dsjax replay` has every kind of row to compare.
 
     python tools/record_mixed.py steps.dsjax
-    python tools/replay_steps.py steps.dsjax
+    dsjax replay steps.dsjax
 
 Requests are greedy and sampled, with penalties, biases, banned words and allowed tokens, log-probabilities of outputs and
 prompts, structured outputs, stop strings, several completions, shared prefixes; some are aborted in the middle. They arrive
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dsjax import LLM, SamplingParams, StructuredOutputs
 from dsjax.engine.stream.step_record import Launched
-from tools.step_recording import StepRecording
+from dsjax.engine.stream.step_recording import StepRecording
 
 PREFIXES = (
     '"""Tools for reading and writing files."""\n\nimport os\nimport sys\nfrom pathlib import Path\n\n\n',

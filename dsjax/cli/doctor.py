@@ -12,9 +12,12 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
+from dsjax.cli.exact import ExactOptions, sweep
+from dsjax.cli.options import options_of
 from dsjax.cli.output import JsonFile, report_console, write_json
 from dsjax.descriptors import FEW, descriptor_limit, least_descriptors
 from dsjax.errors import UserError
+from dsjax.options import OptionError, check_place
 from dsjax.versions import installed_version, mismatches
 from sharding.cores import available_cores, most_threads
 
@@ -32,13 +35,18 @@ class Finding:
     advice: str = ""
 
 
-def doctor(
-    json_file: JsonFile = None,
-) -> None:
+@options_of(exact=ExactOptions)
+def doctor(exact: ExactOptions, json_file: JsonFile = None) -> None:
     """Look at versions, devices, memory, cores, interconnect, folders, open files, compilers and kernels, and say what to do about each.
 
-    Ends with 1 where something is broken: it prevents serving, or serving goes on without it.
+    Ends with 1 where something is broken: it prevents serving, or serving goes on without it. With --exact: where a layout gives another
+    answer than one device (to the bit with native kernels).
     """
+    if exact.exact:
+        _compare_layouts(exact, json_file)
+        return
+    if exact != ExactOptions():
+        raise OptionError("--mesh, --model and the like say what --exact compares; give --exact too")
     findings = list(look())
     if json_file is not None:
         write_json(json_file, [asdict(one) for one in findings])
@@ -51,6 +59,23 @@ def doctor(
             if one.advice:
                 console.print(Text("        → " + one.advice))
     if any(one.state == "trouble" for one in findings):
+        raise typer.Exit(1)
+
+
+def _compare_layouts(options: ExactOptions, json_file: str | None) -> None:
+    check_place("--json", json_file)
+    console = report_console(stderr=json_file == "-")
+    rows = sweep(options, console)
+    if json_file is not None:
+        write_json(json_file, rows)
+    equal = [row for row in rows if row["verdict"] == "equal"]
+    left_out = sum(row["verdict"].startswith("left out") for row in rows)
+    console.print(
+        f"{len(equal)} of {len(rows) - left_out} equal to one device, {sum(row['exact'] for row in equal)} of them to the bit; "
+        f"{left_out} left out, because the engine refuses them",
+        highlight=False,
+    )
+    if not 0 < len(equal) == len(rows) - left_out:
         raise typer.Exit(1)
 
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "top": ("dsjax.top.command", "top"),
     "kernels": ("dsjax.cli.kernels", "app"),
     "tune": ("dsjax.cli.tune", "tune"),
+    "replay": ("dsjax.cli.replay", "replay"),
     "doctor": ("dsjax.cli.doctor", "doctor"),
 }
 """Command to (module, function, or a `typer.Typer` with commands of its own), in the order of `--help`."""

@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 from fp8_checkpoints import RAGGED, dequantised, fp8_tensors, write_model
-from layouts import DISPATCHES, NEW_TOKENS, prompts, write_checkpoint
+from layouts import prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
+from dsjax.cli.exact import DISPATCHES, NEW_TOKENS
 
 pytestmark = pytest.mark.gpu
 

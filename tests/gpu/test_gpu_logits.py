@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors
 from goldens.random_weights import RandomWeights
-from layouts import FORMS
 
 from dsjax import LLM
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
+from dsjax.cli.exact import FORMS
 from dsjax.config import ModelConfig
 
 pytestmark = pytest.mark.gpu

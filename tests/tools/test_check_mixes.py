@@ -58,7 +58,7 @@ def test_a_request_that_got_another_bit_is_found_and_said(capsys):
     assert wrong == [(1, other, right)]
     tell(9, 4, 2, 8, ENGINE, batch, wrong)
     said = capsys.readouterr().out
-    assert "batch 2 of python tools/check_mixes.py --seed 9 --slice 4/5 --engines 1 --batches 8" in said
+    assert "batch 2 of python tools/check_mixes.py --seed 9 --slice 5/5 --engines 1 --batches 8" in said
     assert "request 1: logprobs differ at [1]; at 1 -2.5000002 instead of -2.5" in said
     counts = {"requests": 3, "aborted": 1, "tokens": 4, "preemptions": 0, "cached": 0}
     assert count_requests([right, other, None]) == counts

@@ -9,13 +9,10 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NO_COMMAND = "soaks/separated.py"
-"""A process that `tools/soak.py` starts."""
 COMMANDS = [
-    name
+    path.relative_to(ROOT / "tools").as_posix()
     for path in sorted((ROOT / "tools").rglob("*.py"))
-    if (name := path.relative_to(ROOT / "tools").as_posix()) != NO_COMMAND
-    and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 ]
 
 

@@ -1,14 +1,17 @@
-"""The processes of a lab: groups that serve, and groups of `LLM` that generate what they are told."""
+"""The processes of a lab: groups that serve, groups of `LLM` that generate what they are told, and a prefill or decode side."""
 
 import contextlib
 import json
+import os
 import re
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from processes import Group, Processes
+from processes import ROOT, Group, Processes
 
 from tools.labs.namespaces import Namespaces
 
@@ -17,6 +20,7 @@ MODEL = "tiny"
 _SERVING = re.compile(rf"serving {MODEL} at (http://[\d.:]+)")
 _ANSWER = "found "
 _WORKER = Path(__file__).with_name("worker.py")
+_SIDE = ROOT / "tests" / "dsjax" / "engine" / "transfer" / "side_process.py"
 
 
 def flags_of(options: dict[str, object]) -> list[str]:
@@ -110,3 +114,66 @@ class Workers:
     def end(self) -> None:
         """End them at once."""
         self.processes.end()
+
+
+class SideProcess:
+    """An engine of `side_process.py`, which is started again after it was killed. Only `wait` waits for a start.
+
+    flags: of XLA; answers are held to the bits of engines that compile with the same ones. options: of `EngineArgs`.
+
+    Attributes:
+        starts: times that it was ready.
+    """
+
+    def __init__(self, *flags: str, **options: object):
+        self._environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+        self._command, self._lock, self.starts = [sys.executable, str(_SIDE), json.dumps(options)], threading.Lock(), 0
+        self._start()
+
+    def _start(self) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(self._command, env=os.environ | self._environment, **pipes)
+        self._ready = threading.Event()
+        threading.Thread(target=self._await_ready, args=(self._process, self._ready), daemon=True).start()
+
+    def _await_ready(self, process: subprocess.Popen, ready: threading.Event) -> None:
+        if process.stdout.readline():
+            self.starts += 1
+            ready.set()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def wait(self) -> None:
+        """Until it is ready.
+
+        Raises:
+            RuntimeError: it has ended instead.
+        """
+        while not self._ready.wait(0.1):
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the process ended with {self._process.returncode} before it was ready")
+
+    def ask(self, **request: object) -> dict | None:
+        """The answer; None where it is not there."""
+        with self._lock:
+            if not self._ready.is_set():
+                return None
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+                return json.loads(self._process.stdout.readline() or "null")
+            except (OSError, ValueError):
+                return None
+
+    def kill(self) -> None:
+        """Kill it, and start another."""
+        self.end()
+        self._start()
+
+    def end(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()

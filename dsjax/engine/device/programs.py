@@ -230,7 +230,7 @@ class Programs:
         labels: dict[ProgramKey, str] = {}
         launches = [(*shapes, False) for shapes in buckets.shapes()]
         for decode, prefill, proposes, scored in [*launches, (None, buckets.scored, buckets.proposals, True)]:
-            shape, name = self.shape(decode, prefill), _label(decode, prefill)
+            shape, name = self.shape(decode, prefill), shape_label(decode, prefill)
             labels["step", shape, scored] = f"prompt scores, {name}" if scored else name
             for kind, what in (("draw", "sampler"), ("biases", "biases"), ("score", "log-probabilities")):
                 labels.setdefault((kind, shape.positions), f"{what}, {name}")
@@ -456,7 +456,8 @@ class Programs:
         return jax.ShapeDtypeStruct((self._limits.num_ranks, *shape), dtype, sharding=self.rows)
 
 
-def _label(decode: Rectangle | None, prefill: Rectangle | None) -> str:
+def shape_label(decode: Rectangle | None, prefill: Rectangle | None) -> str:
+    """Name the shape of a launch, such as `decode 8 rows + prefill 1 × 256`."""
     parts = []
     if decode:
         parts.append(f"decode {decode.rows} rows" + (f" × {decode.chunk}" if decode.chunk > 1 else ""))

@@ -165,7 +165,7 @@ class BasicOptions:
     )
     record_steps: str | None = option(
         None,
-        "new file to which every step's command and results are written, for tools/replay_steps.py; it holds token ids",
+        "new file to which every step's command and results are written, for dsjax replay; it holds token ids",
         of_host=True,
     )
     record_steps_bytes: int = option(

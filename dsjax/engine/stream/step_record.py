@@ -1,4 +1,4 @@
-"""The stream of commands written to a file while an engine runs: `dsjax serve --record-steps FILE`. `tools/step_recording.py` reads it.
+"""The stream of commands written to a file while an engine runs: `dsjax serve --record-steps FILE`. `step_recording.py` reads it.
 
 The file is eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
 first is the `Header`; then come, in the order in which the engine's thread did these things, a `Launched` for every command and a

@@ -135,6 +135,8 @@ HELP_PAGES = [
     "plan recipe",
     "bench serve",
     "bench modules",
+    "bench step",
+    "bench soak",
     "kernels list",
     "kernels build",
 ]

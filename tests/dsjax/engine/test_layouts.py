@@ -9,26 +9,15 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import (
-    ARITHMETIC,
-    CHANGES_NUMBERS,
-    DISPATCHES,
-    MODELS,
-    TINY,
-    Answer,
-    answer,
-    difference,
-    prompts,
-    wide,
-    write_checkpoint,
-)
+from layouts import CHANGES_NUMBERS, MODELS, TINY, answer, prompts, wide, write_checkpoint
 
+from dsjax.cli.exact import ARITHMETIC, DISPATCHES, Answer, difference
 from dsjax.config import ModelConfig
 
 pytestmark = pytest.mark.slow  # all together
 
 NEW_TOKENS = 8
-"""An eighth of what ``tools/check_layouts.py`` generates: two pages of each prompt. Steps on 32 emulated devices take their time."""
+"""An eighth of what ``dsjax doctor --exact`` generates: two pages of each prompt. Steps on 32 emulated devices take their time."""
 
 PLAIN = {"kernels": "plain"}
 MIXED = {"mixed": True}  # prompts and decodes in one launch
@@ -52,7 +41,7 @@ CHECKPOINTS = {
 """What each model changes in ``TINY``. Without dense layers, which depend on neither MLA forms nor dispatch, a third less is compiled."""
 
 # A draw that has each kind of layout on one stage, each dispatch, each pair of forms and each option. Nearly all of a run is the
-# compilation of its programs. All combinations: tools/check_layouts.py, of which CI runs a slice. Stages are in
+# compilation of its programs. All combinations: dsjax doctor --exact, of which CI runs a slice. Stages are in
 # `pipeline/test_experts_of_stages.py`, and an expert's width over devices of several DP ranks in `test_exactness.py`.
 # dp=12: 32 experts do not divide by 12 ranks, and four redundant ones fill them up.
 RUNS = [

@@ -1,7 +1,7 @@
 """Speculative decoding gives the text of decoding without drafts, whatever a request asks for and whatever happens to it.
 
 The module of this tiny model often agrees with the model and often does not (``drafting_checkpoint.py``), and every comparison says
-that drafts were accepted and refused in it. More meshes, dispatches and forms: ``tools/check_layouts.py``.
+that drafts were accepted and refused in it. More meshes, dispatches and forms: ``dsjax doctor --exact``.
 
 `test_exactness.py` and `test_disaggregated.py` have drafts on several devices, with preemption and of a sparse model. These are the tests
 of `device/programs.py` too.

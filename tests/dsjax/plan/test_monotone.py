@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -93,6 +94,51 @@ def test_no_easement_of_a_plan_makes_it_worse(modes):
         assert search(easier).winner.throughput >= now / ROUNDING
 
 
+def drawn(source):
+    """A cluster, a workload and objectives such as people ask for."""
+    cluster = load_cluster(source.choice(bundled_clusters()))
+    if source.random() < 0.5:
+        cluster = cluster.resized(max(1, cluster.hosts // 2))
+    lengths = (source.choice(choices) for choices in ((512, 1024, 2000, 4096, 8192), (128, 500, 1000, 2048)))
+    objective = Objective(source.choice((None, 0.5, 1.0, 2.0, 5.0)), source.choice((None, 0.02, 0.03, 0.05, 0.1)))
+    return Question(CONFIG, cluster, Workload(*map(Lengths, lengths)), objective, PlanOptions())
+
+
+def eased(question, source):
+    """The same made easier in one way."""
+    way, factor = (
+        source.choice((*RESOURCES, "memory", "ttft", "tpot", "prompt", "cache")),
+        source.choice((1.05, 1.5, 2)),
+    )
+    if way in RESOURCES:
+        return dataclasses.replace(question, cluster=question.cluster.scaled(way, factor))
+    if way == "memory":
+        chip = question.cluster.hardware
+        chip = dataclasses.replace(chip, driver_bytes=round(chip.visible_bytes * factor))
+        return dataclasses.replace(question, cluster=dataclasses.replace(question.cluster, hardware=chip))
+    if way in ("ttft", "tpot"):
+        bound = getattr(question.objective, way)
+        looser = dataclasses.replace(question.objective, **{way: bound and bound * factor})
+        return dataclasses.replace(question, objective=looser)
+    if way == "prompt":
+        work = dataclasses.replace(question.workload, input=Lengths(round(question.workload.input.mean / factor)))
+        return dataclasses.replace(question, workload=work)
+    return dataclasses.replace(
+        question, options=dataclasses.replace(question.options, precision=precision("fp8", "fp8"))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))  # any number draws a question
+def test_no_easement_of_a_drawn_question_makes_its_answer_worse(number):
+    source = random.Random(number)
+    question = drawn(source)
+    before = search(question).winner
+    for easier in (eased(question, source) for _ in range(3)):
+        after = search(easier).winner
+        assert before is None or after.throughput >= before.throughput * (1 - 1e-6)
+
+
 def test_the_search_stands_on_the_batch_that_just_meets_the_objective():
     winner = search(asked(load_cluster("h200-8"))).winner
     assert winner.tpot <= 0.05
@@ -132,7 +178,7 @@ def test_what_two_layouts_share_cancels_in_the_ratio_of_their_figures():
 
 
 def test_prompts_beside_decodes_do_not_wait_longer_behind_a_faster_network():
-    # Random case 740 of tools/plan_monotone.py: the wait grew as decodes got shorter, because it counted only what prompts add to them.
+    # The wait grew as decodes got shorter, because it counted only what prompts add to them.
     config, cluster = load_config("deepseek-v3"), load_cluster("h800-32")
     work, layout = Workload(Lengths(2000), Lengths(500)), parse_layout("dp=32", 32, config)
     waits = [

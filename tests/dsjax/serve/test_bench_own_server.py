@@ -1,4 +1,4 @@
-"""`dsjax bench serve` against `dsjax serve`, over the fake executor: what one sends and reads, the other takes and tells."""
+"""`dsjax bench serve` and `dsjax bench soak` against `dsjax serve`, over the fake executor: one sends what the other takes."""
 
 import asyncio
 import functools
@@ -8,6 +8,9 @@ from rich.console import Console
 from dsjax.bench.serve.benchmark import Benchmark
 from dsjax.bench.serve.options import LoadOptions, ReportOptions, ServerOptions, WorkloadOptions
 from dsjax.bench.serve.report import point_progress
+from dsjax.bench.soak import SoakOptions, measure
+from dsjax.serve.metrics import Metrics
+from dsjax.serve.options import ServeOptions
 
 
 def test_every_request_is_answered_to_its_full_length_and_counted_by_the_server(server):
@@ -29,3 +32,17 @@ def test_every_request_is_answered_to_its_full_length_and_counted_by_the_server(
         assert {record.output_tokens for record in one.records} == {6}
         assert {record.prompt_tokens for record in one.records} == {20}
         assert {record.finish_reason for record in one.records} == {"length"}
+
+
+def test_a_soak_ends_requests_on_purpose_and_finds_nothing_left(start_server):
+    live = start_server(
+        num_ranks=2, max_chunk=16, options=ServeOptions(admin_api_key="admin"), metrics=Metrics("tiny", 2, 128)
+    )
+    live.executor.step_seconds = 0.002
+    options = SoakOptions(
+        base_url=live.url, admin_api_key="admin", duration=1.5, max_concurrency=12, disconnect_share=0.3, abort_share=0.3,
+        input_len=20, output_len=60, vocab_size=200, memory_growth=9.0,
+    )  # fmt: skip
+    found = asyncio.run(measure(options))
+    assert [one for one in found["claims"] if not one["holds"]] == []
+    assert min(found[name] for name in ("completed", "disconnected", "aborted")) > 0

@@ -1,7 +1,11 @@
-"""A recording of steps: what was told and what came of it, readable however its process ended, and replayed token by token."""
+"""A recording of steps: what was told and what came of it, readable however its process ended, and replayed token by token.
+
+These are the tests of `stream/step_recording.py` and of `dsjax replay` too.
+"""
 
 import json
 import logging
+import re
 import stat
 from dataclasses import replace
 
@@ -10,9 +14,13 @@ import numpy as np
 import pytest
 from fake_executor import FakeExecutor, next_token
 from layouts import write_checkpoint
+from typer.testing import CliRunner
 
 from dsjax import LLM
 from dsjax.checkpoint import fingerprint as fingerprints
+from dsjax.cli import app
+from dsjax.cli import replay as replaying
+from dsjax.cli.replay import build_executor, compare, launch_kind, times_table
 from dsjax.engine.contract.commands import (
     TOKEN_MADE,
     Clear,
@@ -35,10 +43,8 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream import step_record
+from dsjax.engine.stream.step_recording import StepRecording
 from dsjax.errors import UserError
-from tools import replay_steps
-from tools.replay_steps import build_executor, launch_kind, replay, times_table
-from tools.step_recording import StepRecording
 
 LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
 BUCKETS = Buckets.covering(8, 8, mixed=False)
@@ -100,37 +106,42 @@ def record(path, *, max_bytes=1 << 20, requests=12, end=True, **executor):
 
 
 def replayed(path, **executor):
-    return replay(StepRecording(path), ShiftedExecutor(**executor), lambda command: launch_kind(command, BUCKETS))
+    return compare(StepRecording(path), ShiftedExecutor(**executor), lambda command: launch_kind(command, BUCKETS))
 
 
 def test_a_replay_in_another_executor_gives_every_token(tmp_path):
     made = record(tmp_path / "steps")
     report = replayed(tmp_path / "steps")
-    assert (report.num_differing, report.first, report.end, report.num_uncompared) == (0, None, "shutdown", 0)
+    assert (report.num_differing, report.first_difference, report.end, report.num_uncompared) == (
+        0,
+        None,
+        "shutdown",
+        0,
+    )
     assert report.num_tokens >= sum(map(len, made.values())) > 90  # the aborted request's last tokens are compared too
     assert sum(len(pairs) for pairs in report.times.values()) == report.num_steps > 9
-    assert {"decode 8", "score"} <= report.times.keys()
+    assert {"decode 8 rows", "score"} <= report.times.keys()
 
 
 def test_two_steps_are_in_flight_in_the_replay_as_they_were(tmp_path):
     record(tmp_path / "steps")
     executor = ShiftedExecutor()
-    replay(StepRecording(tmp_path / "steps"), executor, lambda command: "")
+    compare(StepRecording(tmp_path / "steps"), executor, lambda command: "")
     assert executor.max_under_way == 2
 
 
 def test_the_first_row_that_differs_is_named_and_all_are_counted(tmp_path):
     record(tmp_path / "steps")
     report = replayed(tmp_path / "steps", shift=1)
-    first = report.first
     frames = [frame for frame in StepRecording(tmp_path / "steps") if isinstance(frame, step_record.Launched)]
     step = next(frame for frame in frames if isinstance(frame.command, Step) and frame.command.ranks[0].prefills)
-    row = next(index for index, row in enumerate(step.command.ranks[0].prefills) if row.next_token == TOKEN_MADE)
-    assert (first.step, first.rank, first.kind, first.row) == (step.number, 0, "prefill", row)
-    assert first.replayed == (first.recorded + 1) % 300
-    assert f"step {first.step}, rank 0, prefill row {row} (slot" in str(first)
+    rows = step.command.ranks[0].prefills
+    row = next(index for index, row in enumerate(rows) if row.next_token == TOKEN_MADE)
+    at = rf"step {step.number}, rank 0, prefill row {row} \(slot {rows[row].slot}\)"
+    recorded, replayed_now = re.fullmatch(rf"{at}: recorded (\d+), replayed (\d+)", report.first_difference).groups()
+    assert int(replayed_now) == (int(recorded) + 1) % 300
     assert report.num_differing > 50
-    assert report.to_json()["first_difference"]["text"] == str(first)
+    assert report.to_json()["first_difference"] == report.first_difference
 
 
 def test_every_command_is_in_the_stream_and_the_first_empties_the_cache(tmp_path):
@@ -171,7 +182,7 @@ def test_a_row_that_was_not_finite_and_now_is_differs(tmp_path):
     record(tmp_path / "steps", failing=True)
     assert replayed(tmp_path / "steps", failing=True).num_differing == 0
     report = replayed(tmp_path / "steps")
-    assert "not finite" in str(report.first)
+    assert "finite=False" in report.first_difference
 
 
 def test_the_file_is_its_owners_alone_and_no_other_is_overwritten(tmp_path):
@@ -266,25 +277,17 @@ def test_an_executor_of_other_sizes_is_refused(tmp_path, monkeypatch):
         build_executor(StepRecording(tmp_path / "steps"), None)
 
 
-def test_a_recording_of_before_there_were_stages_is_replayed(tmp_path, monkeypatch):
-    loads(monkeypatch, executor := ShiftedExecutor())
-    first = header(options={"model": "demo"})
-    limits = {name: size for name, size in first.limits.items() if name != "num_stages"}
-    step_record.StepFile(tmp_path / "steps", msgspec.structs.replace(first, limits=limits)).close("shutdown")
-    assert build_executor(StepRecording(tmp_path / "steps"), None) is executor
-
-
 @pytest.mark.parametrize(
     ("shift", "code", "said"), [(0, 0, "Every token is equal"), (1, 1, "rows differ. The first: step")]
 )
-def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch, capsys, shift, code, said):
+def test_the_exit_code_says_whether_every_token_was_equal(tmp_path, monkeypatch, shift, code, said):
     record(tmp_path / "steps")
     executor = ShiftedExecutor(shift=shift)
     executor.buckets = BUCKETS
-    monkeypatch.setattr(replay_steps, "build_executor", lambda *args: executor)
-    monkeypatch.setattr("sys.argv", ["replay_steps.py", str(tmp_path / "steps"), "--json", str(tmp_path / "report")])
-    assert replay_steps.main() == code
-    assert said in capsys.readouterr().out
+    monkeypatch.setattr(replaying, "build_executor", lambda *args: executor)
+    ended = CliRunner().invoke(app, ["replay", str(tmp_path / "steps"), "--json", str(tmp_path / "report")])
+    assert ended.exit_code == code, ended.output
+    assert said in ended.output
     assert (json.loads((tmp_path / "report").read_text())["num_differing"] > 0) is bool(code)
 
 
@@ -296,7 +299,7 @@ def test_where_experts_were_is_left_out_of_a_replay(tmp_path):
     file.close("shutdown")
     executor = ShiftedExecutor()
     executor.launch = None
-    assert replay(StepRecording(tmp_path / "steps"), executor, lambda command: "").num_uncompared == 0
+    assert compare(StepRecording(tmp_path / "steps"), executor, lambda command: "").num_uncompared == 0
 
 
 def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
@@ -309,7 +312,7 @@ def test_times_are_counted_from_the_end_of_the_step_before(tmp_path):
         results = [RankResults([], [])] * 2
         file.write(step_record.collected(number, done, step, results))
     file.close("shutdown")
-    report = replay(StepRecording(tmp_path / "steps"), ShiftedExecutor(), lambda command: "idle")
+    report = compare(StepRecording(tmp_path / "steps"), ShiftedExecutor(), lambda command: "idle")
     assert [recorded for recorded, _ in report.times["idle"]] == [4.0, 1.0]
     assert report.to_json()["kinds"]["idle"]["recorded"] == {"mean": 2.5, "median": 2.5, "p99": 4.0}
     assert times_table(report).row_count == 1
@@ -331,7 +334,7 @@ def test_a_models_recording_is_replayed_with_a_copy_of_its_checkpoint(tmp_path, 
     with pytest.raises(UserError, match="model"):
         build_executor(record, None)  # it is not there any more
     executor = build_executor(record, str(copied))
-    report = replay(record, executor, lambda command: launch_kind(command, executor.buckets))
+    report = compare(record, executor, lambda command: launch_kind(command, executor.buckets))
     executor.shutdown()
     assert (report.num_differing, report.end) == (0, "shutdown")
     assert report.num_tokens >= sum(len(output.outputs[0].token_ids) for output in outputs) == 18

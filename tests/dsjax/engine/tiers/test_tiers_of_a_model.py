@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
 from kept_programs import kept_in
-from layouts import ARITHMETIC, MODELS
+from layouts import MODELS
 
 from dsjax import LLM, SamplingParams
+from dsjax.cli.exact import ARITHMETIC
 from dsjax.config import load_config
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs

@@ -1,4 +1,4 @@
-"""`StepRecording`: what `dsjax serve --record-steps FILE` has written, read back. `dsjax/engine/stream/step_record.py` has the format."""
+"""`StepRecording` reads what `dsjax serve --record-steps FILE` has written; `step_record.py` has the format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from dsjax.engine.contract.commands import VERSION
 from dsjax.engine.stream.step_record import FORMAT, MAGIC, Frame, Header, RecordError
 
 _frames = msgspec.msgpack.Decoder(Frame)
-_header = msgspec.msgpack.Decoder(Header)
 
 
 class StepRecording:
-    """A recording that is read. Iterating gives its frames, each time from the first.
+    """A recording. Iterating gives its frames, each time from the first.
 
     Raises:
         RecordError: not a recording, or one of another format or version of the commands.
@@ -49,15 +48,14 @@ class StepRecording:
 
     def _checked(self, first: bytes) -> Header:
         try:
-            versions = msgspec.msgpack.decode(first)
-            found_versions = (versions["format"], versions["commands"])
-            if found_versions != (FORMAT, VERSION):
+            said = msgspec.msgpack.decode(first)
+            if (said["format"], said["commands"]) != (FORMAT, VERSION):
                 raise RecordError(
-                    f"{self.path} has format {found_versions[0]} with commands of version {found_versions[1]}, written by dsjax "
-                    f"{versions.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
+                    f"{self.path} has format {said['format']} with commands of version {said['commands']}, written by dsjax "
+                    f"{said.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
                     "Replay it with the dsjax that wrote it."
                 )
-            return _header.decode(first)
+            return msgspec.msgpack.decode(first, type=Header)
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise RecordError(f"{self.path} has a header that cannot be read: {error}") from None
 
@@ -66,5 +64,5 @@ def _read(file: IO[bytes]) -> bytes | None:
     """The next message; None at the end, also where that is inside a frame."""
     prefix = file.read(4)
     size = int.from_bytes(prefix, "little")
-    message = file.read(size) if len(prefix) == 4 else b""
+    message = file.read(size)
     return message if len(prefix) == 4 and len(message) == size else None

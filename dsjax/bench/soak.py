@@ -1,0 +1,230 @@
+"""`dsjax bench soak`: sessions for minutes, with disconnects and aborts; then whether the server kept what it promises."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from dsjax.bench.serve.records import BenchRequest, RequestRecord
+from dsjax.cli.options import options_of
+from dsjax.cli.output import report_console, write_json
+from dsjax.errors import UserError
+from dsjax.options import Checked, check_place, option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import aiohttp
+
+    from dsjax.bench.accept.watch import ServerWatch
+    from dsjax.bench.serve.client import Client
+
+
+@dataclass(frozen=True)
+class SoakOptions(Checked):
+    """Which server, and what is done to it."""
+
+    base_url: str = option("http://127.0.0.1:8000", "of dsjax serve, with or without /v1")
+    api_key: str | None = option(None, "sent as a bearer token", envvar="OPENAI_API_KEY")
+    admin_api_key: str | None = option(None, "of the server; without, no request is aborted by its id")
+    duration: float = option(600.0, "seconds in which requests are sent", above=0)
+    max_concurrency: int = option(200, "sessions, of which each sends one request after the other", least=1)
+    input_len: int = option(2048, "most tokens of a prompt, log-uniform from 1, cut to the model's length", least=1)
+    output_len: int = option(512, "most tokens of an answer, log-uniform from 1", least=1)
+    vocab_size: int = option(4096, "draw token ids below this, from 16", least=17)
+    disconnect_share: float = option(0.1, "of the requests: their connection is closed at a random moment", least=0)
+    abort_share: float = option(0.05, "of the requests: aborted at a random moment", least=0)
+    seed: int = option(0, "of all that is drawn", least=0)
+    request_timeout: float = option(1800.0, "seconds that one request may take", above=0)
+    memory_growth: float = option(0.05, "most growth of memory that counts as flat", least=0)
+    itl_p99: float | None = option(None, "most milliseconds of the P99 of the inter-token latency", above=0)
+    json_file: str | None = option(None, "write JSON to this file too; - for standard output", flag="--json")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_place("--json", self.json_file)
+
+    def draw(self, rng: np.random.Generator, max_model_len: int) -> BenchRequest:
+        """A request; its prompt is cut to what the answer leaves of the model's length."""
+        output, prompt = (int(np.exp(rng.uniform(0, np.log(most + 1)))) for most in (self.output_len, self.input_len))
+        output = min(output, max_model_len - 1)
+        prompt = min(prompt, max_model_len - output)
+        return BenchRequest(rng.integers(16, self.vocab_size, prompt).tolist(), prompt, output)
+
+
+@options_of(lambda kind: None, options=SoakOptions)
+def soak(options: SoakOptions) -> None:
+    """Run sessions against a server of dsjax, some of whose requests are disconnected or aborted, and judge what is left.
+
+    Holds, or ends with 1: no error but those asked for, no page in use at the end, flat memory, no compilation after warm-up, and where
+    --itl-p99 is given a P99 of the inter-token latency within it.
+    """
+    try:
+        from dsjax.bench.serve.client import run
+    except ImportError as error:
+        raise UserError("dsjax bench soak needs aiohttp, which is not installed: pip install 'dsjax[bench]'") from error
+    found = run(measure(options))
+    console, table = report_console(stderr=options.json_file == "-"), Table()
+    for name in ("", "claim", "found", "expected"):
+        table.add_column(name)
+    for one in found["claims"]:
+        table.add_row("holds" if one["holds"] else "FAILS", one["claim"], str(one["found"]), str(one["expected"]))
+    console.print(table)
+    named = ("completed", "disconnected", "aborted", "output_tokens")
+    shown = [f"{found[name]:,} {name.replace('_', ' ')}" for name in named]
+    shown += [f"ITL {value:.1f} ms ({name})" for name, value in found["itl_ms"].items()]
+    console.print(", ".join(shown), highlight=False)
+    if options.json_file:
+        write_json(options.json_file, found)
+    if not all(one["holds"] for one in found["claims"]):
+        raise typer.Exit(1)
+
+
+@dataclass
+class Outcome:
+    """What came of all sessions. `errors` are those that nobody asked for."""
+
+    completed: int = 0
+    disconnected: int = 0
+    aborted: int = 0
+    output_tokens: int = 0
+    errors: Counter = field(default_factory=Counter)
+    itls: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+
+    def enter(self, request: BenchRequest, record: RequestRecord) -> None:
+        """Count a request that nobody ended."""
+        if record.error is not None or record.output_tokens != request.output_tokens:
+            self.errors[record.error or "an answer is shorter or longer than was asked for"] += 1
+            return
+        self.completed += 1
+        self.output_tokens += record.output_tokens
+        self.latencies.append(record.latency)
+        self.itls += record.itls
+
+
+class Soak:
+    """Sessions against one server. client: sends their requests; length: the server's `max_model_len`."""
+
+    def __init__(self, options: SoakOptions, http: aiohttp.ClientSession, url: str, client: Client, length: int):
+        self._options, self._http, self._url, self._client, self._length = options, http, url, client, length
+        self._ids, self.outcome = itertools.count(), Outcome()
+
+    async def run(self) -> None:
+        """Run the sessions for their time. Requests under way at its end are finished."""
+        deadline = time.monotonic() + self._options.duration
+        drawn = [np.random.default_rng([self._options.seed, number]) for number in range(self._options.max_concurrency)]
+        await asyncio.gather(*[self._session(rng, deadline) for rng in drawn])
+
+    async def _session(self, rng: np.random.Generator, deadline: float) -> None:
+        options, outcome = self._options, self.outcome
+        abort_share = options.abort_share if options.admin_api_key else 0.0
+        while time.monotonic() < deadline:
+            request, request_id = options.draw(rng, self._length), f"soak-{next(self._ids)}"
+            sending = asyncio.ensure_future(self._client.send(request, headers={"X-Request-ID": request_id}))
+            # Some ends come before the first token, some in the middle, some after the end: then nothing is ended.
+            moment = rng.exponential(np.mean(outcome.latencies[-200:]) / 2 if outcome.latencies else 1.0)
+            fate = rng.random() - options.disconnect_share
+            if fate < abort_share:
+                await asyncio.wait({sending}, timeout=moment)
+            if fate < 0 and not sending.done():
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+                outcome.disconnected += 1
+            elif 0 <= fate < abort_share and not sending.done() and await self._abort(request_id):
+                record = await sending
+                outcome.aborted += 1
+                if record.error is not None and "abort" not in record.error:
+                    outcome.errors[record.error] += 1
+            else:
+                outcome.enter(request, await sending)
+
+    async def _abort(self, request_id: str) -> int:
+        """End a request; 0 when it was over already."""
+        headers = {"Authorization": f"Bearer {self._options.admin_api_key}"}
+        body = await self._ask("POST", "/abort_request", json={"request_id": request_id}, headers=headers)
+        return json.loads(body)["aborted"]
+
+    async def loads(self, seconds: float = 60.0) -> list[dict[str, Any]]:
+        """The ranks' loads once nothing runs, or as they are when time is up."""
+        deadline = time.monotonic() + seconds
+        while True:
+            loads = json.loads(await self._ask("GET", "/get_load"))["ranks"]
+            held = any(load[name] for load in loads for name in ("running", "waiting", "used_pages"))
+            if not held or time.monotonic() > deadline:
+                return loads
+            await asyncio.sleep(0.2)
+
+    async def _ask(self, method: str, path: str, **options: Any) -> str:
+        async with self._http.request(method, self._url + path, **options) as answer:
+            if answer.status != 200:
+                raise UserError(
+                    f"{self._url}{path} answered {answer.status}, expected 200 (--admin-api-key, dsjax serve)"
+                )
+            return await answer.text()
+
+
+async def measure(options: SoakOptions) -> dict[str, Any]:
+    """Run a soak, and judge it."""
+    from dsjax.bench.accept.watch import ServerWatch
+    from dsjax.bench.serve.client import Client, open_session
+    from dsjax.bench.serve.options import ServerOptions
+    from dsjax.bench.serve.server_facts import ServerError, ask_server, server_url
+
+    url = server_url(options.base_url)
+    async with open_session(options.api_key) as http:
+        facts = await ask_server(http, url, None)
+        if facts.max_model_len is None:
+            raise ServerError(f"{url} does not say its max_model_len; is it dsjax serve?")
+        asked = ServerOptions(ignore_eos=True, request_timeout=options.request_timeout)
+        sessions = Soak(options, http, url, Client(http, url, facts.model, asked), facts.max_model_len)
+        async with ServerWatch(http, url, (), interval=2.0) as watch:
+            await sessions.run()
+        return judge(options, sessions.outcome, watch, await sessions.loads())
+
+
+def judge(
+    options: SoakOptions,
+    outcome: Outcome,
+    watch: ServerWatch,
+    loads: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """All that was found, and each claim with what was found and expected."""
+    from dsjax.bench.accept.watch import OURS
+
+    growth = _growth([used for _, _, used in watch.memory])
+    pages, held = sum(load["used_pages"] for load in loads), sum(load["running"] + load["waiting"] for load in loads)
+    compiled = watch.counters[-1].total(OURS) if watch.counters and watch.counters[-1].by(OURS) else None
+    itls = np.asarray(outcome.itls or [0.0]) * 1e3
+    p99, bound = float(np.percentile(itls, 99)), options.itl_p99
+    claims = (
+        ("no error but those asked for", not outcome.errors, dict(outcome.errors), {}),
+        ("requests were completed", outcome.completed > 0, outcome.completed, "> 0"),
+        ("pages in use at the end", pages == 0 and held == 0, pages, 0),
+        ("memory is flat", growth is None or growth <= options.memory_growth, growth, f"<= {options.memory_growth}"),
+        ("compilations after warm-up", not compiled, compiled, 0),
+    )
+    if bound is not None:
+        claims += (("P99 of the ITL, ms", p99 <= bound, round(p99, 1), f"<= {bound:g}"),)
+    return {
+        "options": {name: value for name, value in asdict(options).items() if "key" not in name},
+        **{name: getattr(outcome, name) for name in ("completed", "disconnected", "aborted", "output_tokens")},
+        "itl_ms": {"median": float(np.median(itls)), "p99": p99, "max": float(itls.max())},
+        "claims": [dict(zip(("claim", "holds", "found", "expected"), claim, strict=True)) for claim in claims],
+    }
+
+
+def _growth(memory: Sequence[float]) -> float | None:
+    """Last tenth of the samples over the second tenth: in the first one buffers are made. None without samples."""
+    tenth = max(1, len(memory) // 10)
+    start = memory[tenth : 2 * tenth] or memory
+    return round(float(np.mean(memory[-tenth:]) / np.mean(start) - 1), 4) if start else None

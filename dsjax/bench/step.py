@@ -1,0 +1,161 @@
+"""`dsjax bench step`: where the time of a decode step goes, by part of the model. JAX is imported when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import gzip
+import json
+import re
+import resource
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from dsjax.cli.options import options_of
+from dsjax.cli.output import report_console, write_json
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.errors import UserError
+from dsjax.options import Checked, check_place, option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dsjax.engine.llm import LLM
+
+SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "experts", "mlp", "head")
+_OTHERS = "norms, residuals, embedding"
+_COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
+_TRACED = 5
+
+
+@dataclass(frozen=True)
+class StepOptions(Checked):
+    """Which step; named as `vllm bench latency` names them."""
+
+    batch_size: int = option(32, "Requests of each DP rank.", least=1)
+    input_len: int = option(160, "Tokens before the one that is decoded first.", least=1)
+    ranks: int | None = option(None, "DP ranks that have requests; default: all.", least=1)
+    num_iters_warmup: int = option(3, "Steps that are not counted.", least=0)
+    num_iters: int = option(30, "Steps that are timed.", least=1)
+    json_file: str | None = option(None, "Write JSON to this file too; - for standard output.", flag="--json")
+
+
+@options_of(lambda kind: "Engine" if kind is EngineArgs else None, args=EngineArgs, options=StepOptions)
+def step(args: EngineArgs, options: StepOptions) -> None:
+    """Time the engine's own decode step, and show by part of the model where the time goes, under JAX's profiler.
+
+    On emulated devices an operation's time includes waiting for a core: read shares. Collectives are shown apart, because most of their
+    time is waiting for the last device. `dsjax bench modules` says what the device allows for each part.
+    """
+    check_place("--json", options.json_file)
+    from dsjax.engine.device.mesh_executor import MeshExecutor
+    from dsjax.engine.llm import LLM
+
+    rows, steps = options.batch_size, options.num_iters_warmup + options.num_iters + _TRACED
+    pages = -(-(options.input_len + steps + 1) // args.page_size)
+    sizes = {"max_num_seqs": rows, "cache_tokens": rows * pages * args.page_size}
+    llm = LLM(**dataclasses.asdict(dataclasses.replace(args, **sizes)))
+    if type(llm.executor) is not MeshExecutor:
+        raise UserError("dsjax bench step times one mesh of one process without stages (pp); give such a --mesh")
+    ranks = llm.executor.limits.num_ranks
+    busy = min(options.ranks or ranks, ranks)
+    run, text = decode_step(llm, rows, options.input_len, pages, busy)
+    found = measure(run, options.num_iters_warmup, options.num_iters)
+    parts = part_seconds(trace(run), scopes_of(text))
+    llm.shutdown()
+    body = {"mesh": args.mesh, "batch_size": rows, "ranks": busy, "input_len": options.input_len, **found}
+    body["part_seconds"] = parts
+    show(body, report_console(stderr=options.json_file == "-"))
+    if options.json_file:
+        write_json(options.json_file, body)
+
+
+def show(body: dict[str, Any], console: Console) -> None:
+    """Print the step's times, and a table of its parts."""
+    console.print(
+        f"{body['mesh']}, {body['batch_size']} requests on each of {body['ranks']} ranks, {body['input_len']} tokens before: "
+        f"{body['seconds'] * 1e3:.2f} ms a step (median), {body['processor_seconds'] * 1e3:.2f} ms of processors; "
+        f"threads waited {body['thread_waits']:.0f} times",
+        highlight=False,
+    )
+    table, total = Table(), sum(body["part_seconds"].values())
+    for column in ("part", "ms", "share"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for part, seconds in body["part_seconds"].items():
+        table.add_row(part, f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}")
+    console.print(table)
+
+
+def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tuple[Callable[[], None], str]:
+    """A function that runs one decode step of full rows on so many ranks, and the program's text. The context grows by a token a step."""
+    from dsjax.engine.contract.commands import Admission, PageChange, RankStep, Sampling, Step, int32s
+    from dsjax.engine.device.buckets import Rectangle
+
+    executor = llm.executor
+    executor.buckets = dataclasses.replace(executor.buckets, decode=(rows,))
+    tokens = np.random.default_rng(0).integers(3, llm.config.vocab_size, rows).tolist()
+    positions = pages * llm.args.page_size
+    sampling, decodes = Sampling(context + 1, 0), int32s(value for slot in range(rows) for value in (slot, positions))
+    admissions = [Admission(slot, context, token, sampling) for slot, token in enumerate(tokens)]
+    tables = [PageChange(slot, 0, list(range(1 + slot * pages, 1 + (slot + 1) * pages))) for slot in range(rows)]
+    idle = [RankStep([], [], int32s(()), [], [])] * (executor.limits.num_ranks - busy)
+    first, following = (
+        Step([RankStep(*news, decodes, [], [])] * busy + idle) for news in ((admissions, tables), ([], []))
+    )
+    executor.collect(executor.launch(first))
+    program = executor.programs.step(executor.programs.shape(Rectangle(rows, 1), None))
+    return lambda: executor.collect(executor.launch(following)), program.as_text()
+
+
+def measure(run: Callable[[], None], warm_up: int, steps: int) -> dict[str, float]:
+    """Median wall seconds, mean processor seconds, and how often threads of the process went to sleep, of a step."""
+    for _ in range(warm_up):
+        run()
+    times, processor, waits = [], time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(steps):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    waits = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - waits
+    processor = (time.process_time() - processor) / steps
+    return {"seconds": statistics.median(times), "processor_seconds": processor, "thread_waits": waits / steps}
+
+
+def trace(run: Callable[[], None]) -> list[dict[str, Any]]:
+    """The profiler's events of `_TRACED` steps."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            for _ in range(_TRACED):
+                run()
+        (path,) = glob.glob(f"{folder}/**/perfetto_trace.json.gz", recursive=True)
+        with gzip.open(path) as file:
+            return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def scopes_of(text: str) -> dict[str, str]:
+    """Operation name → part of the model, from the metadata in a compiled program's text."""
+    found = {}
+    for name, path in re.findall(r'%([\w.\-]+) = [^\n]*?metadata=\{op_name="([^"]*)"', text):
+        scopes = [scope for part in path.split("/") for scope in SCOPES if part.startswith(scope)]
+        found[name] = scopes[0] if scopes else _OTHERS
+    return found
+
+
+def part_seconds(events: list[dict[str, Any]], scopes: dict[str, str]) -> dict[str, float]:
+    """Seconds of each part in a step, the longest first. Loops are left out: the trace has their bodies' operations too."""
+    total: Counter = Counter()
+    for event in events:
+        name = event["name"]
+        if name in scopes and not re.match(r"while|call|conditional", name):
+            total["collectives" if _COLLECTIVE.match(name) else scopes[name]] += event["dur"]
+    return {part: microseconds / _TRACED / 1e6 for part, microseconds in total.most_common()}

@@ -1,0 +1,222 @@
+"""`dsjax replay`: run recorded steps again, and compare tokens and times. JAX is imported when it runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dsjax.cli.options import prepare_devices
+from dsjax.cli.output import JsonFile, report_console, write_json
+from dsjax.engine.contract.commands import Command, ConnectExperts, Flush, Score, Step, from_int32s
+from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, collected
+from dsjax.engine.stream.step_recording import StepRecording
+from dsjax.options import check_place
+
+if TYPE_CHECKING:
+    from dsjax.engine.contract.executor import Executor
+    from dsjax.engine.device.buckets import Buckets
+
+
+def replay(
+    file: Annotated[str, typer.Argument(help="A recording (dsjax serve --record-steps FILE).")],
+    model: Annotated[str | None, typer.Option(help="The recorded checkpoint's name or directory here.")] = None,
+    warm_up: Annotated[bool, typer.Option(help="Compile all programs first; without, times include it.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Run a recording of steps in this process, and compare every token and the time of every step with what was recorded.
+
+    Steps that were in flight together are so again. Compared are tokens, whether logits were finite, errors, and the most probable tokens
+    of scored sequences; not log-probabilities. A step's time is from its launch, or from the end of the step before where that is later,
+    until the host sees that it is done. Ends with 1 where a token differs, with 2 where the recording cannot be replayed.
+    """
+    check_place("--json", json_file)
+    record = StepRecording(file)
+    executor = build_executor(record, model)
+    import jax
+
+    if warm_up:
+        executor.warm_up()
+    report = compare(record, executor, lambda command: launch_kind(command, executor.buckets))
+    executor.shutdown()
+    console, header = report_console(stderr=json_file == "-"), record.header
+    console.print(times_table(report))
+    here = jax.__version__, jax.devices()[0].platform, jax.devices()[0].device_kind
+    recorded = header.jax, header.platform, header.device_kind
+    if here != recorded:
+        console.print(
+            f"Recorded with JAX {' '.join(recorded)}, replayed with {' '.join(here)}: rounding may change tokens."
+        )
+    if json_file:
+        facts = {name: getattr(header, name) for name in header.__struct_fields__}
+        write_json(json_file, {"header": facts, **report.to_json()})
+    ended = "has no end, so its process was killed" if report.end is None else f"ended with: {report.end}"
+    console.print(
+        f"{report.num_steps:,} steps compared, {report.num_tokens:,} tokens; {report.num_uncompared} steps without recorded "
+        f"results. The recording {ended}."
+    )
+    if report.num_differing:
+        console.print(f"{report.num_differing:,} rows differ. The first: {report.first_difference}", markup=False)
+        raise typer.Exit(1)
+    console.print("Every token is equal.")
+
+
+@dataclass
+class Report:
+    """What a replay found.
+
+    Attributes:
+        num_uncompared: steps whose results are not in the recording: under way when it ended.
+        first_difference: the first row whose outcome is not the recorded one. step: the command's number. row: in the rank's command.
+        end: why the recording ended; None where it ends in the middle.
+        times: of each kind of step the recorded and the replayed seconds, step by step.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_differing: int = 0
+    num_uncompared: int = 0
+    first_difference: str | None = None
+    end: str | None = None
+    times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def enter(self, command: Command, recorded: Collected, replayed: Collected) -> None:
+        """Compare a command's results."""
+        self.num_steps += 1
+        for difference in _differences(command, recorded, replayed):
+            self.num_differing += 1
+            self.first_difference = self.first_difference or difference
+        rows = [row for rank in recorded.ranks for row in (*rank.decodes, *rank.prefills) if row is not None]
+        self.num_tokens += sum(1 if isinstance(row, int) else len(row.token_ids) for row in rows)
+        self.num_tokens += len(recorded.greedy)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with statistics in place of single times (seconds)."""
+        kinds = {
+            kind: {"count": len(pairs), "recorded": _statistics(pairs, 0), "replayed": _statistics(pairs, 1)}
+            for kind, pairs in self.times.items()
+        }
+        return {name: value for name, value in vars(self).items() if name != "times"} | {"kinds": kinds}
+
+
+def compare(record: StepRecording, executor: Executor, kind_of: Callable[[Command], str]) -> Report:
+    """Give an executor, whose cache is empty, the recorded stream. kind_of: under which heading a command's time is listed.
+
+    Raises:
+        RecordError: the recording is damaged.
+    """
+    report, began, ends = Report(), time.monotonic(), (0.0, 0.0)
+    waiting: dict[int, tuple[Launched, Any, float]] = {}
+    for frame in record:
+        if isinstance(frame, Launched):
+            if isinstance(frame.command, ConnectExperts):
+                continue  # which processes compute the experts changes no token
+            at = time.monotonic() - began
+            pending = executor.launch(frame.command)
+            if isinstance(frame.command, Step | Score | Flush):
+                waiting[frame.number] = frame, pending, at
+        elif isinstance(frame, Collected) and frame.number in waiting:
+            launched, pending, at = waiting.pop(frame.number)
+            executor.wait(pending)
+            done = time.monotonic() - began
+            found = collected(frame.number, done, launched.command, executor.collect(pending))
+            if isinstance(launched.command, Step | Score):
+                report.enter(launched.command, frame, found)
+                pair = frame.done - max(launched.time, ends[0]), done - max(at, ends[1])
+                report.times.setdefault(kind_of(launched.command), []).append(pair)
+            ends = frame.done, done
+        elif isinstance(frame, RecordingEnd):
+            report.end = frame.reason
+    for _, pending, _ in waiting.values():
+        executor.collect(pending)
+    report.num_uncompared = len(waiting)
+    return report
+
+
+def launch_kind(command: Command, buckets: Buckets) -> str:
+    """The shapes that a command is computed in: `decode 8 rows`, `decode 8 rows × 3` with two drafts, `prefill 2 × 128`, `score`."""
+    from dsjax.engine.device.programs import shape_label
+
+    if not isinstance(command, Step):
+        return type(command).__name__.lower()
+    return ", ".join(shape_label(launch.decode, launch.prefill) for launch in buckets.launches(command))
+
+
+def build_executor(record: StepRecording, model: str | None) -> Executor:
+    """Make the executor that the recording's header describes, in this process. JAX must not have started.
+
+    model: the checkpoint's name or directory here; None: as it was recorded.
+
+    Raises:
+        RecordError: another checkpoint, or other limits.
+        UserError: options that cannot be here.
+    """
+    from dsjax.checkpoint.fingerprint import fingerprint
+    from dsjax.checkpoint.hub import resolve
+    from dsjax.engine.setup.args import EngineArgs
+
+    header = record.header
+    here = {} if model is None else {"model": model, "revision": None}
+    args = EngineArgs.from_options(**header.options | here)
+    directory = resolve(args.model, revision=args.revision)
+    found = fingerprint(directory)
+    if found != header.fingerprint:
+        raise RecordError(
+            f"{directory} is another checkpoint than the recorded one: its fingerprint is {found[:16]}…, expected "
+            f"{header.fingerprint[:16]}…; give the recorded checkpoint's directory with --model"
+        )
+    prepare_devices(args.mesh)
+    from dsjax.engine.setup import loading
+
+    executor = loading.load_model(args, show_progress=True).executor
+    limits = asdict(executor.limits)
+    recorded = header.limits
+    names = sorted(name for name in limits.keys() | recorded.keys() if limits.get(name) != recorded.get(name))
+    wrong = [f"{name} {limits.get(name)}, recorded {recorded.get(name)}" for name in names]
+    if wrong:
+        raise RecordError(
+            f"the executor has other limits here ({'; '.join(wrong)}): slots and pages would not be the recorded ones. "
+            "Where memory decided them, record with --cache-tokens"
+        )
+    return executor
+
+
+def times_table(report: Report) -> Table:
+    """The times by kind of step, in milliseconds, recorded beside replayed."""
+    table = Table(title="Time of a step, ms: recorded → replayed", title_justify="left")
+    table.add_column("launches")
+    for name in ("count", "mean", "median", "p99"):
+        table.add_column(name, justify="right")
+    for kind, pairs in sorted(report.times.items(), key=lambda item: -len(item[1])):
+        recorded, replayed = _statistics(pairs, 0), _statistics(pairs, 1)
+        cells = (f"{recorded[name] * 1e3:,.1f} → {replayed[name] * 1e3:,.1f}" for name in recorded)
+        table.add_row(kind, str(len(pairs)), *cells)
+    return table
+
+
+def _statistics(pairs: list[tuple[float, float]], side: int) -> dict[str, float]:
+    ordered = sorted(pair[side] for pair in pairs)
+    p99 = ordered[-(-99 * len(ordered) // 100) - 1]
+    return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), "p99": p99}
+
+
+def _differences(command: Command, recorded: Collected, replayed: Collected) -> Iterator[str]:
+    at = f"step {recorded.number}"
+    if isinstance(command, Score):
+        for place, (was, now) in enumerate(zip_longest(recorded.greedy, replayed.greedy)):
+            if was != now:
+                yield f"{at}, scored position {place}: recorded {was}, replayed {now}"
+        return
+    for rank, (own, old, new) in enumerate(zip(command.ranks, recorded.ranks, replayed.ranks, strict=True)):
+        slots = {"decode": from_int32s(own.decodes)[::2], "prefill": [row.slot for row in own.prefills]}
+        for kind, of_kind in slots.items():
+            rows = zip(of_kind, getattr(old, f"{kind}s"), getattr(new, f"{kind}s"), strict=True)
+            for row, (slot, was, now) in enumerate(rows):
+                if was != now:
+                    yield f"{at}, rank {rank}, {kind} row {row} (slot {slot}): recorded {was}, replayed {now}"
