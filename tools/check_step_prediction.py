@@ -177,7 +177,7 @@ def predictions(setting, rows, device, ceilings, steps, args):
         if step.chunk == 1:
             parts = model.decode_parts(step.rows, step.cached, drafts=step.drafts)
         else:
-            parts, _ = model.prefill_parts(step.rows * step.chunk, prompt=step.chunk, cached=step.cached)
+            parts = model.prefill_parts(step.rows * step.chunk, prompt=step.chunk, cached=step.cached)
         found.append((spread(compute)[0], parts))
     return found, body
 

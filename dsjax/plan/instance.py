@@ -20,7 +20,7 @@ from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.stages import through_stages
-from dsjax.plan.step import StepModel
+from dsjax.plan.step import WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
 
@@ -176,7 +176,7 @@ class Instance:
             if self.layout.experts:
                 published = options.engine.name != "dsjax"
                 counts = (1, 2, 3) if published else (1, options.afd_stages)
-                self.steps["models"] = apart_models(*arguments, counts, published=published, **alike)
+                self.steps["models"] = apart_models(*arguments, counts=counts, published=published, **alike)
                 return self.steps["models"]
             self.steps["models"] = [
                 make(*arguments, overlap=overlap, dry_runs=() if overlap else programs, **alike) for overlap in choices
@@ -219,9 +219,8 @@ class Instance:
             return _with_rest(self.stage.prefill_parts(tokens), step)
         halved, prompt = self.steps["prefill", tokens, 1.0][2], work.computed * (1 + work.input.variation**2)
         model = next(one for one in self.step_models() if one.overlap == halved)
-        parts, rows = model.prefill_parts(tokens, prompt=prompt, cached=work.cached, drafts=self.options.drafts)
-        waits = {"waiting for launches": slack} if (slack := self.launch_slack(tokens)) else {}
-        return _with_rest({**parts, **waits, **model.beside(tokens, rows, False)}, step)
+        parts = model.prefill_parts(tokens, prompt=prompt, cached=work.cached, drafts=self.options.drafts)
+        return _with_rest(parts, step)
 
     @property
     def decode_curve(self) -> Curve:
@@ -309,12 +308,11 @@ class Instance:
             prompt = computed * (1 + work.input.variation**2)
             steps = []
             for model in self.step_models():
-                device, rows = model.prefill_device(
+                parts = model.prefill_parts(
                     tokens, prompt=prompt, cached=work.cached, busy=busy, drafts=self.options.drafts
                 )
-                slack = max(0.0, model.launches(tokens) - device)
-                step = self._paced(model.launched(device, tokens, rows), False, model.overlap)
-                steps.append((step, slack, model.overlap))
+                step = self._paced(model.seconds(parts), False, model.overlap)
+                steps.append((step, parts.get(WAITING, 0.0), model.overlap))
             self.steps[key] = min(steps, key=lambda one: one[0])
         return self.steps[key]
 

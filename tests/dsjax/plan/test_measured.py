@@ -114,7 +114,7 @@ def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
 
 def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, body):
     """512 tokens are two chunks of 256 that begin, on average, behind 128 positions."""
-    found = model(demo, body).prefill_parts(512, prompt=512)[0]["attention"]
+    found = model(demo, body).prefill_parts(512, prompt=512)["attention"]
     one = 1e-7 * 256 * (128 + 256)
     assert found == pytest.approx(2 * demo.num_hidden_layers * one * 1.03, rel=0.1)  # 1.03: uneven prompts
 

@@ -123,9 +123,8 @@ def test_the_experts_of_a_step_work_for_the_tokens_of_all_attention_devices(ask)
     """As many tokens on as many devices: the products of `dp=16` with half the batch are those of 16 devices behind 8 with attention."""
     instance = decoding(ask, "dp=8", 16)
     step: ApartStep = instance.step_models()[0]
-    apart = step.parts(64, 64 * 4096, 4096, True)["experts"]
-    alike = dataclasses.replace(step.expert_side).parts(32, 32 * 4096, 4096, True)["experts"]
-    assert apart == pytest.approx(alike)
+    apart = step.routed(64, True, 1.0, False)["experts"]
+    assert apart * step.config.num_moe_layers == pytest.approx(step.expert_side.decode_parts(32, 4096)["experts"])
     side = decoding(ask, "dp=16", 16, redundant=32).step_models()[0].expert_side
     assert side.expert_slots.hosts == 1, "rows come from other devices, to which no expert's is nearer"
 
