@@ -231,6 +231,7 @@ class Instance:
         if "decode curve" not in self.steps:
             tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch)) for batch in tried)
+            self.decode_step(float(max(self.max_batch, 1)))  # with which draws compare theirs, kept before any of them
         return self.steps["decode curve"]
 
     def pace(self, decode: bool, halves: bool = False) -> float | None:
