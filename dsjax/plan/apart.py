@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import Moves, moves, processes_of, published_moves
 from dsjax.plan.precision import BF16
@@ -71,7 +71,7 @@ class ApartStep(StepModel):
         """What a step takes beside layers and head: where attention has several processes of dsjax, its command on its way to them too."""
         parts = super().beside(tokens, rows, decode)
         if not self.published and processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
-            parts["command to the other processes"] = step_message()
+            parts["command to the other processes"] = assumption("a step's command to the other processes")
         return parts
 
     def moving(self) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, assumed, spread
+from dsjax.plan.figure import Figure, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
@@ -35,10 +36,8 @@ def host_bytes(instance: Instance) -> int:
     if layout.fused:  # each device has it whole, or as many parts of it as an expert has
         parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
-    beside = 0
-    if layout.experts and in_one_process(
-        instance.cluster, instance.cluster.experts or instance.cluster, layout.devices
-    ):
+    beside, experts_on = 0, instance.cluster.experts or instance.cluster
+    if layout.experts and in_one_process(instance.cluster, experts_on, layout.devices):
         beside = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
     return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 
@@ -47,9 +46,7 @@ def storage_rate(cluster: Cluster) -> float:
     """Bytes a second at which one host reads a checkpoint while all do: of the cluster file, or assumed, within what its cards give."""
     if cluster.storage is not None:
         return cluster.storage
-    rate = assumed(
-        3e9, 1e9, 7e9, "storage, of each host", "one NVMe disk, or a client of a parallel file system", "B/s"
-    )
+    rate = assumption("storage, of each host")
     return min(rate, cluster.network_bandwidth * cluster.devices_per_host)
 
 

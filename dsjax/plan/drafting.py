@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from dsjax.errors import UserError
 from dsjax.plan.figure import assumed
 
@@ -28,22 +30,20 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
     """
     if not drafts:
         return 1.0
+    ends = (0.0, -_UNSURE, _UNSURE)
     if isinstance(acceptance, Sequence):
-        seen = [1 + sum(min(1.0, max(0.0, share + d)) for share in acceptance[:drafts]) for d in (0, -_UNSURE, _UNSURE)]
+        made = [1 + sum(_share(share + d) for share in acceptance[:drafts]) for d in ends]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
-        return assumed(*seen, "tokens a step", source)
-    ends = zip((acceptance + d for d in (0, -_UNSURE, _UNSURE)), FADING, strict=True)
-    made = [_yield(min(1.0, max(0.0, first)), fading, drafts) for first, fading in ends]
-    source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; of each further one {FADING[0]} (0.76 – 0.87) of the one before"
+    else:
+        each = [_share(acceptance + d) * fading ** np.arange(drafts) for d, fading in zip(ends, FADING, strict=True)]
+        made = [1 + float(np.cumprod(chances).sum()) for chances in each]
+        further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
+        source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"
     return assumed(*made, "tokens a step", source)
 
 
-def _yield(first: float, fading: float, drafts: int) -> float:
-    made, reached, chance = 1.0, 1.0, first
-    for _ in range(drafts):
-        reached *= chance
-        made, chance = made + reached, chance * fading
-    return made
+def _share(chance: float) -> float:
+    return min(1.0, max(0.0, chance))
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:
@@ -66,11 +66,11 @@ def read_acceptance(text: str) -> float | tuple[float, ...]:
 
 def check_acceptance(acceptance: float | Sequence[float], drafts: int) -> None:
     """Raise `UserError` where it is no share, or has not one for each draft."""
-    if not isinstance(acceptance, Sequence):
-        if not 0 <= acceptance <= 1:
-            raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")
-    elif len(acceptance) != drafts:
-        raise UserError(
-            f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
-            "that of the first alone"
-        )
+    if isinstance(acceptance, Sequence):
+        if len(acceptance) != drafts:
+            raise UserError(
+                f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
+                "that of the first alone"
+            )
+    elif not 0 <= acceptance <= 1:
+        raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from dsjax.plan.figure import assumed
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.network import exchanged_rows
-from dsjax.plan.operations import DEEPEP, H800_SMS, NORMAL_SMS
+from dsjax.plan.operations import H800_SMS
 from dsjax.plan.step_basis import StepBasis
 
 HALVES = "layers, two halves overlapped"
@@ -28,10 +28,8 @@ def overlapped_layers(step: StepBasis, decode: bool, half: dict[str, float]) -> 
     elif (
         step.cluster.hardware.platform == "cuda"
     ):  # low-latency kernels leave the multiprocessors free only while rows travel
-        why = "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published"
-        work = work + talk * assumed(0.35, 0.25, 0.5, "share of an exchange that is copies", why)
-    name, why = "share of the shorter that is hidden", "first and last halves have no partner"
-    return max(work, talk) + min(work, talk) * (1 - assumed(0.9, 0.7, 1.0, name, why))
+        work = work + talk * assumption("share of an exchange that is copies")
+    return max(work, talk) + min(work, talk) * (1 - assumption("share of the shorter that is hidden"))
 
 
 def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, half: dict[str, float]) -> float:
@@ -42,8 +40,9 @@ def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, h
     there, back = half["dispatch"], half["combine"]
     experts = half["experts"] + half.get("shared experts", 0.0)
     first = sum(half.values()) - there - back - experts
-    launches = _more_launches(step, layers)
-    first, experts = first + launches[0], experts + launches[1]
+    if step.cluster.hardware.platform == "cuda":
+        launch = assumption("a launch more of a half") * layers
+        first, experts = (time + launch * more for time, more in zip((first, experts), _LAUNCHES, strict=True))
     if not decode:
         experts, first = (time / (1 - _communicating(step)) for time in (experts, first))
     windows = sum(max(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts)))
@@ -69,24 +68,5 @@ def _communicating(step: StepBasis) -> float:
     """The share of a GPU that communicates in prefill and does not compute."""
     if step.cluster.hardware.platform != "cuda":
         return 0.0
-    if step.in_windows:
-        ends, name, why = (
-            (16, 8, 32),
-            "multiprocessors that NCCL takes",
-            "not measured: a block a channel, 8 to 32 of 132",
-        )
-        return assumed(*(end / H800_SMS for end in ends), name, why)
-    why = f"{DEEPEP}: 24 of 132 by default"
-    return assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, "multiprocessors that communicate", why)
-
-
-def _more_launches(step: StepBasis, layers: int) -> tuple[float, float]:
-    """Seconds of what a half launches more in so many layers with experts: in attention and routing, and in the experts' part."""
-    if step.cluster.hardware.platform != "cuda":
-        return 0.0, 0.0
-    why = (
-        "counted in the programs compiled for dp=32 of H200s, 128 rows (docs/dryrun.md, two half batches): 64 operations a layer take no "
-        "more than their launch in the whole step, 149 in two halves; 1 to 4 µs each"
-    )
-    each = assumed(2e-6, 1e-6, 4e-6, "a launch more of a half", why) * layers
-    return each * _LAUNCHES[0], each * _LAUNCHES[1]
+    who = "multiprocessors that NCCL takes" if step.in_windows else "multiprocessors that communicate"
+    return assumption(who) / H800_SMS

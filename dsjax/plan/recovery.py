@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.plan.cold_start import storage_rate
-from dsjax.plan.figure import Figure, assumed, measured, spread
-from dsjax.plan.instance import Instance
+import numpy as np
 
-_MANY_HOSTS = "docs/many-hosts.md, Measured: ten processes of four killed on emulated devices"
+from dsjax.plan.assumptions import assumption
+from dsjax.plan.cold_start import storage_rate
+from dsjax.plan.figure import Figure, assumed, spread
+from dsjax.plan.instance import Instance
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Recovery:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
-        names = {"bytes_read": "read", "seconds": "seconds", "compiling_s": "compiling"}
-        return {field: getattr(self, name).to_json() for field, name in names.items()}
+        names = {"bytes_read": self.read, "seconds": self.seconds, "compiling_s": self.compiling}
+        return {name: figure.to_json() for name, figure in names.items()}
 
 
 def read_share(hosts: int, lost: int = 1) -> float:
@@ -46,12 +47,10 @@ def read_share(hosts: int, lost: int = 1) -> float:
 
 def _kept_in_order(hosts: int, first: int, lost: int) -> float:
     """Share of the experts that stays where it is if survivors keep their order."""
-    survivors = [host for host in range(hosts) if not first <= host < first + lost]
-    width = 1 / len(survivors)
-    return sum(
-        max(0.0, min((place + 1) * width, (host + 1) / hosts) - max(place * width, host / hosts))
-        for place, host in enumerate(survivors)
-    )
+    old = np.delete(np.arange(hosts), slice(first, first + lost)) / hosts
+    new = np.arange(hosts - lost) / (hosts - lost)
+    common = np.minimum(old + 1 / hosts, new + 1 / (hosts - lost)) - np.maximum(old, new)
+    return float(np.maximum(common, 0.0).sum())
 
 
 def recovery(instance: Instance) -> Recovery | None:
@@ -65,17 +64,12 @@ def recovery(instance: Instance) -> Recovery | None:
     if hosts < 2 or layout.mesh.pp_size > 1:
         return None
     held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
-    experts = held * layout.devices
 
     def compute() -> tuple[float, float, float]:
-        read = experts * read_share(hosts)
-        notice = measured(0.3, 0.1, 0.9, "noticing a process that died", _MANY_HOSTS, "s")
-        log = "docs/measurements/2026-11-22-host-losses.csv, --ahead"
-        seconds = notice + measured(0.5, 0.4, 1.0, "meeting, a new generation", log, "s")
+        read = held * layout.devices * read_share(hosts)
+        seconds = assumption("noticing a process that died") + assumption("meeting, a new generation")
         if read:
             seconds += read / (storage_rate(cluster) * (hosts - 1))
-        why = "nobody has compiled this model's step beside a service"
-        why += "; experts apart are not compiled for ahead" if layout.experts else "; --compile-ahead leaves it out"
-        return read, seconds, assumed(60, 10, 300, "compiling", why, "s")
+        return read, seconds, assumption("compiling")
 
     return Recovery(*spread(compute))

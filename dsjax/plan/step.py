@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.balancing import STEP_INTERVAL
-from dsjax.plan.figure import assumed, measured
+from dsjax.plan.figure import measured
 from dsjax.plan.halves import HALVES, overlapped_layers, windowed_layers
-from dsjax.plan.host_time import captured_layer, compiled_layer, eager_layer
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operator_tables import AICONFIGURATOR
@@ -95,7 +95,7 @@ class StepModel(StepBasis):
 
     def seconds(self, parts: dict[str, float]) -> float:
         """The step that these parts make: their sum, times what operations that are timed alone leave out."""
-        return sum(parts.values()) * self.once("whole engine", whole_engine)
+        return sum(parts.values()) * assumption("whole engine ÷ its operations")
 
     def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> float:
         """Seconds of one decode step, as `decode_parts` has it."""
@@ -130,7 +130,7 @@ class StepModel(StepBasis):
         """
         attended, ended = cached + (prompt + 1) / 2, max(1.0, tokens / prompt)
         rank = RankWork(prompts=tokens, pairs=tokens * attended, cached=tokens * cached / prompt, ended=ended)
-        return self.step([rank], drafts=drafts, busy=busy, uneven=self.once("uneven prompts", uneven_prompts))
+        return self.step([rank], drafts=drafts, busy=busy, uneven=assumption("uneven prompts"))
 
     def _work(
         self, ranks: Sequence[RankWork], verified: int, busy: float | None, wait: float, layers: int, dense: int
@@ -167,7 +167,8 @@ class StepModel(StepBasis):
 
     def host_of_drafts(self, drafts: int) -> dict[str, float]:
         """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
-        return {"host, drafts": self.host.draft() * drafts if self.eager else self.host.drafting_program()}
+        passes = assumption("host, a pass of the MTP module") * drafts
+        return {"host, drafts": passes if self.eager else assumption("host, the program of the drafts")}
 
     def launches(self, tokens: float) -> float:
         """Seconds in which a prefill step's kernels are started one by one: a graph holds none but those of few tokens, if any."""
@@ -176,8 +177,8 @@ class StepModel(StepBasis):
         config, captured, spread = self.config, tokens <= self.captured, self.layout.mesh.ep_size > 1
 
         def make() -> float:
-            layer = captured_layer() if captured else eager_layer() if self.eager else compiled_layer()
-            time = layer * config.num_hidden_layers
+            how = "a captured layer" if captured else f"a layer, {'eager' if self.eager else 'compiled'}"
+            time = assumption(f"launches of {how}") * config.num_hidden_layers
             if not self.eager and config.is_moe and spread:
                 table = self.chip.operators.grouped_prefill("h200")
                 least = (table.least if table else 0.37e-3) * config.num_moe_layers
@@ -188,8 +189,7 @@ class StepModel(StepBasis):
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        host = self.once(f"host, {'decode' if decode else 'prefill'}", lambda: self.host.step(decode))
-        return {"host": host, **self.moving()}
+        return {"host": self.host.step(decode), **self.moving()}
 
     def moving(self) -> dict[str, float]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
@@ -238,20 +238,15 @@ class StepModel(StepBasis):
         if moe:
             routed = self.routed(tokens, decode, work.busy, halved)
             parts |= {name: seconds * moe for name, seconds in routed.items()}
-            if decode and self.shared_beside and "shared experts" in parts and not self.overlap:
-                parts["shared experts"] *= self._beside_routed()
+            # On a second stream, beside the routed ones.
+            beside = decode and self.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
+            if beside and "shared experts" in parts:
+                parts["shared experts"] *= assumption("share of the shared experts that is not hidden")
         return parts
 
     def routed(self, tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
         """One layer's routed experts, and the way there and back."""
         return routed_experts(self, tokens, decode, busy, halved)
-
-    def _beside_routed(self) -> float:
-        """In decode: the share of the shared experts' time that is not hidden beside the routed ones, on a second stream."""
-        if self.cluster.hardware.platform != "cuda":
-            return 1.0
-        why = "SGLang and TensorRT-LLM run them beside the routed experts, with which they share the memory"
-        return assumed(0.5, 0.0, 1.0, "share of the shared experts that is not hidden", why)
 
     def _dense(self, work: LayersWork, read: float, absorbed: bool) -> dict[str, float]:
         """The parts, without attention, that are the same in all layouts of a replica's width, made once for them."""
@@ -264,8 +259,8 @@ class StepModel(StepBasis):
             seconds_of = {"projections": projections, "element-wise": chip.stream(streamed) * layers}
             if decode:
                 # On Blackwell the sums over tp were timed with the two norms that follow them.
-                within_sums = 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
-                seconds_of["small kernels"] = small_kernels(6 if fused else 8, within_sums) * layers
+                count = (6 if fused else 8) - (2 if tp > 1 and self.cluster.hardware.is_blackwell else 0)
+                seconds_of["small kernels"] = assumption("small kernels of a layer") * count * layers
             if tp > 1:
                 each = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16)
                 seconds_of["tensor-parallel sums"] = each * (2 * layers)
@@ -334,7 +329,8 @@ class StepModel(StepBasis):
         heads = config.num_attention_heads // self.layout.mesh.tp_size
         # Of a prompt's tokens, whose mean is `context`, half see more.
         if config.index_topk is not None and context * (1 if decode else 2) > config.index_topk:
-            return sparse_attention(self.chip, config, heads, tokens, read, context, decode)
+            prompt = None if decode else mean_prompt(tokens, read, context)
+            return sparse_attention(self.chip, config, heads, tokens, read, context, prompt)
         if not decode:
             return self._prompt_attention(tokens, read, context, self.absorbs(tokens, read, context))
         # Drafts of a request are further query rows on the same cached positions.
@@ -391,26 +387,3 @@ def _longest(ranks: int, batch: float, variation: float) -> float:
     if ranks == 1 or variation == 0:
         return 1.0
     return 1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1))
-
-
-def small_kernels(count: int, within_sums: int) -> float:
-    """Seconds of a layer's kernels that are in no timed operation, captured in a CUDA graph. within_sums: of them in a timed sum."""
-    why = (
-        "SGLang 0.5.10's DeepSeek MoE layer has 8 (srt/models/deepseek_v2.py, deepseek_common/attention_forward_methods/"
-        "forward_mla.py): four norms, choosing experts, the second absorbed product, and unless it is fused the shared expert's "
-        "activation and adding it; rotation, cache write and joining are in the timed attention (aiconfigurator f93be4a, "
-        "collector/trtllm/collect_mla.py); 1 to 4 µs each"
-    )
-    count -= within_sums
-    return assumed(*(count * each for each in (2e-6, 1e-6, 4e-6)), "small kernels of a layer", why)
-
-
-def uneven_prompts() -> float:
-    """What a prefill step takes with prompts as they come ÷ with prompts of one length."""
-    return assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
-
-
-def whole_engine() -> float:
-    """What a step of a whole engine takes ÷ the sum of its operations' times."""
-    why = "operations were timed alone and warm, by one version of one engine: gaps, contention and other versions are left out"
-    return assumed(1.0, 0.85, 1.18, "whole engine ÷ its operations", why)

@@ -10,9 +10,9 @@ from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import ApartStep, _seconds
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
-from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import agreement, connection, moves
@@ -33,7 +33,7 @@ def test_messages_between_processes_take_what_was_measured_of_them():
     assert 2 * 18e6 / rate == pytest.approx(7.1e-3, rel=0.05)
     assert fixed - cluster.latency == pytest.approx(79e-6)
     assert agreement(cluster, 2) - cluster.latency == pytest.approx(79e-6)
-    assert step_message() == pytest.approx(0.13e-3)
+    assert assumption("a step's command to the other processes") == pytest.approx(0.13e-3)
 
 
 def options(engine=PUBLISHED, **changes):
