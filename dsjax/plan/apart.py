@@ -120,11 +120,6 @@ class ApartStep(StepModel):
 
     def _moves(self, tokens: float, busy: float) -> Moves:
         """One exchange of a layer with so many tokens of a DP rank."""
-        layout = self.layout
-        alike = layout.mesh, layout.experts, layout.redundant, self.published, self.places_by_load
-        return self.once(("moves", tokens, busy, *alike), lambda: self._priced_moves(tokens, busy))
-
-    def _priced_moves(self, tokens: float, busy: float) -> Moves:
         config, mesh, receivers, side = self.config, self.layout.mesh, self.layout.experts, self.expert_side
         top_k, sides = config.num_experts_per_tok, (self.cluster, self.expert_cluster, mesh.num_devices, receivers)
         sizes = config.hidden_size * self.precision.wire + 6 * top_k + 4, config.hidden_size * BF16

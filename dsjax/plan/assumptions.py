@@ -14,6 +14,12 @@ def assumption(key: str) -> float:
     return drawn(_table()[key])
 
 
+def ends(key: str) -> tuple[float, float, float]:
+    """(value, low, high) of a figure of the table, whatever the draw."""
+    figure = _table()[key]
+    return figure.value, figure.low, figure.high
+
+
 @functools.cache
 def _table() -> dict[str, Figure]:
     rows = tomllib.loads((importlib.resources.files("configs") / "assumptions.toml").read_text(encoding="utf-8"))

@@ -21,11 +21,10 @@ def files_precision(instance: Instance) -> Precision:
 
 
 def host_bytes(instance: Instance) -> int:
-    """Bytes of weights that the process of one host reads: each different shard that its devices hold, once.
+    """Bytes of weights that the process of one host reads: each different shard that its devices hold, once (`docs/many-hosts.md`).
 
-    A process reads only what its devices hold, and a tensor that several of them hold once (`docs/many-hosts.md`). Latents' projections and
-    norms are whole on every device and here counted with the heads' matrices, which `tp` divides: a little too many bytes where `tp` > 1.
-    Each stage is counted as the fullest one.
+    Latents' projections and norms, whole on every device, are counted with the heads' matrices, which `tp` divides: a little too many bytes
+    where `tp` > 1. Each stage is counted as the fullest one.
     """
     layout, mesh, precision = instance.layout, instance.layout.mesh, files_precision(instance)
     drafts, per_host = instance.options.drafts > 0, instance.cluster.devices_per_host

@@ -8,18 +8,12 @@ from itertools import pairwise
 import numpy as np
 
 from dsjax.errors import UserError
+from dsjax.plan.assumptions import ends
 from dsjax.plan.figure import assumed
 
-FIRST = 0.85
-"""Chance that a step's first draft is accepted: DeepSeek-V3's report has 0.85 to 0.90 (section 5.4.3)."""
-FADING = (0.82, 0.76, 0.87)
-"""Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high.
-
-DeepSeek-V3 and R1 have one MTP module, trained to look one token further and used again on its own hidden state. A step of V3-0324 with
-seven drafts yields 3.20 tokens at temperature 0 and 3.09 at 1 (nebius/MTP-DeepSeek-V3-0324, *Original MTP*), which a first chance of 0.85
-to 0.90 has with a ratio of 0.78 to 0.86. The measured curve of another model with one module is of this form: DeepSeek-V4-Pro yields 1.79,
-2.27, 2.49 and 2.58 tokens with 1, 2, 3 and 8 drafts (SemiAnalysisAI/InferenceX, golden_al_distribution/dsv4_mtp.yaml), and 0.76 gives
-1.79, 2.26, 2.48 and 2.58."""
+FIRST, _, _ = ends("acceptance of the first draft")
+FADING = ends("acceptance of a further draft")
+"""Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high."""
 _UNSURE = 0.05
 
 
@@ -30,12 +24,12 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
     """
     if not drafts:
         return 1.0
-    ends = (0.0, -_UNSURE, _UNSURE)
+    off = (0.0, -_UNSURE, _UNSURE)
     if isinstance(acceptance, Sequence):
-        made = [1 + sum(_share(share + d) for share in acceptance[:drafts]) for d in ends]
+        made = [1 + sum(_share(share + d) for share in acceptance[:drafts]) for d in off]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
     else:
-        each = [_share(acceptance + d) * fading ** np.arange(drafts) for d, fading in zip(ends, FADING, strict=True)]
+        each = [_share(acceptance + d) * fading ** np.arange(drafts) for d, fading in zip(off, FADING, strict=True)]
         made = [1 + float(np.cumprod(chances).sum()) for chances in each]
         further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
         source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"

@@ -20,7 +20,7 @@ from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
 from dsjax.plan.stages import through_stages
-from dsjax.plan.step import WAITING, StepModel
+from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
 
@@ -341,8 +341,8 @@ class Instance:
         drafts, key = self.options.drafts, ("drafting", batch)
         if drafts and key not in self.steps:
             model, work = self.step_models()[0], self.workload
-            parts = model.drafting(batch, work.context, drafts=drafts, uneven=work.uneven)
-            self.steps[key] = sum(parts.values())
+            parts = model.decode_parts(batch, work.context, drafts=drafts, uneven=work.uneven)
+            self.steps[key] = sum(parts.get(name, 0.0) for name in MODULE)
         return self.steps[key] if drafts else 0.0
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:

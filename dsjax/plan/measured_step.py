@@ -55,7 +55,7 @@ class MeasuredStep(StepModel):
         if whole:
             stacks = (work.dense > 0) + (moe > 0)
             attention = [self._attention_of(rank, work, stacks) for rank in work.ranks]
-            if all(attention):
+            if None not in attention:
                 parts = {name: part for name, part in parts.items() if name not in _WITH_ATTENTION}
                 found |= {"attention": max(attention), "norms": self._module("norms", tokens, work.layers, stacks)}
             if work.dense:
@@ -71,15 +71,8 @@ class MeasuredStep(StepModel):
 
     def _attention_of(self, rank: RankWork, work: LayersWork, stacks: int) -> float | None:
         """Seconds of one rank's attention in all layers; None where the file has none."""
-        times = []
-        if rank.decodes:
-            context = rank.context / rank.decodes
-            about = rank.decodes * work.verified, rank.context, context, True
-            times.append(self._measured_attention(*about, work.layers, stacks))
-        if rank.prompts:
-            about = rank.prompts, rank.cached, rank.pairs / rank.prompts, False
-            times.append(self._measured_attention(*about, work.layers, stacks))
-        return sum(times) if all(times) else None
+        times = [self._measured_attention(*one, work.layers, stacks) for one in rank.attending(work.verified)]
+        return None if None in times else sum(times)
 
     def _measured_attention(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int
@@ -116,9 +109,8 @@ class MeasuredStep(StepModel):
         """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
         config, mesh, top_k = self.config, self.layout.mesh, self.config.num_experts_per_tok
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
-        slowest = self.skew.slowest(
-            self.expert_slots, config.n_routed_experts, rank_tokens * top_k, self.places_by_load
-        )
+        places, rows = self.expert_slots, rank_tokens * top_k
+        slowest = self.skew.slowest(places, config.n_routed_experts, rows, self.places_by_load)
 
         def visits(tokens: float) -> float:
             # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew

@@ -13,18 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from dsjax.errors import UserError, why_unreadable
+from dsjax.plan.assumptions import ends
 from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved, quantiles
 from dsjax.plan.figure import assumed, is_drawing, measured
 
-DRIFT = (0.25, 0.12, 0.5)
-"""Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high.
-
-Each is the share with which the policy itself, run on `DEFAULT_SKEW`'s 1.28 with 288 slots on 32 ranks, gives what is published of
-systems that balance. Low: the same page as `DEFAULT_SKEW`'s, where the balancer had seen the very load that it served (the fullest of 32
-ranks 0.109 above the mean, of which chance has a part). High: what aiconfigurator takes for SGLang with its balancer (popularity
-drawn from a power law of 0.6, four fifths of the tokens), the fullest of 32 ranks about half above the mean. Between them the
-geometric mean of what remains above the mean, 0.23, which is an assumption. Two recorded windows tell it instead.
-"""
+DRIFT = ends("drift of the experts' load")
+"""Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high."""
 BUSIEST = "busiest rank ÷ mean"
 
 
@@ -54,8 +48,8 @@ class Skew:
             return 1.0
         chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         uniform = self.high == 0
-        ends = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
-        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in ends)
+        placed = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
+        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in placed)
         if uniform or not is_drawing():
             return value
         kind = measured if self.measured and self._known(experts, balanced) else assumed
@@ -80,8 +74,8 @@ class Skew:
         if self._traced(experts) and self._known(experts, balanced):
             return busiest((self.trace,), slots, balanced)[0]
         drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
-        ends = zip((self.variation, self.low, self.high), drifts, strict=True)
-        return [mean for mean, _, _ in busiest(tuple(self._loads(experts, *end) for end in ends), slots, balanced)]
+        loads = tuple(map(self._loads, [experts] * 3, (self.variation, self.low, self.high), drifts))
+        return [mean for mean, _, _ in busiest(loads, slots, balanced)]
 
     def _loads(self, experts: int, variation: float, drift: float) -> Loads:
         return drifted(self.trace, drift) if self._traced(experts) else drawn(variation, experts, drift)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dsjax.plan.assumptions import assumption
@@ -21,6 +21,8 @@ from dsjax.plan.step_basis import StepBasis
 
 WAITING = "waiting for launches"
 """The part of a step with prompts in which the device waits for its kernels to be started."""
+MODULE = ("MTP module", "host, drafts")
+"""The parts of a step in which drafts are made; prompts beside them do not shorten it."""
 
 
 class RankWork(NamedTuple):
@@ -41,6 +43,13 @@ class RankWork(NamedTuple):
     def times(self, factor: float) -> RankWork:
         """So many times the requests and prompt tokens, as they are."""
         return RankWork(*(number * factor for number in self))
+
+    def attending(self, verified: int) -> Iterator[tuple[float, float, float, bool]]:
+        """What `StepModel.attention` is asked: the decodes at their mean context, and the prompts as their mean token sees it."""
+        if self.decodes:
+            yield self.decodes * verified, self.context, self.context / self.decodes, True
+        if self.prompts:
+            yield self.prompts, self.cached, self.pairs / self.prompts, False
 
 
 class LayersWork(NamedTuple):
@@ -65,13 +74,7 @@ class StepModel(StepBasis):
     """What a step of one instance costs. All sizes are of one DP rank, all times seconds."""
 
     def step(
-        self,
-        ranks: Sequence[RankWork],
-        *,
-        drafts: int = 0,
-        busy: float | None = None,
-        wait: float = 1.0,
-        uneven: float = 1.0,
+        self, ranks: Sequence[RankWork], *, drafts=0, busy: float | None = None, wait=1.0, uneven=1.0
     ) -> dict[str, float]:
         """Seconds of the parts of a step with this work on each DP rank, of which there is some.
 
@@ -97,9 +100,9 @@ class StepModel(StepBasis):
         """The step that these parts make: their sum, times what operations that are timed alone leave out."""
         return sum(parts.values()) * assumption("whole engine ÷ its operations")
 
-    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> float:
+    def decode(self, batch: float, context: float, **how: float) -> float:
         """Seconds of one decode step, as `decode_parts` has it."""
-        return self.seconds(self.decode_parts(batch, context, drafts=drafts, uneven=uneven))
+        return self.seconds(self.decode_parts(batch, context, **how))
 
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
         """Seconds of the parts of one decode step of `batch` requests at `context` cached positions on each rank.
@@ -109,16 +112,9 @@ class StepModel(StepBasis):
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)
         return self.step([RankWork(batch, batch * context)], drafts=drafts, wait=wait)
 
-    def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, float]:
-        """Seconds of the parts of such a step in which the drafts are made; prompts beside them do not shorten it."""
-        wait = _longest(self.layout.mesh.dp_size, batch, uneven)
-        return self._drafts([RankWork(batch, batch * context)], drafts, None, wait) if drafts else {}
-
-    def prefill(
-        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
-    ) -> float:
+    def prefill(self, tokens: float, **how: float) -> float:
         """Seconds of one prefill step, as `prefill_parts` has it."""
-        return self.seconds(self.prefill_parts(tokens, prompt=prompt, cached=cached, busy=busy, drafts=drafts))
+        return self.seconds(self.prefill_parts(tokens, **how))
 
     def prefill_parts(
         self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
@@ -174,18 +170,14 @@ class StepModel(StepBasis):
         """Seconds in which a prefill step's kernels are started one by one: a graph holds none but those of few tokens, if any."""
         if self.cluster.hardware.platform != "cuda":
             return 0.0
-        config, captured, spread = self.config, tokens <= self.captured, self.layout.mesh.ep_size > 1
-
-        def make() -> float:
-            how = "a captured layer" if captured else f"a layer, {'eager' if self.eager else 'compiled'}"
-            time = assumption(f"launches of {how}") * config.num_hidden_layers
-            if not self.eager and config.is_moe and spread:
-                table = self.chip.operators.grouped_prefill("h200")
-                least = (table.least if table else 0.37e-3) * config.num_moe_layers
-                time += measured(least, 0.8 * least, 1.1 * least, "launches of the experts", AICONFIGURATOR, "s")
-            return time
-
-        return self.once(("launches", spread, self.eager, captured), make)
+        config, way = self.config, "a layer, eager" if self.eager else "a layer, compiled"
+        way = "a captured layer" if tokens <= self.captured else way
+        time = assumption(f"launches of {way}") * config.num_hidden_layers
+        if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
+            table = self.chip.operators.grouped_prefill("h200")
+            least = (table.least if table else 0.37e-3) * config.num_moe_layers
+            time += measured(least, 0.8 * least, 1.1 * least, "launches of the experts", AICONFIGURATOR, "s")
+        return time
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
@@ -196,13 +188,9 @@ class StepModel(StepBasis):
         config, mesh, places = self.config, self.layout.mesh, self.expert_slots
         if not (self.places_by_load and mesh.ep_size > 1 and config.is_moe):
             return {}
-
-        def make() -> float:
-            slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
-            each = expert_bytes(config, mesh.expert_width_shards, self.precision)
-            return moved_bytes(self.cluster, mesh.ep_size, slots * each * config.num_moe_layers) / STEP_INTERVAL
-
-        return {"moving experts": self.once(("moving", mesh, places), make)}
+        slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
+        size = slots * expert_bytes(config, mesh.expert_width_shards, self.precision) * config.num_moe_layers
+        return {"moving experts": moved_bytes(self.cluster, mesh.ep_size, size) / STEP_INTERVAL}
 
     # Layers -------------------------------------------------------------------------------------------------------------------
 
@@ -222,7 +210,8 @@ class StepModel(StepBasis):
 
     def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
         """Seconds of layers' parts one after the other. halved: the work is one of two half batches."""
-        attention, rank = max((self._rank_attention(rank, work.verified), rank) for rank in work.ranks)
+        each = ((sum(self.attention(*one) for one in rank.attending(work.verified)), rank) for rank in work.ranks)
+        attention, rank = max(each)
         tokens, decode, per_device = work.tokens, work.decode, work.tokens / self.layout.mesh.tp_size
         absorbed = decode or (rank.prompts > 0 and self.absorbs(rank.prompts, rank.cached, rank.pairs / rank.prompts))
         parts = {**self._dense(work, rank.cached, absorbed), "attention": attention * work.layers}
@@ -313,15 +302,6 @@ class StepModel(StepBasis):
         return self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size) + logits
 
     # Attention ----------------------------------------------------------------------------------------------------------------
-
-    def _rank_attention(self, rank: RankWork, verified: int) -> float:
-        """Seconds of one rank's attention in one layer: its decodes at their mean context, its prompts at what their mean token sees."""
-        time = 0.0
-        if rank.decodes:
-            time += self.attention(rank.decodes * verified, rank.context, rank.context / rank.decodes, True)
-        if rank.prompts:
-            time += self.attention(rank.prompts, rank.cached, rank.pairs / rank.prompts, False)
-        return time
 
     def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
         """Seconds in one layer of `tokens` that attend to `context` positions each, with `read` cached positions of them all."""
