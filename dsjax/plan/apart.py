@@ -1,8 +1,5 @@
-"""Steps of a layout whose attention and routed experts are on devices of their own (``docs/attention-ffn-disaggregation.md``).
-
-Attention's parts are those of any step; the experts' are those of a step of the devices that have them, with the tokens of all attention
-devices. Micro-batches take turns layer by layer (`turns.py`): with dsjax's own moves, the host between the two sides, or with those that
-MegaScale-Infer, StepFun and Baidu publish, rows straight from device to device.
+"""Steps of attention–FFN disaggregation (``docs/attention-ffn-disaggregation.md``): micro-batches take turns layer by layer (`turns.py`),
+with dsjax's own moves, the host between the two sides, or with those of MegaScale-Infer, StepFun and Baidu, from device to device.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ class ExpertStep(StepModel):
 class ApartStep(StepModel):
     """What a step costs. `layout` and `cluster` are of the attention side, but for `layout.experts` and `cluster.experts`.
 
-    micro_batches: of a step, in turn. published: with moves as they are published, and not dsjax's own. expert_side: what the experts'
-    devices alone would make of a step.
+    published: moves as they are published, not dsjax's own. expert_side: what the experts' devices alone would make of a step.
     """
 
     micro_batches: int = 1

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
-from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
@@ -181,7 +181,7 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
     else:
         under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
         ttft = own_step(instance, batch, tokens) * chunks + decode * chunks + under_way
-    ttft += front_door()
+    ttft += assumption("front door")
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
@@ -360,7 +360,7 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
     most = _BUSY if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
-    return front_door() + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
+    return assumption("front door") + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def _decoding(

@@ -1,10 +1,18 @@
-"""What a start waits for before anything is compiled: each host's share of the checkpoint, at what storage and network give."""
+"""What a start waits for before anything is compiled, and how long `dsjax serve` is silent after a host of a mesh is lost.
+
+A start waits for each host's share of the checkpoint, at what storage and network give; for losses see docs/many-hosts.md.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
 from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, spread
+from dsjax.plan.figure import Figure, assumed, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
@@ -59,3 +67,60 @@ def reading(cluster: Cluster, size: float) -> Figure:
 def cold_start(*instances: Instance) -> Figure:
     """Seconds until each host has read its weights. Excludes compiling, and starting Python and JAX."""
     return reading(instances[0].cluster, sum(map(host_bytes, instances)))
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the loss of one host costs.
+
+    read: bytes of experts that the other hosts read from the checkpoint. seconds: without compiling. compiling: more seconds unless the
+    smaller mesh was compiled ahead, which is never so where experts have devices of their own.
+    """
+
+    read: Figure
+    seconds: Figure
+    compiling: Figure
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        named = zip(("bytes_read", "seconds", "compiling_s"), (self.read, self.seconds, self.compiling), strict=True)
+        return {name: figure.to_json() for name, figure in named}
+
+
+def read_share(hosts: int) -> float:
+    """Share of the experts that survivors of one host read. Before the loss each host holds an equal part of the experts.
+
+    A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of devices changes with each mesh
+    epoch, and at most what contiguous parts in the old order have in common. It reads the rest.
+    """
+    left = hosts - 1
+    if left == 1:  # it keeps all of its part
+        return 1 / hosts
+    new, kept = np.arange(left) / left, []
+    for lost in range(hosts):
+        old = np.delete(np.arange(hosts), lost) / hosts
+        common = np.minimum(old + 1 / hosts, new + 1 / left) - np.maximum(old, new)
+        kept.append(np.maximum(common, 0.0).sum())
+    why = "the order of devices after a loss is another one"
+    return assumed(1 - 1 / hosts, 1 - float(max(kept)), 1.0, "experts that their new host did not hold", why)
+
+
+def recovery(instance: Instance) -> Recovery | None:
+    """What the loss of one host costs; None where it ends the instance: of one host, or of stages, whose processes all end.
+
+    Where experts have devices of their own, the host is one with attention, which waits for a process with experts to come back.
+    """
+    cluster, layout = instance.cluster, instance.layout
+    hosts = layout.mesh.num_devices // cluster.devices_per_host
+    if hosts < 2 or layout.mesh.pp_size > 1:
+        return None
+    held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
+
+    def compute() -> tuple[float, float, float]:
+        read = held * layout.devices * read_share(hosts)
+        seconds = assumption("noticing a process that died") + assumption("meeting, a new generation")
+        if read:
+            seconds += read / (storage_rate(cluster) * (hosts - 1))
+        return read, seconds, assumption("compiling")
+
+    return Recovery(*spread(compute))

@@ -15,7 +15,6 @@ from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
 from dsjax.plan.figure import Figure, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
-from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
@@ -163,7 +162,7 @@ class Instance:
                 "dispatch": options.dispatch,
                 "shared": shared,
                 "operators": options.operators,
-                "host": HOST_TIMES[options.host],
+                "host": options.host,
                 "eager": options.engine.eager,
                 "shared_beside": options.engine.shared_beside,
                 "captured": options.engine.captured,
@@ -325,7 +324,7 @@ class Instance:
     @property
     def ahead(self) -> bool:
         """Whether a step is planned while the one before computes."""
-        return HOST_TIMES[self.options.host].ahead
+        return self.options.host == "overlapped"
 
     def decode_attention(self, batch: float) -> float:
         """Seconds of the attention of a decode step's layers."""

@@ -101,12 +101,10 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
         size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
         there = back = all_reduce(cluster, mesh.num_devices, size)
     elif "etp" in mesh.axes:
-        ways = (rows[0] + 6 * top_k + 4, "all_gather"), (rows[1], "reduce_scatter")
-        return tuple(_pooled_exchange(step, rank_tokens, *way) for way in ways)
+        return tuple(_in_width(step, "even", rank_tokens, *way, slowest, halved) for way in _wire_rows(step))
     else:
-        ranks = (
-            mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
-        )  # else the sums over tp are the exchange
+        # With one rank the sums over tp are the exchange.
+        ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
         known, normal, low_latency = (step.operators, step.shared), [], []
         for row, combine in zip(rows, (False, True), strict=True):
             about = row, slowest, combine, *known
@@ -131,21 +129,29 @@ def _own(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halv
     if mesh.ep_size == 1 and compiled:
         return 0.0, 0.0
     run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
-    # Float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py.
-    rows = (config.hidden_size * step.precision.wire + 6 * top_k + 4, config.hidden_size * BF16)
+    rows = _wire_rows(step)
     if run:
         there, back = exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
     elif mesh.ep_size == 1 and ranks == mesh.tp_size > 1:
-        there, back = (_half_a_sum(step, rank_tokens * row) for row in rows)
+        there, back = (_half_a_sum(step, rank_tokens * row) for row, _ in rows)
     elif mesh.splits_expert_width and method != "gather" and ranks > 1:
-        ways = zip(rows, ("all_gather", "reduce_scatter"), strict=True)
-        there, back = (_in_width(step, method, rank_tokens, *way, slowest, halved) for way in ways)
+        there, back = (_in_width(step, method, rank_tokens, *way, slowest, halved) for way in rows)
     else:
         about = slowest, halved, step.routed_groups
-        there, back = (own_exchange(cluster, method, ranks, rank_tokens, top_k, row, *about) for row in rows)
+        there, back = (own_exchange(cluster, method, ranks, rank_tokens, top_k, row, *about) for row, _ in rows)
     if mesh.tp_size > 1 and not compiled:
         back = back + _half_a_sum(step, rank_tokens * config.hidden_size * BF16)
     return there, back
+
+
+def _wire_rows(step: StepBasis) -> tuple[tuple[float, str], tuple[float, str]]:
+    """(bytes of a token's row, collective among ranks that share a width) there and back.
+
+    Float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py.
+    """
+    width = step.config.hidden_size
+    there = width * step.precision.wire + 6 * step.config.num_experts_per_tok + 4
+    return (there, "all_gather"), (width * BF16, "reduce_scatter")
 
 
 def _half_a_sum(step: StepBasis, each: float) -> float:
@@ -157,15 +163,15 @@ def _half_a_sum(step: StepBasis, each: float) -> float:
 def _in_width(
     step: StepBasis, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: float, halved: bool
 ) -> float:
-    """One way of dsjax's own dispatch where ranks share an expert's width: between ranks of one place in it, and among these.
+    """One way where ranks share an expert's width: between ranks of one place in it, and among these, which are neighbours.
 
-    Rows that have come are pooled as they lie, with the room that was kept for others (`ExpertGroup.pool_width`). ``gather`` has no such
-    step: its two collectives are over all ranks.
+    method: of dsjax's own dispatch, whose rows are pooled with the room that was kept for others (`ExpertGroup.pool_width`), or `even`:
+    the rows that even routing needs. ``gather`` has no such step: its two collectives are over all ranks.
     """
     cluster, mesh, top_k = step.cluster, step.layout.mesh, step.config.num_experts_per_tok
     ranks, sharing, ragged = mesh.ep_size, mesh.expert_width_shards, method == "ragged"
-    whole, each = max(1, math.ceil(rank_tokens)), exchanged_rows(method, rank_tokens, top_k, ranks, halved) * row_bytes
-    near = max(1, min(ranks, cluster.domain // sharing))
+    whole, near = max(1, math.ceil(rank_tokens)), max(1, min(ranks, cluster.domain // sharing))
+    each = exchanged_rows("ragged" if method == "even" else method, rank_tokens, top_k, ranks, halved) * row_bytes
     time = xla_collective(cluster, sharing, ranks * (whole * row_bytes if ragged else each), kind=kind)
     if method == "hierarchical":
         hosts = ranks // near
@@ -176,19 +182,4 @@ def _in_width(
         # ragged: sizes go before rows
         sent, count, exchange = (each * slowest, 2, "ragged_all_to_all") if ragged else (each, 1, "all_to_all")
         time = time + xla_collective(cluster, ranks, sent, count, exchange, near=near, of=ranks * sharing)
-    return time
-
-
-def _pooled_exchange(step: StepBasis, rank_tokens: float, row_bytes: float, kind: str) -> float:
-    """One way of tokens whose experts' widths DP ranks share: to one of the ranks that share an expert, then to all of them.
-
-    Ranks that share a width are neighbours, so that those with other experts are ``etp`` devices apart.
-    """
-    cluster, mesh, top_k = step.cluster, step.layout.mesh, step.config.num_experts_per_tok
-    ranks, sharing = mesh.ep_size, mesh.etp_size
-    arriving = rank_tokens * ranks * (1 - (1 - 1 / ranks) ** top_k)
-    time = xla_collective(cluster, sharing, arriving * row_bytes, kind=kind)
-    if ranks > 1:
-        near = max(1, min(ranks, cluster.domain // sharing))
-        time = time + xla_collective(cluster, ranks, arriving / ranks * row_bytes, near=near, of=ranks * sharing)
     return time

@@ -26,23 +26,20 @@ BUSIEST = "busiest rank ÷ mean"
 class Skew:
     """Coefficient of variation (standard deviation ÷ mean) of tokens per expert in a layer: value, low, high.
 
-    measured: read from a trace, not assumed. trace: its layers; with a second recording, what was served after a balancer had seen
-    the first.
+    trace: the recorded layers that it was measured in; of two recordings, a balancer had seen the first.
     """
 
     variation: float
     low: float
     high: float
     source: str
-    measured: bool = False
     trace: Loads | None = field(default=None, compare=False, repr=False)
 
     def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> float:
         """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
-        slots: where experts may lie; rows: mean rows of a rank, whose chance variation comes on top; balanced: placed by an earlier load,
-        so that only its drift is felt, else as the engine starts. Of chance alone the expected largest of n normal variables is about
-        √(2 ln n) standard deviations; it is added to what the placement leaves as squares add.
+        rows: mean of a rank; balanced: experts are placed by an earlier load, else as the engine starts. Chance comes on top as squares add:
+        the expected largest of n normal variables is about √(2 ln n) standard deviations.
         """
         if slots.ranks == 1:
             return 1.0
@@ -52,8 +49,8 @@ class Skew:
         value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in placed)
         if uniform or not is_drawing():
             return value
-        kind = measured if self.measured and self._known(experts, balanced) else assumed
-        return kind(value, min(value, low), max(value, high), BUSIEST, self.source)
+        seen = self.trace is not None and self._tells(experts, balanced)
+        return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def moved(self, slots: Slots, experts: int) -> float:
         """Share of all slots that gets another expert from one window to the next; 0 where experts are used evenly."""
@@ -71,7 +68,7 @@ class Skew:
         slots = slots.told_apart if balanced else slots._replace(groups=1, hosts=1)
         if placed := self._beforehand(slots, experts, balanced):
             return placed[:3]
-        if self._traced(experts) and self._known(experts, balanced):
+        if self._traced(experts) and self._tells(experts, balanced):
             return busiest((self.trace,), slots, balanced)[0]
         drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
         loads = tuple(map(self._loads, [experts] * 3, (self.variation, self.low, self.high), drifts))
@@ -83,7 +80,7 @@ class Skew:
     def _traced(self, experts: int) -> bool:
         return self.trace is not None and self.trace.seen.shape[1] == experts
 
-    def _known(self, experts: int, balanced: bool) -> bool:
+    def _tells(self, experts: int, balanced: bool) -> bool:
         """Whether a trace tells the loads: a balancer's drift is told by two recordings of as many experts."""
         return not balanced or (self._traced(experts) and self.trace.served is not self.trace.seen)
 
@@ -97,8 +94,7 @@ class Skew:
     def most_touched(self, tokens: float, top_k: int, experts: int, slots: int, ranks: int) -> float:
         """Those of the rank that has most of them, where each of so many ranks has `slots`: it is waited for.
 
-        A rank's number is taken as normal with the spread of as many draws without putting back, and the largest of n such variables at
-        its median (Blom, Statistical estimates and transformed beta-variables, 1958).
+        A rank's number is taken as normal with the spread of as many draws without putting back.
         """
         share = min(1.0, self.touched(tokens, top_k, experts) / experts)
         mean = slots * share
@@ -110,7 +106,7 @@ class Skew:
 
 @functools.cache
 def _largest_of(count: int) -> float:
-    """Expected largest of so many standard normal variables."""
+    """Expected largest of standard normal variables (Blom, Statistical estimates and transformed beta-variables, 1958)."""
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
@@ -181,9 +177,9 @@ def read_skew(text: str) -> Skew:
     used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
     if not used.any():
         raise UserError(f"{wrong} no layer has a token; expected counts of a server that has answered requests")
-    tables = [table[used] for table in tables]
-    trace = Loads(tables[0], tables[-1])
-    return Skew(*counts_variation(trace.served), f"trace {text}", measured=True, trace=trace)
+    seen = seen[used]
+    trace = Loads(seen, seen if len(files) == 1 else served[used])
+    return Skew(*counts_variation(trace.served), f"trace {text}", trace)
 
 
 def _read_trace(file: str) -> np.ndarray:

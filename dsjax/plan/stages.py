@@ -11,7 +11,6 @@ from dsjax.config import ModelConfig
 from dsjax.model.stage import layer_work, stages_of
 from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.host_time import SERIAL
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import connection
 from dsjax.plan.network import network_latency
@@ -74,4 +73,8 @@ def through_stages(
     own: as of `hand_over`.
     """
     moved = hand_over(cluster, mesh, tokens, config.hidden_size, own)
-    return step * fullest_stage(config, mesh.pp_size, mtp) + moved + (SERIAL.step(True) if decode else 0.0)
+    return (
+        step * fullest_stage(config, mesh.pp_size, mtp)
+        + moved
+        + (assumption("host, decode, serial") if decode else 0.0)
+    )

@@ -78,10 +78,9 @@ class StepModel(StepBasis):
     ) -> dict[str, float]:
         """Seconds of the parts of a step with this work on each DP rank, of which there is some.
 
-        All ranks wait for the fullest. A step with prompts is one program: its products are over prompt and decode tokens together, at
-        prefill's efficiencies. drafts: tokens verified beside the next one of each decode, and made anew. Where all ranks have the same
-        work it may be given once, with `busy` where only such a share of them have it. wait: factor on attention, of the rank with the
-        longest contexts; uneven: factor on all layers of prompts, of the rank with the longest.
+        All ranks wait for the fullest. A step with prompts is one program: its products are over all tokens, at prefill's efficiencies.
+        drafts: tokens verified beside the next one of each decode, and made anew. Work that all ranks have may be given once, with `busy`
+        where only that share of them has it. wait: factor on attention, for the rank with the longest contexts; uneven: on all layers.
         """
         config = self.config
         work = self._work(ranks, 1 + drafts, busy, wait, config.num_hidden_layers, config.num_dense_layers)
@@ -121,8 +120,7 @@ class StepModel(StepBasis):
     ) -> dict[str, float]:
         """Seconds of the parts of a prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` ones.
 
-        A prompt longer than the step is taken in chunks; the figures are those of its mean chunk. busy: the share of DP ranks that have
-        so many tokens; the others have none, and their experts work for these.
+        A prompt longer than the step counts as its mean chunk. busy: the share of DP ranks that have so many tokens; the others have none.
         """
         attended, ended = cached + (prompt + 1) / 2, max(1.0, tokens / prompt)
         rank = RankWork(prompts=tokens, pairs=tokens * attended, cached=tokens * cached / prompt, ended=ended)
@@ -138,8 +136,7 @@ class StepModel(StepBasis):
         return LayersWork(ranks, most, busy, decode, verified, layers, dense)
 
     def _drafts(self, ranks: Sequence[RankWork], drafts: int, busy: float | None, wait: float) -> dict[str, float]:
-        """The MTP module's passes. The first goes over all computed tokens, whose entries its cache needs; further ones over one token of a
-        request.
+        """The MTP module's passes: one over all computed tokens, whose entries its cache needs, and further ones over a token of a request.
 
         SGLang: `forward_draft_extend` of its srt/speculative/eagle_worker.py; TensorRT-LLM: its worker's context requests.
         """
@@ -181,7 +178,8 @@ class StepModel(StepBasis):
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        return {"host": self.host.step(decode), **self.moving()}
+        host = assumption(f"host, {'decode' if decode else 'prefill'}, {self.host}")
+        return {"host": host, **self.moving()}
 
     def moving(self) -> dict[str, float]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""

@@ -12,7 +12,6 @@ from dsjax.plan.balancing import Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.host_time import OVERLAPPED, HostTime
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.network import own_method
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
@@ -25,6 +24,7 @@ class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
     overlap: two-batch overlap. balancing: redundant experts are placed by their load. dispatch: `deepep`, or one of dsjax's own methods.
+    host: a step is planned while the one before computes (`overlapped`), or after it (`serial`).
     dry_runs: programs of this layout that price their own exchanges, sums and products. eager, shared_beside, absorbs_below, captured,
     gathers: as of `Engine`; fp8_mla, fp8_rate: as of `Chip`. shared: prices that layouts on one cluster have in common in the current
     draw; pass the same dict to all.
@@ -40,7 +40,7 @@ class StepBasis:
     dispatch: str = "deepep"
     dry_runs: tuple[DryRun, ...] = ()
     operators: OperatorTables = BUNDLED
-    host: HostTime = OVERLAPPED
+    host: str = "overlapped"
     eager: bool = True
     shared_beside: bool = True
     absorbs_below: int = 0

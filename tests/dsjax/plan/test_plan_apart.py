@@ -12,13 +12,13 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.apart import ApartStep, _seconds
 from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.cold_start import recovery
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import agreement, connection, moves
 from dsjax.plan.pools import most_instances, pairs
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.recovery import recovery
 from dsjax.plan.turns import Turn, play_turns
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
@@ -249,7 +249,7 @@ def test_a_lone_request_has_its_own_prompt_and_steps(candidate, step_model):
     one = simulate(found, OfferedLoad(0.01, None), Objective(), num_requests=5)
     transfer = transfer_seconds(found.decode, found.prefill)
     alone = found.prefill.prefill_step(1000.0, 1 / 8)
-    assert one.ttft.p50 == pytest.approx(front_door() + alone + transfer, rel=0.05)
+    assert one.ttft.p50 == pytest.approx(assumption("front door") + alone + transfer, rel=0.05)
     step = step_model("tp=8,ep=1").decode(1, 1050)
     assert one.tpot.p50 == pytest.approx(step, rel=0.03)
 
