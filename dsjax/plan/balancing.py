@@ -66,12 +66,8 @@ class Placed(NamedTuple):
 def beforehand() -> dict[tuple[Slots, bool], Placed]:
     """(slots of 256 experts as `told_apart`, whether experts are placed by their load) → what the default skew makes of them."""
     text = (importlib.resources.files("configs") / PLACEMENTS).read_text(encoding="utf-8")
-    return {
-        (Slots(*(int(row[name]) for name in Slots._fields)), row["balanced"] == "1"): Placed(
-            *(float(row[name]) for name in Placed._fields)
-        )
-        for row in csv.DictReader(text.splitlines())
-    }
+    rows = list(csv.reader(text.splitlines()))[1:]
+    return {(Slots(*map(int, row[:4])), row[4] == "1"): Placed(*map(float, row[5:])) for row in rows}
 
 
 @functools.cache
@@ -84,7 +80,7 @@ def quantiles(experts: int) -> Float[np.ndarray, "E"]:
 def drawn(variation: float, experts: int, drift: float) -> Loads:
     """Loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation; always the same ones.
 
-    drift: the share of the spread that the balancer has not seen, as of `_drift`.
+    drift: the share of the spread that the balancer has not seen.
     """
     rng, each = np.random.default_rng(0), quantiles(experts)
     each = each * (math.sqrt(math.log(1 + variation**2)) / each.std())

@@ -26,18 +26,14 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
         return 1.0
     off = (0.0, -_UNSURE, _UNSURE)
     if isinstance(acceptance, Sequence):
-        made = [1 + sum(_share(share + d) for share in acceptance[:drafts]) for d in off]
+        made = [1 + float(np.clip(np.add(acceptance[:drafts], d), 0, 1).sum()) for d in off]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
     else:
-        each = [_share(acceptance + d) * fading ** np.arange(drafts) for d, fading in zip(off, FADING, strict=True)]
-        made = [1 + float(np.cumprod(chances).sum()) for chances in each]
+        each = zip(np.clip(np.add(acceptance, off), 0, 1), FADING, strict=True)
+        made = [1 + float(np.cumprod(first * fading ** np.arange(drafts)).sum()) for first, fading in each]
         further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
         source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"
     return assumed(*made, "tokens a step", source)
-
-
-def _share(chance: float) -> float:
-    return min(1.0, max(0.0, chance))
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:

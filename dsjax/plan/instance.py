@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 from dsjax.config import ModelConfig
 from dsjax.plan.apart import apart_models
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
@@ -18,7 +19,7 @@ from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
-from dsjax.plan.stages import through_stages
+from dsjax.plan.stages import fullest_stage, hand_over
 from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
@@ -318,8 +319,11 @@ class Instance:
 
     def staged(self, step: float, tokens: float, decode: bool) -> float:
         """Seconds of a step through all stages, given those of the whole model on one stage's devices. tokens: of a DP rank."""
-        drafts, own = self.options.drafts > 0, self.options.engine.name == "dsjax"
-        return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts, own)
+        config, mesh, own = self.config, self.layout.mesh, self.options.engine.name == "dsjax"
+        moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
+        # A batch of decodes is planned again when its results are there, and with as many batches as stages nothing hides the host.
+        host = assumption("host, decode, serial") if decode else 0.0
+        return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
 
     @property
     def ahead(self) -> bool:

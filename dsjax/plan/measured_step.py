@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dsjax.plan.measured import Measured
 from dsjax.plan.skew import zipf_variation
-from dsjax.plan.step import LayersWork, RankWork, StepModel, mean_prompt
+from dsjax.plan.step import LayersWork, StepModel, mean_prompt
 
 DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
 """`dsjax serve`'s own."""
@@ -54,10 +54,12 @@ class MeasuredStep(StepModel):
         found: dict[str, float | None] = {}
         if whole:
             stacks = (work.dense > 0) + (moe > 0)
-            attention = [self._attention_of(rank, work, stacks) for rank in work.ranks]
-            if None not in attention:
+            calls = [list(rank.attending(work.verified)) for rank in work.ranks]
+            times = [[self._measured_attention(*one, work.layers, stacks) for one in each] for each in calls]
+            if not any(None in each for each in times):
                 parts = {name: part for name, part in parts.items() if name not in _WITH_ATTENTION}
-                found |= {"attention": max(attention), "norms": self._module("norms", tokens, work.layers, stacks)}
+                norms = self._module("norms", tokens, work.layers, stacks)
+                found |= {"attention": max(map(sum, times)), "norms": norms}
             if work.dense:
                 found["dense MLP"] = self._module("dense MLP", tokens, work.dense)
         if moe:
@@ -68,11 +70,6 @@ class MeasuredStep(StepModel):
 
     def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> float | None:
         return self.measured.seconds(name, tokens, times=times, places=places, **sizes)
-
-    def _attention_of(self, rank: RankWork, work: LayersWork, stacks: int) -> float | None:
-        """Seconds of one rank's attention in all layers; None where the file has none."""
-        times = [self._measured_attention(*one, work.layers, stacks) for one in rank.attending(work.verified)]
-        return None if None in times else sum(times)
 
     def _measured_attention(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int

@@ -38,8 +38,8 @@ class Skew:
     def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> float:
         """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
-        rows: mean of a rank; balanced: experts are placed by an earlier load, else as the engine starts. Chance comes on top as squares add:
-        the expected largest of n normal variables is about √(2 ln n) standard deviations.
+        rows: mean of a rank; balanced: experts are placed by an earlier load, else as the engine starts. Chance comes on top as squares
+        add: the expected largest of n normal variables is about √(2 ln n) standard deviations.
         """
         if slots.ranks == 1:
             return 1.0

@@ -55,26 +55,3 @@ def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: 
         between = hops if cluster.domain % mesh.stage_devices else cluster.domains_of(mesh.num_devices) - 1
     inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed
     return inside * (hops - between) + crossing * between
-
-
-def through_stages(
-    step: float,
-    config: ModelConfig,
-    cluster: Cluster,
-    mesh: MeshSpec,
-    tokens: float,
-    decode: bool,
-    mtp: bool,
-    own: bool,
-) -> float:
-    """Seconds from a step's beginning to its batch's next one, given those of the whole model on one stage's devices.
-
-    A batch of decodes is planned again when its results are there: with as many batches as stages nothing hides the host behind it.
-    own: as of `hand_over`.
-    """
-    moved = hand_over(cluster, mesh, tokens, config.hidden_size, own)
-    return (
-        step * fullest_stage(config, mesh.pp_size, mtp)
-        + moved
-        + (assumption("host, decode, serial") if decode else 0.0)
-    )

@@ -106,9 +106,9 @@ class StepModel(StepBasis):
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
         """Seconds of the parts of one decode step of `batch` requests at `context` cached positions on each rank.
 
-        uneven: coefficient of variation of the requests' contexts; the rank with the longest contexts is waited for.
+        uneven: coefficient of variation of the requests' contexts; the rank whose mean context is expected longest is waited for.
         """
-        wait = _longest(self.layout.mesh.dp_size, batch, uneven)
+        wait = 1 + uneven * math.sqrt(2 * math.log(self.layout.mesh.dp_size) / max(batch, 1))
         return self.step([RankWork(batch, batch * context)], drafts=drafts, wait=wait)
 
     def prefill(self, tokens: float, **how: float) -> float:
@@ -358,10 +358,3 @@ class StepModel(StepBasis):
 def mean_prompt(tokens: float, read: float, context: float) -> float:
     """New tokens of the mean prompt of a step: read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
     return max(1.0, (context - 0.5) / (read / tokens + 0.5))
-
-
-def _longest(ranks: int, batch: float, variation: float) -> float:
-    """Expected longest mean context of `ranks` replicas ÷ the mean."""
-    if ranks == 1 or variation == 0:
-        return 1.0
-    return 1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1))

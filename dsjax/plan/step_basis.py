@@ -24,10 +24,9 @@ class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
     overlap: two-batch overlap. balancing: redundant experts are placed by their load. dispatch: `deepep`, or one of dsjax's own methods.
-    host: a step is planned while the one before computes (`overlapped`), or after it (`serial`).
-    dry_runs: programs of this layout that price their own exchanges, sums and products. eager, shared_beside, absorbs_below, captured,
-    gathers: as of `Engine`; fp8_mla, fp8_rate: as of `Chip`. shared: prices that layouts on one cluster have in common in the current
-    draw; pass the same dict to all.
+    dry_runs: programs of this layout that price their own exchanges, sums and products. host: a step is planned while the one before
+    computes (`overlapped`), or after it (`serial`). eager, shared_beside, absorbs_below, captured, gathers: as of `Engine`; fp8_mla,
+    fp8_rate: as of `Chip`. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict to all.
     """
 
     config: ModelConfig

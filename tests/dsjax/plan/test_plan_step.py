@@ -140,3 +140,24 @@ def test_decode_of_published_kernels_takes_the_faster_of_deepeps_two_kinds(model
         assert times[0] <= times[1] * (1 + 1e-9), (
             f"{mesh}, {rows} rows: {times[0]:.6f} s, and {times[1]:.6f} with normal kernels"
         )
+
+
+def test_beside_a_further_round_of_two_halves_nothing_runs(model, monkeypatch):
+    step, times = model("dp=8", "h200-8", 0, dispatch="padded", overlap=True), []
+    for rounds in (0, 1):
+        monkeypatch.setattr("dsjax.plan.halves.further_rounds", lambda *_, rounds=rounds: rounds)
+        times.append(step.decode(128, 2000))
+    of_half = routed_experts(step, 64, True, halved=True)
+    least = 2 * step.config.num_moe_layers * sum(of_half.values())
+    assert least < times[1] - times[0] < 1.5 * least, (
+        "rows travel there and back, and routed and shared experts compute"
+    )
+
+
+def test_the_rank_with_most_tokens_is_waited_for_and_experts_see_those_of_all(model):
+    step = model("dp=8", "h200-8", 0)
+    work, idle = RankWork(32, 32 * 2000), RankWork()
+    every, one = (step.step([work] * n + [idle] * (8 - n)) for n in (8, 1))
+    assert one["attention"] == every["attention"]
+    assert one["experts"] < every["experts"]
+    assert step.step([work], busy=1 / 8) == pytest.approx(one)
