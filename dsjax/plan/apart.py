@@ -95,13 +95,8 @@ class ApartStep(StepModel):
             each.pop("experts"),
             self._moves(work.tokens, work.busy),
         )
-        turn = Turn(
-            attend=sum(each.values()),
-            share=shared,
-            receive=self._answers(work.tokens),
-            compute=computed,
-            **{name: getattr(way, name) for name in ("there", "back", "launch", "begin_there", "begin_back")},
-        )
+        moved = way.there, way.back, way.launch, way.begin_there, way.begin_back
+        turn = Turn(sum(each.values()), shared, self._answers(work.tokens), computed, *moved)
         return _seconds(turn, self.micro_batches if work.layers > 1 else 1, work.layers, way.one_call)
 
     def _answers(self, tokens: float) -> float:

@@ -16,7 +16,7 @@ from dsjax.plan.step_basis import StepBasis
 HALVES = "layers, two halves overlapped"
 """The part of a step that says that it was priced in halves."""
 _LAUNCHES = 32, 7
-"""Small operations that a layer has more of for each half: in attention and routing (beside `small_kernels`), and in the experts' part."""
+"""Small operations that a layer has more of for each half: in attention and routing (beside `small kernels`), and in the experts' part."""
 
 
 def overlapped_layers(step: StepBasis, decode: bool, half: dict[str, float]) -> float:

@@ -12,11 +12,11 @@ _CONTEXTS = 64
 
 
 class StepPrices:
-    """Middle estimates of steps in which ranks differ, by whichever model makes them shortest: an engine overlaps where that pays.
+    """Middle estimates of steps by whichever model makes them shortest: an engine overlaps where that pays.
 
     paces: of each model, how much longer programs take than their operations, with prompts and of decodes alone (`Instance.pace`).
-    through: seconds through all stages (`Instance.staged`), where the models are of one. The planner's allowances for unevenness
-    (`uneven prompts`, `longest contexts`) are left out, because the simulation has the unevenness itself.
+    through: `Instance.staged`, where the models are of one stage. The planner's allowances for uneven prompts and contexts are left out,
+    because the simulation has the unevenness itself.
     """
 
     def __init__(
