@@ -94,25 +94,21 @@ class Skew:
     def most_touched(self, tokens: float, top_k: int, experts: int, slots: int, ranks: int) -> float:
         """Those of the rank that has most of them, where each of so many ranks has `slots`: it is waited for.
 
-        A rank's number is taken as normal with the spread of as many draws without putting back.
+        A rank's number is taken as normal with the spread of as many draws without putting back, and the largest of n such variables at its
+        median (Blom, Statistical estimates and transformed beta-variables, 1958).
         """
         share = min(1.0, self.touched(tokens, top_k, experts) / experts)
         mean = slots * share
         if ranks == 1:
             return mean
         spread = math.sqrt(mean * (1 - share) * (1 - 1 / ranks))
-        return min(slots, tokens * top_k, mean + spread * _largest_of(ranks))
-
-
-@functools.cache
-def _largest_of(count: int) -> float:
-    """Expected largest of standard normal variables (Blom, Statistical estimates and transformed beta-variables, 1958)."""
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        largest = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        return min(slots, tokens * top_k, mean + spread * largest)
 
 
 @functools.lru_cache(maxsize=100_000)
 def _touched(variation: float, tokens: float, top_k: int, experts: int) -> float:
-    return float(np.sum(-np.expm1(tokens * _unpicked(variation, top_k, experts))))
+    return -float(np.expm1(tokens * _unpicked(variation, top_k, experts)).sum())
 
 
 @functools.cache
