@@ -71,7 +71,7 @@ def beforehand() -> dict[tuple[Slots, bool], Placed]:
 
 
 @functools.cache
-def quantiles(experts: int) -> Float[np.ndarray, "E"]:
+def quantiles(experts: int) -> Float[np.ndarray, " E"]:
     """Of a standard normal variable, one for each expert."""
     return np.array([statistics.NormalDist().inv_cdf((rank + 0.5) / experts) for rank in range(experts)])
 
