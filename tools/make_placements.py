@@ -48,7 +48,7 @@ def placed(slots: Slots, balanced: bool) -> Placed:
     variations = (DEFAULT_SKEW.variation, DEFAULT_SKEW.low, DEFAULT_SKEW.high)
     drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
     loads = tuple(drawn(variation, _EXPERTS, drift) for variation, drift in zip(variations, drifts, strict=True))
-    ends = (one.mean for one in busiest(loads, slots, balanced))
+    ends = (mean for mean, _, _ in busiest(loads, slots, balanced))
     return Placed(*ends, moved(drawn(variations[0], _EXPERTS, DRIFT[0]), slots) if balanced else 0.0)
 
 

@@ -23,15 +23,10 @@ if TYPE_CHECKING:
 
 STEP_INTERVAL = EplbConfig().step_interval
 """Steps between two rebalances, unless `--eplb-config` says otherwise."""
-
 _DRAWS = 24
 """Layers that are drawn where no trace is given; the busiest rank's mean over them is then within about 3 %."""
-
-
 _MANY_RANKS = 128
 """Above which a third of the layers is placed, and one layer is moved: a layer of so many ranks is as large a sample."""
-
-
 PLACEMENTS = "placements.csv"
 """Below `configs`: what the default skew comes to, run beforehand by `tools/make_placements.py`: a search asks for hundreds."""
 
@@ -42,14 +37,6 @@ class Loads:
 
     seen: Float[np.ndarray, "L E"]
     served: Float[np.ndarray, "L E"]
-
-
-class Busiest(NamedTuple):
-    """Load of the busiest rank ÷ the mean rank's: mean over layers, and of the least and most uneven layer. Chance is not in it."""
-
-    mean: float
-    least: float
-    most: float
 
 
 class Slots(NamedTuple):
@@ -79,27 +66,26 @@ class Placed(NamedTuple):
 def beforehand() -> dict[tuple[Slots, bool], Placed]:
     """(slots of 256 experts as `told_apart`, whether experts are placed by their load) → what the default skew makes of them."""
     text = (importlib.resources.files("configs") / PLACEMENTS).read_text(encoding="utf-8")
-    return {
-        (Slots(*(int(row[name]) for name in Slots._fields)), row["balanced"] == "1"): Placed(
-            *(float(row[name]) for name in Placed._fields)
-        )
-        for row in csv.DictReader(text.splitlines())
-    }
+    rows = list(csv.reader(text.splitlines()))[1:]
+    return {(Slots(*map(int, row[:4])), row[4] == "1"): Placed(*map(float, row[5:])) for row in rows}
+
+
+@functools.cache
+def quantiles(experts: int) -> Float[np.ndarray, " E"]:
+    """Of a standard normal variable, one for each expert."""
+    return np.array([statistics.NormalDist().inv_cdf((rank + 0.5) / experts) for rank in range(experts)])
 
 
 @functools.cache
 def drawn(variation: float, experts: int, drift: float) -> Loads:
     """Loads of `_DRAWS` layers, log-normal over experts with this coefficient of variation; always the same ones.
 
-    drift: the share of the spread that the balancer has not seen. Logarithms of what is served are √(1 - drift²) × what was seen
-    + drift × something new of the same spread, so that what is served is as uneven as what was seen.
+    drift: the share of the spread that the balancer has not seen.
     """
-    rng = np.random.default_rng(0)
-    normal = statistics.NormalDist()
-    each = np.array([normal.inv_cdf((rank + 0.5) / experts) for rank in range(experts)])
-    each *= math.sqrt(math.log(1 + variation**2)) / each.std()
+    rng, each = np.random.default_rng(0), quantiles(experts)
+    each = each * (math.sqrt(math.log(1 + variation**2)) / each.std())
     before, new = (np.stack([rng.permutation(each) for _ in range(_DRAWS)]) for _ in range(2))
-    return Loads(np.exp(before), np.exp(math.sqrt(1 - drift**2) * before + drift * new))
+    return Loads(np.exp(before), np.exp(_drift(before, new, drift)))
 
 
 @functools.cache
@@ -107,30 +93,35 @@ def drifted(trace: Loads, drift: float) -> Loads:
     """A recorded load as what was seen, and what is served after so much drift; the trace itself where it has both, or without drift."""
     if drift == 0 or trace.served is not trace.seen:
         return trace
-    rng = np.random.default_rng(0)
     # An expert without a token is taken as half a token's worth, so that it has a logarithm.
     before = np.log(np.maximum(trace.seen, 0.5))
     middle = before.mean(axis=1, keepdims=True)
-    new = rng.permuted(before, axis=1)
-    served = np.exp(middle + math.sqrt(1 - drift**2) * (before - middle) + drift * (new - middle))
-    return Loads(trace.seen, served)
+    new = np.random.default_rng(0).permuted(before, axis=1)
+    return Loads(trace.seen, np.exp(middle + _drift(before - middle, new - middle, drift)))
+
+
+def _drift(before: np.ndarray, new: np.ndarray, drift: float) -> np.ndarray:
+    """Logarithms of what is served, as uneven as what was seen: √(1 - drift²) of that, and drift of something new of the same spread."""
+    return math.sqrt(1 - drift**2) * before + drift * new
 
 
 @functools.lru_cache(maxsize=4096)
-def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> tuple[Busiest, ...]:
-    """The busiest rank of each of several loads, as they are served.
+def busiest(every: tuple[Loads, ...], slots: Slots, balanced: bool) -> list[tuple[float, float, float]]:
+    """Load of the busiest rank ÷ the mean rank's, of each of several loads as they are served: (mean over layers, least, most).
 
-    balanced: experts are placed by what was seen; else as the engine starts, by no load.
+    balanced: experts are placed by what was seen; else as the engine starts, by no load. Chance is not in it.
     """
-    experts = every[0].seen.shape[1]
     if slots.ranks > _MANY_RANKS:
         every = tuple(Loads(one.seen[: _DRAWS // 3], one.served[: _DRAWS // 3]) for one in every)
     # Placed together: the policies take all layers at once.
-    placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots) if balanced else _static(experts, slots)
+    if balanced:
+        placed_LP = _balanced(np.concatenate([one.seen for one in every]), slots)
+    else:
+        placed_LP = _static(every[0].seen.shape[1], slots)
     loads_LR = rank_loads(np.concatenate([one.served for one in every]), placed_LP, slots.ranks)
     ends = np.cumsum([len(one.served) for one in every])[:-1]
     ratios = np.split(loads_LR.max(axis=1) / loads_LR.mean(axis=1), ends)
-    return tuple(Busiest(float(each.mean()), float(each.min()), float(each.max())) for each in ratios)
+    return [(float(each.mean()), float(each.min()), float(each.max())) for each in ratios]
 
 
 @functools.lru_cache(maxsize=4096)

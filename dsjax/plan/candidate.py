@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
-from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.memory import cache_bytes_per_token
 from dsjax.plan.network import cache_transfer, exposed_transfer
@@ -180,7 +180,7 @@ def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> C
         ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _passing(instance)
     else:
         ttft = (own_step(instance, batch, tokens) + decode) * chunks + mean * (_passing(instance) + 0.5)
-    ttft += front_door()
+    ttft += assumption("front door")
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
     return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
@@ -340,7 +340,7 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
     most = BUSY if instance.workload.concurrency is None else 0.95
     prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
     exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
-    return front_door() + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
+    return assumption("front door") + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:

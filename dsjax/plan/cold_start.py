@@ -1,7 +1,16 @@
-"""What a start waits for before anything is compiled: each host's share of the checkpoint, at what storage and network give."""
+"""What a start waits for before anything is compiled, and how long `dsjax serve` is silent after a host of a mesh is lost.
+
+A start waits for each host's share of the checkpoint, at what storage and network give; for losses see docs/many-hosts.md.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, assumed, spread
 from dsjax.plan.instance import Instance
@@ -20,11 +29,10 @@ def files_precision(instance: Instance) -> Precision:
 
 
 def host_bytes(instance: Instance) -> int:
-    """Bytes of weights that the process of one host reads: each different shard that its devices hold, once.
+    """Bytes of weights that the process of one host reads: each different shard that its devices hold, once (`docs/many-hosts.md`).
 
-    A process reads only what its devices hold, and a tensor that several of them hold once (`docs/many-hosts.md`). Latents' projections and
-    norms are whole on every device and here counted with the heads' matrices, which `tp` divides: a little too many bytes where `tp` > 1.
-    Each stage is counted as the fullest one.
+    Latents' projections and norms, whole on every device, are counted with the heads' matrices, which `tp` divides: a little too many bytes
+    where `tp` > 1. Each stage is counted as the fullest one.
     """
     layout, mesh, precision = instance.layout, instance.layout.mesh, files_precision(instance)
     drafts, per_host = instance.options.drafts > 0, instance.cluster.devices_per_host
@@ -35,10 +43,8 @@ def host_bytes(instance: Instance) -> int:
     if layout.fused:  # each device has it whole, or as many parts of it as an expert has
         parts["shared experts"] = min(mesh.expert_width_shards, devices)
     weights = weight_bytes(instance.config, layout, precision, drafts)
-    beside = 0
-    if layout.experts and in_one_process(
-        instance.cluster, instance.cluster.experts or instance.cluster, layout.devices
-    ):
+    beside, experts_on = 0, instance.cluster.experts or instance.cluster
+    if layout.experts and in_one_process(instance.cluster, experts_on, layout.devices):
         beside = layout.experts * expert_side_bytes(instance.config, layout, precision, drafts)
     return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 
@@ -47,9 +53,7 @@ def storage_rate(cluster: Cluster) -> float:
     """Bytes a second at which one host reads a checkpoint while all do: of the cluster file, or assumed, within what its cards give."""
     if cluster.storage is not None:
         return cluster.storage
-    rate = assumed(
-        3e9, 1e9, 7e9, "storage, of each host", "one NVMe disk, or a client of a parallel file system", "B/s"
-    )
+    rate = assumption("storage, of each host")
     return min(rate, cluster.network_bandwidth * cluster.devices_per_host)
 
 
@@ -63,3 +67,60 @@ def reading(cluster: Cluster, size: float) -> Figure:
 def cold_start(*instances: Instance) -> Figure:
     """Seconds until each host has read its weights. Excludes compiling, and starting Python and JAX."""
     return reading(instances[0].cluster, sum(map(host_bytes, instances)))
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the loss of one host costs.
+
+    read: bytes of experts that the other hosts read from the checkpoint. seconds: without compiling. compiling: more seconds unless the
+    smaller mesh was compiled ahead, which is never so where experts have devices of their own.
+    """
+
+    read: Figure
+    seconds: Figure
+    compiling: Figure
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields; figures as `Figure.to_json`."""
+        named = zip(("bytes_read", "seconds", "compiling_s"), (self.read, self.seconds, self.compiling), strict=True)
+        return {name: figure.to_json() for name, figure in named}
+
+
+def read_share(hosts: int) -> float:
+    """Share of the experts that survivors of one host read. Before the loss each host holds an equal part of the experts.
+
+    A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of devices changes with each mesh
+    epoch, and at most what contiguous parts in the old order have in common. It reads the rest.
+    """
+    left = hosts - 1
+    if left == 1:  # it keeps all of its part
+        return 1 / hosts
+    new, kept = np.arange(left) / left, []
+    for lost in range(hosts):
+        old = np.delete(np.arange(hosts), lost) / hosts
+        common = np.minimum(old + 1 / hosts, new + 1 / left) - np.maximum(old, new)
+        kept.append(np.maximum(common, 0.0).sum())
+    why = "the order of devices after a loss is another one"
+    return assumed(1 - 1 / hosts, 1 - float(max(kept)), 1.0, "experts that their new host did not hold", why)
+
+
+def recovery(instance: Instance) -> Recovery | None:
+    """What the loss of one host costs; None where it ends the instance: of one host, or of stages, whose processes all end.
+
+    Where experts have devices of their own, the host is one with attention, which waits for a process with experts to come back.
+    """
+    cluster, layout = instance.cluster, instance.layout
+    hosts = layout.mesh.num_devices // cluster.devices_per_host
+    if hosts < 2 or layout.mesh.pp_size > 1:
+        return None
+    held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
+
+    def compute() -> tuple[float, float, float]:
+        read = held * layout.devices * read_share(hosts)
+        seconds = assumption("noticing a process that died") + assumption("meeting, a new generation")
+        if read:
+            seconds += read / (storage_rate(cluster) * (hosts - 1))
+        return read, seconds, assumption("compiling")
+
+    return Recovery(*spread(compute))

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from dsjax.errors import UserError
+from dsjax.plan.assumptions import ends
 from dsjax.plan.figure import assumed
 
-FIRST = 0.85
-"""Chance that a step's first draft is accepted: DeepSeek-V3's report has 0.85 to 0.90 (section 5.4.3)."""
-FADING = (0.82, 0.76, 0.87)
-"""Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high.
-
-DeepSeek-V3 and R1 have one MTP module, trained to look one token further and used again on its own hidden state. A step of V3-0324 with
-seven drafts yields 3.20 tokens at temperature 0 and 3.09 at 1 (nebius/MTP-DeepSeek-V3-0324, *Original MTP*), which a first chance of 0.85
-to 0.90 has with a ratio of 0.78 to 0.86. The measured curve of another model with one module is of this form: DeepSeek-V4-Pro yields 1.79,
-2.27, 2.49 and 2.58 tokens with 1, 2, 3 and 8 drafts (SemiAnalysisAI/InferenceX, golden_al_distribution/dsv4_mtp.yaml), and 0.76 gives
-1.79, 2.26, 2.48 and 2.58."""
+FIRST, _, _ = ends("acceptance of the first draft")
+FADING = ends("acceptance of a further draft")
+"""Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high."""
 _UNSURE = 0.05
 
 
@@ -28,22 +24,16 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
     """
     if not drafts:
         return 1.0
+    off = (0.0, -_UNSURE, _UNSURE)
     if isinstance(acceptance, Sequence):
-        seen = [1 + sum(min(1.0, max(0.0, share + d)) for share in acceptance[:drafts]) for d in (0, -_UNSURE, _UNSURE)]
+        made = [1 + float(np.clip(np.add(acceptance[:drafts], d), 0, 1).sum()) for d in off]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
-        return assumed(*seen, "tokens a step", source)
-    ends = zip((acceptance + d for d in (0, -_UNSURE, _UNSURE)), FADING, strict=True)
-    made = [_yield(min(1.0, max(0.0, first)), fading, drafts) for first, fading in ends]
-    source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; of each further one {FADING[0]} (0.76 – 0.87) of the one before"
+    else:
+        each = zip(np.clip(np.add(acceptance, off), 0, 1), FADING, strict=True)
+        made = [1 + float(np.cumprod(first * fading ** np.arange(drafts)).sum()) for first, fading in each]
+        further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
+        source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"
     return assumed(*made, "tokens a step", source)
-
-
-def _yield(first: float, fading: float, drafts: int) -> float:
-    made, reached, chance = 1.0, 1.0, first
-    for _ in range(drafts):
-        reached *= chance
-        made, chance = made + reached, chance * fading
-    return made
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:
@@ -66,11 +56,11 @@ def read_acceptance(text: str) -> float | tuple[float, ...]:
 
 def check_acceptance(acceptance: float | Sequence[float], drafts: int) -> None:
     """Raise `UserError` where it is no share, or has not one for each draft."""
-    if not isinstance(acceptance, Sequence):
-        if not 0 <= acceptance <= 1:
-            raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")
-    elif len(acceptance) != drafts:
-        raise UserError(
-            f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
-            "that of the first alone"
-        )
+    if isinstance(acceptance, Sequence):
+        if len(acceptance) != drafts:
+            raise UserError(
+                f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
+                "that of the first alone"
+            )
+    elif not 0 <= acceptance <= 1:
+        raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")

@@ -1,64 +1,72 @@
-"""Layers of a step that dsjax computes in two halves, by the windows of its program (``dsjax/model/two_batch.py``)."""
+"""Two-batch overlap: what a step takes whose half batches compute and communicate in turn.
+
+As published, all of a step's computation overlaps all of its communication; dsjax's own program has them window by window
+(``dsjax/model/two_batch.py``).
+"""
 
 from __future__ import annotations
 
 import math
 
-from dsjax.plan.figure import assumed
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.network import exchanged_rows
+from dsjax.plan.operations import H800_SMS
 from dsjax.plan.step_basis import StepBasis
 
 HALVES = "layers, two halves overlapped"
 """The part of a step that says that it was priced in halves."""
 _LAUNCHES = 32, 7
-"""Small operations that a layer has more of for each half: in attention and routing (beside `small_kernels`), and in the experts' part."""
+"""Small operations that a layer has more of for each half: in attention and routing (beside `small kernels`), and in the experts' part."""
 
 
-def halved_layers(
-    step: StepBasis, tokens: float, decode: bool, layers: int, whole: dict[str, float], half: dict[str, float]
-) -> dict[str, float]:
-    """All layers of a step: of each of the four windows of a layer with experts the longer counts, what travels or what computes.
+def overlapped_layers(step: StepBasis, decode: bool, half: dict[str, float]) -> float:
+    """Seconds of layers whose halves overlap as published: the longer of work and exchanges, and what is not hidden of the shorter."""
+    talk = 2 * (half["dispatch"] + half["combine"])
+    work = 2 * sum(half.values()) - talk
+    if not decode:
+        work = work / (1 - _communicating(step))
+    elif (
+        step.cluster.hardware.platform == "cuda"
+    ):  # low-latency kernels leave the multiprocessors free only while rows travel
+        work = work + talk * assumption("share of an exchange that is copies")
+    return max(work, talk) + min(work, talk) * (1 - assumption("share of the shorter that is hidden"))
 
-    layers: with experts. whole: parts of the other layers; half: parts of those with experts, of one half.
+
+def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, half: dict[str, float]) -> float:
+    """Seconds of so many layers with experts: of each of a layer's four windows the longer counts, what travels or what computes.
+
+    tokens: of the whole step; half: the layers' parts for one half.
     """
     there, back = half["dispatch"], half["combine"]
-    experts = sum([part for name, part in half.items() if name in ("experts", "shared experts")])
-    first = sum(
-        [part for name, part in half.items() if name not in ("experts", "shared experts", "dispatch", "combine")]
-    )
-    launches = more_launches(step, layers)
-    first, experts = first + launches[0], experts + launches[1]
-    share = None if decode else step.beside_communication()
-    if share:
-        experts, first = experts / (1 - share), first / (1 - share)
-    windows = [max(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts))]
-    if rounds := further_rounds(step, tokens):
-        windows.append((there + back + experts) * (2 * rounds))  # nothing runs beside these
-    return whole | {HALVES: sum(windows)}
+    experts = half["experts"] + half.get("shared experts", 0.0)
+    first = sum(half.values()) - there - back - experts
+    if step.cluster.hardware.platform == "cuda":
+        launch = assumption("a launch more of a half") * layers
+        first, experts = (time + launch * more for time, more in zip((first, experts), _LAUNCHES, strict=True))
+    if not decode:
+        experts, first = (time / (1 - _communicating(step)) for time in (experts, first))
+    windows = sum(max(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts)))
+    return windows + (there + back + experts) * (2 * further_rounds(step, tokens))  # beside these nothing runs
 
 
 def further_rounds(step: StepBasis, tokens: float) -> int:
     """Rounds to the busiest rank that halves of so many tokens have beyond those of the whole, which are left out of both."""
-    mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
-    ranks, needed = mesh.ep_size, []
+    mesh, top_k, experts = step.layout.mesh, step.config.num_experts_per_tok, step.config.n_routed_experts
+    needed = []
     for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
         if step.own_method(each, halved) not in ("padded", "hierarchical"):
             needed.append(1)
             continue
-        rows, experts = each * top_k * mesh.expert_width_shards, step.config.n_routed_experts
+        rows = each * top_k * mesh.expert_width_shards
         load = step.skew.slowest(step.expert_slots, experts, rows, step.places_by_load)
-        room = exchanged_rows("padded", each, top_k, ranks, halved)
-        needed.append(math.ceil(load * exchanged_rows("ragged", each, top_k, ranks) / room))
+        room = exchanged_rows("padded", each, top_k, mesh.ep_size, halved)
+        needed.append(math.ceil(load * exchanged_rows("ragged", each, top_k, mesh.ep_size) / room))
     return max(0, needed[0] - needed[1])
 
 
-def more_launches(step: StepBasis, layers: int) -> tuple[float, float]:
-    """Seconds of what a half launches more in so many layers with experts: in attention and routing, and in the experts' part."""
+def _communicating(step: StepBasis) -> float:
+    """The share of a GPU that communicates in prefill and does not compute."""
     if step.cluster.hardware.platform != "cuda":
-        return 0.0, 0.0
-    why = (
-        "counted in the programs compiled for dp=32 of H200s, 128 rows (docs/dryrun.md, two half batches): 64 operations a layer take no "
-        "more than their launch in the whole step, 149 in two halves; 1 to 4 µs each"
-    )
-    each = assumed(2e-6, 1e-6, 4e-6, "a launch more of a half", why) * layers
-    return each * _LAUNCHES[0], each * _LAUNCHES[1]
+        return 0.0
+    who = "multiprocessors that NCCL takes" if step.in_windows else "multiprocessors that communicate"
+    return assumption(who) / H800_SMS

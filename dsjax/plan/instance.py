@@ -11,18 +11,18 @@ from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.plan.apart import apart_models
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
 from dsjax.plan.figure import Figure, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
-from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
-from dsjax.plan.stages import through_stages
-from dsjax.plan.step import StepModel
+from dsjax.plan.stages import fullest_stage, hand_over
+from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
 
@@ -135,7 +135,7 @@ class Instance:
             "dispatch": options.dispatch,
             "shared": self.steps.setdefault("shared", {}),
             "operators": options.operators,
-            "host": HOST_TIMES[options.host],
+            "host": options.host,
             "eager": engine.eager,
             "shared_beside": engine.shared_beside,
             "captured": engine.captured,
@@ -147,7 +147,7 @@ class Instance:
         }
         if self.layout.experts:
             counts = (1, options.afd_stages) if own else (1, 2, 3)
-            return apart_models(*arguments, counts, published=not own, **alike)
+            return apart_models(*arguments, counts=counts, published=not own, **alike)
         usable = [run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None]
         programs = tuple(run for run in usable if not run.halves)
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
@@ -195,19 +195,16 @@ class Instance:
         if found is None:
             times = []
             for model in self.step_models():
-                device, rows = model.prefill_device(tokens, busy=busy, **self._prompts)
-                slack = max(0.0, model.launches(tokens) - device)
-                step = model.launched(device, tokens, rows) * self.pace(False, model.overlap)
-                times.append((self.staged(step, tokens, False), slack, model))
+                parts = model.prefill_parts(tokens, busy=busy, **self._prompts)
+                step = model.seconds(parts) * self.pace(False, model.overlap)
+                times.append((self.staged(step, tokens, False), parts.get(WAITING, 0.0), model))
             found = self.steps[key] = min(times, key=lambda one: one[0])
         return found
 
     def prefill_parts(self, tokens: float) -> dict[str, float]:
         """Seconds of the parts of `prefill_step`, which add up to it."""
-        step, slack, model = self._prefill(tokens)
-        parts, rows = model.prefill_parts(tokens, **self._prompts)
-        waits = {"waiting for launches": slack} if slack else {}
-        return _with_rest({**parts, **waits, **model.beside(tokens, rows, False)}, step)
+        step, _, model = self._prefill(tokens)
+        return _with_rest(model.prefill_parts(tokens, **self._prompts), step)
 
     @cached_property
     def _prompts(self) -> dict[str, float]:
@@ -225,6 +222,7 @@ class Instance:
         if "decode curve" not in self.steps:
             tried = [float(batch) for batch in _LADDER if batch <= max(self.max_batch, 1)]
             self.steps["decode curve"] = Curve((batch, self.decode_step(batch)) for batch in tried)
+            self.decode_step(float(max(self.max_batch, 1)))  # with which draws compare theirs, kept before any of them
         return self.steps["decode curve"]
 
     def pace(self, decode: bool, halves: bool = False) -> float:
@@ -275,15 +273,18 @@ class Instance:
 
     def staged(self, step: float, tokens: float, decode: bool) -> float:
         """Seconds of a step through all stages, given those of the whole model on one stage's devices. tokens: of a DP rank."""
-        if self.layout.mesh.pp_size == 1:
+        config, mesh, own = self.config, self.layout.mesh, self.options.engine.name == "dsjax"
+        if mesh.pp_size == 1:
             return step
-        drafts, own = self.options.drafts > 0, self.options.engine.name == "dsjax"
-        return through_stages(step, self.config, self.cluster, self.layout.mesh, tokens, decode, drafts, own)
+        moved = hand_over(self.cluster, mesh, tokens, config.hidden_size, own)
+        # A batch of decodes is planned again when its results are there, and with as many batches as stages nothing hides the host.
+        host = assumption("host, decode, serial") if decode else 0.0
+        return step * fullest_stage(config, mesh.pp_size, self.options.drafts > 0) + moved + host
 
     @property
     def ahead(self) -> bool:
         """Whether a step is planned while the one before computes."""
-        return HOST_TIMES[self.options.host].ahead
+        return self.options.host == "overlapped"
 
     def decode_attention(self, batch: float) -> float:
         """Seconds of the attention of a decode step's layers."""
@@ -296,8 +297,8 @@ class Instance:
         drafts, work = self.options.drafts, self.workload
         if not drafts:
             return 0.0
-        parts = partial(self.step_models()[0].drafting, batch, work.context, drafts=drafts, uneven=work.uneven)
-        return self._kept(("drafting", batch), lambda: sum(parts().values()))
+        parts = partial(self.step_models()[0].decode_parts, batch, work.context, drafts=drafts, uneven=work.uneven)
+        return self._kept(("drafting", batch), lambda: sum(parts().get(name, 0.0) for name in MODULE))
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
         """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit; chunks too."""

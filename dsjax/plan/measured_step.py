@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from dsjax.plan.measured import Measured
 from dsjax.plan.skew import zipf_variation
-from dsjax.plan.step import StepModel
+from dsjax.plan.step import LayersWork, StepModel, mean_prompt
 
 DECODE_FORM, PREFILL_FORM = "A_CC_ME", "CC"
 """`dsjax serve`'s own."""
+_WITH_ATTENTION = ("projections", "attention", "small kernels", "element-wise")
+"""Parts that were timed together as attention: with the rotation, the launches and all else between the norms."""
 _TILE = 16
 _TIMED_SKEW = 0.3
 """How the rows `skewed` were drawn: popularity ∝ rank^-0.3."""
@@ -27,17 +29,11 @@ class MeasuredStep(StepModel):
         reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
         return super().decode_parts(batch, context * (1 + uneven * reach), drafts=drafts)
 
-    def _whole(self, parts: dict[str, float]) -> float:
+    def seconds(self, parts: dict[str, float]) -> float:
         """The sum: modules were timed with all that their launches take."""
         return sum(parts.values())
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
-        """One layer as it was timed, with its projections; published where the file has none for such a layout."""
-        whole = self.layout.mesh.tp_size == 1 and context > 0
-        measured = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
-        return measured or super().attention(tokens, read, context, decode)
-
-    def launches(self, tokens: float = math.inf) -> float:
+    def launches(self, tokens: float) -> float:
         """In the modules' own times."""
         return 0.0
 
@@ -45,35 +41,32 @@ class MeasuredStep(StepModel):
         """Nothing: where each token is the most probable one, dsjax makes the drafts in the step's own program, whose launch was timed."""
         return {}
 
-    def _parts(
-        self,
-        tokens: float,
-        read: float,
-        context: float,
-        decode: bool,
-        layers: int,
-        wait: float,
-        dense: int | None,
-        busy: float = 1.0,
-        halved: bool = False,
-    ) -> dict[str, float]:
-        parts = super()._parts(tokens, read, context, decode, layers, wait, dense, busy, halved)
-        dense = self.config.num_dense_layers if dense is None else dense
-        stacks = (dense > 0) + (layers > dense)
-        whole = self.layout.mesh.tp_size == 1
-        attention = self._measured_attention(tokens, read, context, decode, layers, stacks) if whole else None
-        if attention:
-            # What was timed as attention has the projections, rotation, launches and all else between the norms.
-            for name in ("projections", "attention", "small kernels", "element-wise"):
-                parts.pop(name, None)
-            parts["attention"] = attention * wait
-            norms = self._module("norms", tokens, layers, stacks)
-            parts |= {"norms": norms} if norms else {}
-        if dense and whole:
-            parts |= _given("dense MLP", self._module("dense MLP", tokens, dense))
-        if layers > dense:
-            self._add_experts(parts, tokens, layers - dense, whole, busy)
-        return parts
+    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
+        """One layer as it was timed, with its projections; published where the file has none for such a layout."""
+        whole = self.layout.mesh.tp_size == 1 and context > 0
+        measured = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
+        return measured or super().attention(tokens, read, context, decode)
+
+    def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
+        """Seconds of layers' parts; those that the file has replace the published ones."""
+        parts, tokens = super().parts(work, halved), work.tokens
+        moe, whole = work.layers - work.dense, self.layout.mesh.tp_size == 1
+        found: dict[str, float | None] = {}
+        if whole:
+            stacks = (work.dense > 0) + (moe > 0)
+            calls = [list(rank.attending(work.verified)) for rank in work.ranks]
+            times = [[self._measured_attention(*one, work.layers, stacks) for one in each] for each in calls]
+            if not any(None in each for each in times):
+                parts = {name: part for name, part in parts.items() if name not in _WITH_ATTENTION}
+                norms = self._module("norms", tokens, work.layers, stacks)
+                found |= {"attention": max(map(sum, times)), "norms": norms}
+            if work.dense:
+                found["dense MLP"] = self._module("dense MLP", tokens, work.dense)
+        if moe:
+            found |= self._experts(tokens, moe, work.busy)
+            if found.get("experts"):  # what was timed has the padding that the program computes with
+                parts.pop("products beyond the model's own", None)
+        return parts | _given(**found)
 
     def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> float | None:
         return self.measured.seconds(name, tokens, times=times, places=places, **sizes)
@@ -86,75 +79,67 @@ class MeasuredStep(StepModel):
             rows = read / context if context else tokens
             width = round(tokens / rows)
             return find(DECODE_FORM, rows, width, context, times=layers, places=stacks, verify=width > 1)
-        # `context` is the mean position that is attended to: cached + (prompt + 1) / 2, and read = tokens × cached ÷ prompt.
-        prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
+        prompt = mean_prompt(tokens, read, context)
         cached = read / tokens * prompt
         chunks = [row["sizes"]["chunk"] for row in self.measured.rows("attention", f"{PREFILL_FORM} prefill")]
         chunk = min(prompt, tokens, max(chunks, default=tokens))
         seconds = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
-        if seconds is None or tokens == chunk:
-            return seconds
-        return seconds * (tokens / chunk)
+        return seconds if seconds is None or tokens == chunk else seconds * (tokens / chunk)
 
-    def _add_experts(self, parts: dict[str, float], tokens: float, layers: int, whole: bool, busy: float) -> None:
+    def _experts(self, tokens: float, layers: int, busy: float) -> dict[str, float | None]:
+        """Seconds of the router, the shared and routed experts and their exchanges in so many layers."""
         config, mesh = self.config, self.layout.mesh
         rank_tokens = tokens / mesh.tp_size
-        parts |= _given("router", self._module("router", rank_tokens, layers))
-        if config.n_shared_experts and whole:
-            parts |= _given("shared experts", self._module("shared expert", tokens, layers))
+        found = {"router": self._module("router", rank_tokens, layers)}
+        if config.n_shared_experts and mesh.tp_size == 1:
+            found["shared experts"] = self._module("shared expert", tokens, layers)
         if not mesh.splits_expert_width:
-            routed = _given("experts", self._timed_experts(rank_tokens * busy, layers))
-            if routed:  # what was timed has the padding that the program computes with
-                parts.pop("products beyond the model's own", None)
-            parts |= routed
+            found["experts"] = self._timed_experts(rank_tokens * busy, layers)
         if mesh.ep_size == mesh.num_devices > 1 and self.dispatch in ("gather", "padded", "ragged"):
             sizes = {"mesh": str(mesh), "variant": f"{self.dispatch} even"}
-            both = self._module("dispatch", rank_tokens * mesh.tp_size, layers, **sizes)
-            if both:  # timed there and back together
-                parts |= {"dispatch": both / 2, "combine": both / 2}
+            both = self._module("dispatch", tokens, layers, **sizes)  # timed there and back together
+            if both:
+                found |= {"dispatch": both / 2, "combine": both / 2}
+        return found
 
     def _timed_experts(self, rank_tokens: float, layers: int) -> float | None:
         """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
-        config, mesh = self.config, self.layout.mesh
+        config, mesh, top_k = self.config, self.layout.mesh, self.config.num_experts_per_tok
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
-        rows = rank_tokens * config.num_experts_per_tok
-        slowest = self.skew.slowest(self.expert_slots, config.n_routed_experts, rows, self.places_by_load)
-        # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
-        # for every `_TILE` rows of one.
-        ranks, top_k = config.n_routed_experts / slots, config.num_experts_per_tok
+        places, rows = self.expert_slots, rank_tokens * top_k
+        slowest = self.skew.slowest(places, config.n_routed_experts, rows, self.places_by_load)
 
         def visits(tokens: float) -> float:
-            unused = (1 - top_k / config.n_routed_experts) ** (tokens * ranks)
+            # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
+            # for every `_TILE` rows of one.
+            unused = (1 - top_k / config.n_routed_experts) ** (tokens * config.n_routed_experts / slots)
             return slots * (1 - unused) + tokens * top_k / _TILE
 
-        times = {"times": layers, "experts": slots, "scale": visits}
-        even = self.measured.seconds("experts", rank_tokens * slowest, variant="even", **times)
-        if even is None:
-            return None
-        if mesh.ep_size > 1:
+        def timed(tokens: float, variant: str) -> float | None:
+            sizes = {"variant": variant, "experts": slots, "scale": visits}
+            return self.measured.seconds("experts", tokens, times=layers, **sizes)
+
+        even = timed(rank_tokens * slowest, "even")
+        skewed = timed(rank_tokens, "skewed") if mesh.ep_size == 1 else None
+        if even is None or skewed is None:
             return even
-        skewed = self.measured.seconds("experts", rank_tokens, variant="skewed", **times)
-        if skewed is None:
-            return even
-        timed = zipf_variation(_TIMED_SKEW, config.n_routed_experts)
-        share = min(1.0, self.skew.variation / timed)
+        share = min(1.0, self.skew.variation / zipf_variation(_TIMED_SKEW, config.n_routed_experts))
         return (1 - share) * even + share * skewed
 
     def head(self, tokens: float) -> float:
         """As timed: final norm, projection, most probable token."""
         measured = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
-        return measured if measured else super().head(tokens)
+        return measured or super().head(tokens)
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """As timed: the launch, the step's integers, the embedding."""
         launch = self._module("launch", rows, 1, places=0)
         if launch is None:
             return super().beside(tokens, rows, decode)
-        parts = {"launch": launch, **self.moving()}
-        for name, variant in (("inputs", ""), ("embedding", "device")):
-            parts |= _given(name, self._module(name, tokens, 1, variant=variant))
-        return parts
+        inputs = self._module("inputs", tokens, 1, variant="")
+        embedding = self._module("embedding", tokens, 1, variant="device")
+        return {"launch": launch, **self.moving(), **_given(inputs=inputs, embedding=embedding)}
 
 
-def _given(name: str, figure: float | None) -> dict[str, float]:
-    return {name: figure} if figure else {}
+def _given(**seconds: float | None) -> dict[str, float]:
+    return {name: time for name, time in seconds.items() if time}

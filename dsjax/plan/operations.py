@@ -63,7 +63,7 @@ DISPATCH_ROW_BYTES, COMBINE_ROW_BYTES = 7168 + 56 * 4, 2 * 7168
 # the sender's host are counted too, and a token goes to the 4 hosts of its 4 expert groups at most.
 NORMAL_NVLINK = (153e9, 158e9)
 NORMAL_RDMA = {32: (58e9, 57e9), 64: (51e9, 50e9)}
-NORMAL_SMS, H800_SMS = 24, 132
+H800_SMS = 132
 
 
 FLASHINFER_FP8 = (

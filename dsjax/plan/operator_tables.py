@@ -44,7 +44,7 @@ REPACKING = 4 * 2e-6
 
 The table's program (aiconfigurator, collector/sglang/collect_gemm.py) gives DeepGEMM the scales in float32. On SM100 DeepGEMM needs
 them packed, and packs them on every call with four kernels (its csrc/apis/layout.hpp: arange, division, index_select, packing), of
-2 µs each as a layer's other small ones (`step.small_kernels`). A server packs them once, when it loads. Without them no product is
+2 µs each as a layer's other small ones (`configs/assumptions.toml`). A server packs them once, when it loads. Without them no product is
 taken to be faster than the same one in FP4, which was timed with packed scales.
 """
 _WEIGHT_BYTES = {"fp8_block": 1.0, "bfloat16": 2.0, "nvfp4": 0.5625}

@@ -15,7 +15,7 @@ from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
 from dsjax.options import flag_of
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading
+from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading, recovery
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
@@ -25,7 +25,6 @@ from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
 from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
-from dsjax.plan.recovery import recovery
 
 REPOSITORIES = {
     "deepseek-r1": "deepseek-ai/DeepSeek-R1",

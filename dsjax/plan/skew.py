@@ -13,20 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from dsjax.errors import UserError, why_unreadable
-from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved
+from dsjax.plan.assumptions import ends
+from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved, quantiles
 from dsjax.plan.figure import assumed, is_drawing, measured
 
-DRIFT = (0.25, 0.12, 0.5)
-"""Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high.
-
-Each is the share with which the policy itself, run on `DEFAULT_SKEW`'s 1.28 with 288 slots on 32 ranks, gives what is published of
-systems that balance. Low: the same page as `DEFAULT_SKEW`'s, where the balancer had seen the very load that it served (the fullest of 32
-ranks 0.109 above the mean, of which chance has a part). High: what aiconfigurator takes for SGLang with its balancer (popularity
-drawn from a power law of 0.6, four fifths of the tokens), the fullest of 32 ranks about half above the mean. Between them the
-geometric mean of what remains above the mean, 0.23, which is an assumption. Two recorded windows tell it instead.
-"""
-
-
+DRIFT = ends("drift of the experts' load")
+"""Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high."""
 BUSIEST = "busiest rank ÷ mean"
 
 
@@ -34,34 +26,30 @@ BUSIEST = "busiest rank ÷ mean"
 class Skew:
     """Coefficient of variation (standard deviation ÷ mean) of tokens per expert in a layer: value, low, high.
 
-    measured: read from a trace, not assumed. trace: its layers, where their number of experts is the model's; with a second
-    recording, what was served after a balancer had seen the first.
+    trace: the recorded layers that it was measured in; of two recordings, a balancer had seen the first.
     """
 
     variation: float
     low: float
     high: float
     source: str
-    measured: bool = False
     trace: Loads | None = field(default=None, compare=False, repr=False)
 
     def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> float:
         """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
-        slots: where experts may lie; rows: mean rows of a rank, whose chance variation comes on top; balanced: placed by
-        an earlier load, so that only its drift is felt, else as the engine starts. Of chance alone the
-        expected largest of n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves
-        as squares add.
+        rows: mean of a rank; balanced: experts are placed by an earlier load, else as the engine starts. Chance comes on top as squares
+        add: the expected largest of n normal variables is about √(2 ln n) standard deviations.
         """
         if slots.ranks == 1:
             return 1.0
         chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         uniform = self.high == 0
-        ends = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
-        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in ends)
+        placed = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
+        value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in placed)
         if uniform or not is_drawing():
             return value
-        seen = self.measured and (not balanced or self._drift_is_known(experts))
+        seen = self.trace is not None and self._tells(experts, balanced)
         return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def moved(self, slots: Slots, experts: int) -> float:
@@ -75,30 +63,26 @@ class Skew:
         """What was placed beforehand: where this is the default skew of a model with as many experts as V3."""
         return beforehand().get((slots, balanced)) if self == DEFAULT_SKEW and experts == 256 else None
 
-    def _placed(self, slots: Slots, experts: int, balanced: bool) -> tuple[float, float, float]:
+    def _placed(self, slots: Slots, experts: int, balanced: bool) -> Sequence[float]:
         """What the placement leaves of the unevenness, at the middle and at both ends of what is known."""
         slots = slots.told_apart if balanced else slots._replace(groups=1, hosts=1)
-        known = self._beforehand(slots, experts, balanced)
-        if known:
-            return known.value, known.low, known.high
-        traced = self._traced(experts) is not None
-        if traced and (not balanced or self._drift_is_known(experts)):
-            return busiest((self._loads(experts, self.variation, 0.0),), slots, balanced)[0]
-        variations, drifts = (self.variation, self.low, self.high), DRIFT if balanced else (0.0, 0.0, 0.0)
-        loads = tuple(self._loads(experts, *pair) for pair in zip(variations, drifts, strict=True))
-        value, low, high = (one.mean for one in busiest(loads, slots, balanced))
-        return value, low, high
+        if placed := self._beforehand(slots, experts, balanced):
+            return placed[:3]
+        if self._traced(experts) and self._tells(experts, balanced):
+            return busiest((self.trace,), slots, balanced)[0]
+        drifts = DRIFT if balanced else (0.0, 0.0, 0.0)
+        loads = tuple(map(self._loads, [experts] * 3, (self.variation, self.low, self.high), drifts))
+        return [mean for mean, _, _ in busiest(loads, slots, balanced)]
 
     def _loads(self, experts: int, variation: float, drift: float) -> Loads:
-        trace = self._traced(experts)
-        return drawn(variation, experts, drift) if trace is None else drifted(trace, drift)
+        return drifted(self.trace, drift) if self._traced(experts) else drawn(variation, experts, drift)
 
-    def _traced(self, experts: int) -> Loads | None:
-        return self.trace if self.trace is not None and self.trace.seen.shape[1] == experts else None
+    def _traced(self, experts: int) -> bool:
+        return self.trace is not None and self.trace.seen.shape[1] == experts
 
-    def _drift_is_known(self, experts: int) -> bool:
-        trace = self._traced(experts)
-        return trace is not None and trace.served is not trace.seen
+    def _tells(self, experts: int, balanced: bool) -> bool:
+        """Whether a trace tells the loads: a balancer's drift is told by two recordings of as many experts."""
+        return not balanced or (self._traced(experts) and self.trace.served is not self.trace.seen)
 
     def touched(self, tokens: float, top_k: int, experts: int) -> float:
         """Experts of a layer that at least one of so many tokens goes to: the sum over experts of 1 - (1 - p)^tokens.
@@ -110,43 +94,29 @@ class Skew:
     def most_touched(self, tokens: float, top_k: int, experts: int, slots: int, ranks: int) -> float:
         """Those of the rank that has most of them, where each of so many ranks has `slots`: it is waited for.
 
-        A rank's number is taken as normal with the spread of as many draws without putting back, and the largest of n such variables at
-        its median (Blom, Statistical estimates and transformed beta-variables, 1958).
+        A rank's number is taken as normal with the spread of as many draws without putting back, and the largest of n such variables at its
+        median (Blom, Statistical estimates and transformed beta-variables, 1958).
         """
         share = min(1.0, self.touched(tokens, top_k, experts) / experts)
         mean = slots * share
         if ranks == 1:
             return mean
         spread = math.sqrt(mean * (1 - share) * (1 - 1 / ranks))
-        return min(slots, tokens * top_k, mean + spread * _largest_of(ranks))
-
-
-@functools.cache
-def _largest_of(count: int) -> float:
-    """Expected largest of so many standard normal variables."""
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        largest = statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        return min(slots, tokens * top_k, mean + spread * largest)
 
 
 @functools.lru_cache(maxsize=100_000)
 def _touched(variation: float, tokens: float, top_k: int, experts: int) -> float:
-    return float(np.sum(-np.expm1(tokens * _unpicked(variation, top_k, experts))))
+    return -float(np.expm1(tokens * _unpicked(variation, top_k, experts)).sum())
 
 
 @functools.cache
 def _unpicked(variation: float, top_k: int, experts: int) -> np.ndarray:
     """Logarithm of the chance, for each expert, that a token does not go to it."""
-    shares = _popularity(variation, experts) * top_k
+    each = np.exp(math.sqrt(math.log(1 + variation**2)) * quantiles(experts))
     # No expert can have more than every token.
-    return np.log1p(-np.minimum(shares, 1 - 1e-9))
-
-
-@functools.cache
-def _popularity(variation: float, experts: int) -> np.ndarray:
-    """Shares of experts, adding up to 1, with about this coefficient of variation."""
-    spread = math.sqrt(math.log(1 + variation**2))
-    normal = statistics.NormalDist()
-    each = np.exp([spread * normal.inv_cdf((rank + 0.5) / experts) for rank in range(experts)])
-    return each / each.sum()
+    return np.log1p(-np.minimum(each / each.sum() * top_k, 1 - 1e-9))
 
 
 @functools.cache
@@ -181,37 +151,31 @@ def read_skew(text: str) -> Skew:
     Raises:
         UserError: none of these, or a file that does not hold such counts.
     """
-    if text == "default":
-        return DEFAULT_SKEW
-    if text == "uniform":
-        return UNIFORM
+    if text in ("default", "uniform"):
+        return DEFAULT_SKEW if text == "default" else UNIFORM
+    wrong = f"--expert-skew {text!r}:"
     if text.startswith("zipf:"):
         try:
             exponent = float(text[5:])
         except ValueError:
             exponent = math.nan
         if not 0 <= exponent < math.inf:
-            raise UserError(
-                f"--expert-skew {text!r}: expected zipf:S with a number S of 0 or more, for example zipf:0.3"
-            )
-        variation = zipf_variation(exponent)
-        return Skew(variation, variation, variation, f"given: popularity ∝ rank^-{text[5:]}")
+            raise UserError(f"{wrong} expected zipf:S with a number S of 0 or more, for example zipf:0.3")
+        return Skew(*[zipf_variation(exponent)] * 3, f"given: popularity ∝ rank^-{text[5:]}")
     files = [text] if Path(text).exists() or text.count(",") != 1 else text.split(",")
     tables = [_read_trace(file) for file in files]
     seen, served = tables[0], tables[-1]
     if seen.shape != served.shape:
         raise UserError(
-            f"--expert-skew {text!r}: {files[0]} has {seen.shape[0]} layers of {seen.shape[1]} experts, {files[1]} has "
-            f"{served.shape[0]} of {served.shape[1]}; expected two recordings of one model"
+            f"{wrong} {files[0]} has {seen.shape[0]} layers of {seen.shape[1]} experts, {files[1]} has {served.shape[0]} of "
+            f"{served.shape[1]}; expected two recordings of one model"
         )
     used = (seen.sum(axis=1) > 0) & (served.sum(axis=1) > 0)
     if not used.any():
-        raise UserError(
-            f"--expert-skew {text!r}: no layer has a token; expected counts of a server that has answered requests"
-        )
-    seen, served = seen[used], served[used]
-    trace = Loads(seen, seen if len(files) == 1 else served)
-    return Skew(*counts_variation(trace.served), f"trace {text}", measured=True, trace=trace)
+        raise UserError(f"{wrong} no layer has a token; expected counts of a server that has answered requests")
+    seen = seen[used]
+    trace = Loads(seen, seen if len(files) == 1 else served[used])
+    return Skew(*counts_variation(trace.served), f"trace {text}", trace)
 
 
 def _read_trace(file: str) -> np.ndarray:

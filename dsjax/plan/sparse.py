@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import index_key_bytes
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.chip import Chip
 from dsjax.plan.figure import assumed
 from dsjax.plan.operations import FLASH_MLA_FLOPS, H800_BF16_FLOPS
@@ -26,21 +27,25 @@ def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> float:
 
 
 def sparse_attention(
-    chip: Chip, config: ModelConfig, heads: int, tokens: float, read: float, context: float, decode: bool
+    chip: Chip, config: ModelConfig, heads: int, tokens: float, read: float, context: float, prompt: float | None
 ) -> float:
     """Seconds in one layer of `tokens` that see `context` positions each, as `StepModel.attention` has them. heads: of a device.
 
-    Prefill takes the faster of masked attention to all positions and absorbed attention to the chosen ones.
+    prompt: new tokens of a prompt; None in decode. Prefill takes the faster of masked attention to all positions and absorbed attention to
+    the chosen ones.
     """
-    choice = _index_scores(chip, config, tokens, read, context, decode) + chip.stream(
-        4.0 * SCORE_PASSES * tokens * context
-    )
+    # Index scores: products of all index heads with the keys, in FP8 with an FP8 cache, or every key read once.
+    fp8 = chip.precision.cache < BF16
+    peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
+    flops = 2.0 * tokens * context * config.index_n_heads * (config.index_head_dim + 1)
+    keys = chip.stream((read if prompt is None else read + tokens) * index_key_bytes(config, chip.precision.cache))
+    scores = max(flops / (assumption("index scores, share of peak") * peak), keys)
+    choice = scores + chip.stream(4.0 * SCORE_PASSES * tokens * context)
     latent, rank = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
-    if decode:
+    if prompt is None:
         slower = FLASH_MLA_FLOPS / SPARSE_DECODE_FLOPS
         gathered = assumed((1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
         return choice + chip.decode_attention(heads, tokens, float(config.index_topk), latent, rank) * gathered
-    prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
     masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim)
     best = SPARSE_PREFILL_FLOPS / H800_BF16_FLOPS
     share = assumed(0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
@@ -53,16 +58,3 @@ def mean_chosen(topk: int, cached: float, prompt: float) -> float:
     """Positions that the mean token of a prompt attends to, behind `cached` others: those up to its own, `topk` at most."""
     below = min(max(topk - cached, 0.0), prompt)
     return (below * (cached + (below + 1) / 2) + (prompt - below) * topk) / prompt
-
-
-def _index_scores(chip: Chip, config: ModelConfig, tokens: float, read: float, context: float, decode: bool) -> float:
-    """Seconds of the products of all index heads with the keys: operations of FP8 with an FP8 cache, or every key read once."""
-    fp8 = chip.precision.cache < BF16
-    share = assumed(
-        0.5, 0.3, 0.7, "index scores, share of peak", "not published; as other attention kernels of their width"
-    )
-    peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
-    flops = 2.0 * tokens * context * config.index_n_heads * (config.index_head_dim + 1)
-    keys = read if decode else read + tokens
-    products, moved = flops / (share * peak), chip.stream(keys * index_key_bytes(config, chip.precision.cache))
-    return max(products, moved)

@@ -1,17 +1,16 @@
 """Stages: what a model whose layers are spread over groups of devices takes (`--mesh pp=2,…`, docs/pipeline.md).
 
-As many steps are under way as there are stages, each of other requests. In the steady state that is as many engines as stages, taking turns
-on all devices: each has the time of a step of the whole model on one stage's devices, its own requests, and its part of the cache. So a DP
-rank counts as often as there are stages, with the requests of one such batch. What stages add to a step is here.
+As many steps are under way as there are stages, each of other requests. That is as many engines as stages, taking turns on all devices:
+each has the time of a step of the whole model on one stage's devices, its own requests, and its part of the cache. So a DP rank counts as
+often as there are stages, with the requests of one such batch. What stages add to a step is here.
 """
 
 from __future__ import annotations
 
 from dsjax.config import ModelConfig
 from dsjax.model.stage import layer_work, stages_of
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import assumed
-from dsjax.plan.host_time import SERIAL
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import connection
 from dsjax.plan.network import network_latency
@@ -30,10 +29,7 @@ def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> float:
 
 
 def cut_stage(layout: InstanceLayout, per_host: int) -> str | None:
-    """Why dsjax cannot run a layout with stages on hosts of so many devices: one of them has devices of two hosts. None where it can.
-
-    A stage is of one process, and a process of one host.
-    """
+    """Why dsjax cannot run a layout with stages on hosts of so many devices; None where it can. A stage is of one process of one host."""
     mesh = layout.mesh
     if mesh.pp_size == 1 or mesh.num_devices <= per_host or per_host % mesh.stage_devices == 0:
         return None
@@ -45,44 +41,17 @@ def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: 
 
     own: as dsjax has it, whose processes, one a host, send those of all DP ranks over one connection.
     """
-    size = tokens * width * BF16
-    share = assumed(0.6, 0.35, 0.8, "copies between stages, share of a link", "not measured here")
-    fixed = assumed(30e-6, 15e-6, 80e-6, "a copy between stages, fixed part", "launched by the host", "s")
-    inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed
+    size, hops, between, crossing = tokens * width * BF16, mesh.pp_size - 1, 0, 0.0
+    share = assumption("copies between stages, share of a link")
+    fixed = assumption("a copy between stages, fixed part")
     if own:
         between = -(-mesh.num_devices // cluster.devices_per_host) - 1
         rate, message = connection(cluster, cluster)
         crossing = size * mesh.dp_size / rate + message
-        time = inside * (mesh.pp_size - 1 - between) + crossing * between
-    elif mesh.num_devices <= cluster.domain:
-        time = inside * (mesh.pp_size - 1)
-    else:
+    elif mesh.num_devices > cluster.domain:
         far = cluster.between(mesh.num_devices)
-        each = size / (share * far.network_bandwidth) + network_latency(far)
+        crossing = size / (share * far.network_bandwidth) + network_latency(far) + fixed
         # Whole stages lie beside each other in a domain, or each is as wide as one.
-        shared = cluster.domain % mesh.stage_devices == 0
-        between = cluster.domains_of(mesh.num_devices) - 1 if shared else mesh.pp_size - 1
-        time = inside * (mesh.pp_size - 1 - between) + (each + fixed) * between
-    return time
-
-
-def through_stages(
-    step: float,
-    config: ModelConfig,
-    cluster: Cluster,
-    mesh: MeshSpec,
-    tokens: float,
-    decode: bool,
-    mtp: bool = False,
-    own: bool = False,
-) -> float:
-    """Seconds from a step's beginning to its batch's next one, given those of the whole model on one stage's devices.
-
-    A batch of decodes is planned again when its results are there: with as many batches as stages nothing hides the host behind it.
-    own: as of ``hand_over``.
-    """
-    moved = hand_over(cluster, mesh, tokens, config.hidden_size, own)
-    time = step * fullest_stage(config, mesh.pp_size, mtp) + moved
-    if decode:
-        time = time + SERIAL.step(True)
-    return time
+        between = hops if cluster.domain % mesh.stage_devices else cluster.domains_of(mesh.num_devices) - 1
+    inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed
+    return inside * (hops - between) + crossing * between

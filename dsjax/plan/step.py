@@ -1,13 +1,15 @@
-"""The time of one step: every layer's parts, decode and prefill, with and without two-batch overlap."""
+"""`StepModel.step`: the time of a step of any work on the DP ranks of an instance, part by part. Every plan and simulation asks it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.balancing import STEP_INTERVAL
-from dsjax.plan.figure import assumed, measured
-from dsjax.plan.halves import HALVES, halved_layers
-from dsjax.plan.host_time import captured_layer, compiled_layer, eager_layer
+from dsjax.plan.figure import measured
+from dsjax.plan.halves import HALVES, overlapped_layers, windowed_layers
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operator_tables import AICONFIGURATOR
@@ -17,351 +19,274 @@ from dsjax.plan.routed import routed_experts
 from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import StepBasis
 
-_COMMUNICATION = ("dispatch", "combine")
+WAITING = "waiting for launches"
+"""The part of a step with prompts in which the device waits for its kernels to be started."""
+MODULE = ("MTP module", "host, drafts")
+"""The parts of a step in which drafts are made; prompts beside them do not shorten it."""
+
+
+class RankWork(NamedTuple):
+    """What one DP rank computes in a step.
+
+    decodes: requests that get a token; context: positions that all of them attend to. prompts: prompt tokens computed; pairs: of a
+    prompt token and a position that it attends to; cached: positions of those prompts that were there before; ended: prompts of which the
+    last token is computed.
+    """
+
+    decodes: float = 0
+    context: float = 0
+    prompts: float = 0
+    pairs: float = 0
+    cached: float = 0
+    ended: float = 0
+
+    def times(self, factor: float) -> RankWork:
+        """So many times the requests and prompt tokens, as they are."""
+        return RankWork(*(number * factor for number in self))
+
+    def attending(self, verified: int) -> Iterator[tuple[float, float, float, bool]]:
+        """What `StepModel.attention` is asked: the decodes at their mean context, and the prompts as their mean token sees it."""
+        if self.decodes:
+            yield self.decodes * verified, self.context, self.context / self.decodes, True
+        if self.prompts:
+            yield self.prompts, self.cached, self.pairs / self.prompts, False
+
+
+class LayersWork(NamedTuple):
+    """What some layers compute. ranks: of which attention waits for the one with most; tokens: of the fullest rank; busy: the mean of all
+    ranks ÷ these, whose experts see everyone's tokens. verified: tokens of a decode. dense: layers without experts, of `layers`."""
+
+    ranks: tuple[RankWork, ...]
+    tokens: float
+    busy: float
+    decode: bool
+    verified: int
+    layers: int
+    dense: int
+
+    def share(self, parts: int, layers: int, dense: int) -> LayersWork:
+        """One of so many equal batches, in these layers."""
+        ranks = self.ranks if parts == 1 else tuple(rank.times(1 / parts) for rank in self.ranks)
+        return self._replace(ranks=ranks, tokens=self.tokens / parts, layers=layers, dense=dense)
 
 
 class StepModel(StepBasis):
     """What a step of one instance costs. All sizes are of one DP rank, all times seconds."""
 
-    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> float:
+    def step(
+        self, ranks: Sequence[RankWork], *, drafts=0, busy: float | None = None, wait=1.0, uneven=1.0
+    ) -> dict[str, float]:
+        """Seconds of the parts of a step with this work on each DP rank, of which there is some.
+
+        All ranks wait for the fullest. A step with prompts is one program: its products are over all tokens, at prefill's efficiencies.
+        drafts: tokens verified beside the next one of each decode, and made anew. Work that all ranks have may be given once, with `busy`
+        where only that share of them has it. wait: factor on attention, for the rank with the longest contexts; uneven: on all layers.
+        """
+        config = self.config
+        work = self._work(ranks, 1 + drafts, busy, wait, config.num_hidden_layers, config.num_dense_layers)
+        parts = self.layers(work)
+        if uneven != 1.0:
+            parts = {name: part * uneven for name, part in parts.items()}
+        rows = max(1.0, max(rank.decodes + rank.ended for rank in ranks))
+        parts["head"] = self.head(max(1.0, max(rank.decodes * work.verified + rank.ended for rank in ranks)))
+        if drafts:
+            parts |= self._drafts(ranks, drafts, busy, wait)
+        slack = 0.0 if work.decode else self.launches(work.tokens) - sum(parts.values())
+        waiting = {WAITING: slack} if slack > 0 else {}
+        return parts | waiting | self.beside(work.tokens, rows, work.decode)
+
+    def seconds(self, parts: dict[str, float]) -> float:
+        """The step that these parts make: their sum, times what operations that are timed alone leave out."""
+        return sum(parts.values()) * assumption("whole engine ÷ its operations")
+
+    def decode(self, batch: float, context: float, **how: float) -> float:
         """Seconds of one decode step, as `decode_parts` has it."""
-        return self._whole(self.decode_parts(batch, context, drafts=drafts, uneven=uneven))
+        return self.seconds(self.decode_parts(batch, context, **how))
 
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
-        """Seconds of the parts of one decode step.
+        """Seconds of the parts of one decode step of `batch` requests at `context` cached positions on each rank.
 
-        batch: requests; context: cached positions of each; drafts: tokens verified beside the next one. The MTP module makes
-        each in a pass of its own: the first goes over all tokens that were computed, whose entries its cache needs, each further
-        one over one token of a request. uneven: coefficient of variation of the requests' contexts; the replica with the
-        longest contexts is waited for.
+        uneven: coefficient of variation of the requests' contexts; the rank whose mean context is expected longest is waited for.
         """
-        tokens = batch * (1 + drafts)
-        wait = _longest(self.layout.mesh.dp_size, batch, uneven)
-        layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
-        parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
-        return parts | self.drafting(batch, context, drafts=drafts, uneven=uneven)
+        wait = 1 + uneven * math.sqrt(2 * math.log(self.layout.mesh.dp_size) / max(batch, 1))
+        return self.step([RankWork(batch, batch * context)], drafts=drafts, wait=wait)
 
-    def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, float]:
-        """Seconds of such a step in which the drafts are made; prompts beside them do not shorten it."""
-        if not drafts:
-            return {}
-        wait = _longest(self.layout.mesh.dp_size, batch, uneven)
-        made = self._draft(batch * (1 + drafts), batch, context, wait)
-        if drafts > 1:
-            made = made + self._draft(batch, batch, context, wait) * (drafts - 1)
-        return {"MTP module": made, **self.host_of_drafts(drafts)}
-
-    def host_of_drafts(self, drafts: int) -> dict[str, float]:
-        """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
-        return {"host, drafts": self.host.draft() * drafts if self.eager else self.host.drafting_program()}
-
-    def prefill(
-        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
-    ) -> float:
-        """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
-
-        A prompt longer than the step is taken in chunks; the figures are those of its mean chunk. busy: the share of DP
-        ranks that have so many tokens; the others have none, and their experts work for these. drafts: where there are any, the MTP module
-        goes over the prompt too, as of `drafting_prompts`.
-        """
-        done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy, drafts=drafts)
-        return self.launched(done, tokens, rows)
-
-    def launched(self, done: float, tokens: float, rows: float) -> float:
-        """A prefill step in which the device computes for so long: with what launches and host take."""
-        launched = self.launches(tokens)
-        if launched > done:
-            done = launched
-        return self._whole({"device": done, **self.beside(tokens, rows, False)})
-
-    def prefill_device(
-        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
-    ) -> tuple[float, float]:
-        """(seconds that the device computes in such a step, requests that get their first token in it)."""
-        parts, rows = self.prefill_parts(tokens, prompt=prompt, cached=cached, busy=busy, drafts=drafts)
-        return sum(parts.values()), rows
+    def prefill(self, tokens: float, **how: float) -> float:
+        """Seconds of one prefill step, as `prefill_parts` has it."""
+        return self.seconds(self.prefill_parts(tokens, **how))
 
     def prefill_parts(
         self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
-    ) -> tuple[dict[str, float], float]:
-        """(seconds of the parts that the device computes in such a step, requests that get their first token in it)."""
-        attended = cached + (prompt + 1) / 2
-        layers = self._layers(
-            tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, 1.0, busy=busy
-        )
-        uneven = self._known("uneven prompts", uneven_prompts)
-        layers = {name: part * uneven for name, part in layers.items()}
-        rows = max(1.0, tokens / prompt)
-        parts = {**layers, "head": self.head(rows)}
-        if drafts:
-            parts["MTP module"] = self.drafting_prompts(tokens, prompt=prompt, cached=cached, busy=busy)
-        return parts, rows
+    ) -> dict[str, float]:
+        """Seconds of the parts of a prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` ones.
 
-    def drafting_prompts(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> float:
-        """Seconds of the MTP module's pass over a step's prompt tokens, whose entries its cache needs as the model's does.
+        A prompt longer than the step counts as its mean chunk. busy: the share of DP ranks that have so many tokens; the others have none.
+        """
+        attended, ended = cached + (prompt + 1) / 2, max(1.0, tokens / prompt)
+        rank = RankWork(prompts=tokens, pairs=tokens * attended, cached=tokens * cached / prompt, ended=ended)
+        return self.step([rank], drafts=drafts, busy=busy, uneven=assumption("uneven prompts"))
+
+    def _work(
+        self, ranks: Sequence[RankWork], verified: int, busy: float | None, wait: float, layers: int, dense: int
+    ) -> LayersWork:
+        each = [rank.decodes * verified + rank.prompts for rank in ranks]
+        most, decode = max(each), not any(rank.prompts for rank in ranks)
+        busy = sum(each) / len(each) / most if busy is None else busy
+        ranks = tuple(ranks) if wait == 1.0 else tuple(rank.times(wait) for rank in ranks)
+        return LayersWork(ranks, most, busy, decode, verified, layers, dense)
+
+    def _drafts(self, ranks: Sequence[RankWork], drafts: int, busy: float | None, wait: float) -> dict[str, float]:
+        """The MTP module's passes: one over all computed tokens, whose entries its cache needs, and further ones over a token of a request.
 
         SGLang: `forward_draft_extend` of its srt/speculative/eagle_worker.py; TensorRT-LLM: its worker's context requests.
         """
-        attended = cached + (prompt + 1) / 2
-        parts = self._layers(tokens, tokens * cached / prompt, attended, False, 1, 1.0, dense=0, busy=busy)
-        joined = self.chip.bf16_product(tokens, self.config.hidden_size, 2 * self.config.hidden_size)
-        return sum(parts.values()) + joined + self.head(max(1.0, tokens / prompt))
+        seconds, host = 0.0, {}
+        if any(rank.prompts for rank in ranks):
+            prompts = [rank._replace(decodes=0, context=0) for rank in ranks]
+            seconds += self._pass(self._work(prompts, 1, busy, 1.0, 1, 0), max(rank.ended for rank in ranks))
+        if any(rank.decodes for rank in ranks):
+            decodes, batch = [RankWork(*rank[:2]) for rank in ranks], max(rank.decodes for rank in ranks)
+            for verified, times in ((1 + drafts, 1), (1, drafts - 1)):
+                if times:
+                    seconds += self._pass(self._work(decodes, verified, busy, wait, 1, 0), batch) * times
+            host = self.host_of_drafts(drafts)
+        return {"MTP module": seconds, **host}
 
-    def _whole(self, parts: dict[str, float]) -> float:
-        """The step that these parts make: their sum, times what operations that are timed alone leave out."""
-        step = sum(parts.values())
-        return step * self._known("whole engine", whole_engine)
+    def _pass(self, work: LayersWork, rows: float) -> float:
+        """One pass of the MTP module: a layer with experts, its projection of two widths, the head for so many rows."""
+        width = self.config.hidden_size
+        joined = self.chip.bf16_product(work.tokens, width, 2 * width)
+        return sum(self.layers(work).values()) + joined + self.head(max(1.0, rows))
 
-    def launches(self, tokens: float = math.inf) -> float:
-        """Seconds in which a prefill step's kernels can be started one by one: a graph holds none but those of few tokens, if any."""
-        config = self.config
+    def host_of_drafts(self, drafts: int) -> dict[str, float]:
+        """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
+        passes = assumption("host, a pass of the MTP module") * drafts
+        return {"host, drafts": passes if self.eager else assumption("host, the program of the drafts")}
+
+    def launches(self, tokens: float) -> float:
+        """Seconds in which a prefill step's kernels are started one by one: a graph holds none but those of few tokens, if any."""
         if self.cluster.hardware.platform != "cuda":
             return 0.0
-        captured = tokens <= self.captured
-        key = ("launches", self.layout.mesh.ep_size > 1, self.eager, captured)
-        if key not in self.shared:
-            layer = captured_layer() if captured else eager_layer() if self.eager else compiled_layer()
-            time = layer * config.num_hidden_layers
-            if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
-                launch_table = self.chip.operators.grouped_prefill("h200")
-                least = launch_table.least if launch_table else 0.37e-3
-                range_of = (share * least * config.num_moe_layers for share in (1, 0.8, 1.1))
-                time += measured(*range_of, "launches of the experts", AICONFIGURATOR, "s")
-            self.shared[key] = time
-        return self.shared[key]
+        config, way = self.config, "a layer, eager" if self.eager else "a layer, compiled"
+        way = "a captured layer" if tokens <= self.captured else way
+        time = assumption(f"launches of {way}") * config.num_hidden_layers
+        if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
+            table = self.chip.operators.grouped_prefill("h200")
+            least = (table.least if table else 0.37e-3) * config.num_moe_layers
+            time += measured(least, 0.8 * least, 1.1 * least, "launches of the experts", AICONFIGURATOR, "s")
+        return time
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        step = self._known(f"host, {'decode' if decode else 'prefill'}", lambda: self.host.step(decode))
-        return {"host": step, **self.moving()}
+        host = assumption(f"host, {'decode' if decode else 'prefill'}, {self.host}")
+        return {"host": host, **self.moving()}
 
     def moving(self) -> dict[str, float]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
-        if not (self.places_by_load and self.layout.mesh.ep_size > 1 and self.config.is_moe):
+        config, mesh, places = self.config, self.layout.mesh, self.expert_slots
+        if not (self.places_by_load and mesh.ep_size > 1 and config.is_moe):
             return {}
-        key = ("moving", self.layout.mesh, self.expert_slots)
-        if key not in self.shared:
-            config, mesh, places = self.config, self.layout.mesh, self.expert_slots
-            slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
-            each = expert_bytes(config, mesh.expert_width_shards, self.precision)
-            sent = slots * each * config.num_moe_layers
-            self.shared[key] = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
-        return {"moving experts": self.shared[key]}
+        slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
+        size = slots * expert_bytes(config, mesh.expert_width_shards, self.precision) * config.num_moe_layers
+        return {"moving experts": moved_bytes(self.cluster, mesh.ep_size, size) / STEP_INTERVAL}
 
-    def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, float]:
-        """What all layers of a step, or of a half batch where it overlaps two, cost by name; nothing waits for another replica."""
-        layers, halved = self.config.num_hidden_layers, self.overlap and self.in_windows
-        return self._parts(tokens, read, context, decode, layers, 1.0, None, halved=halved)
+    # Layers -------------------------------------------------------------------------------------------------------------------
 
-    def hidden(self) -> float:
-        """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
-        name, why = "share of the shorter that is hidden", "first and last halves have no partner"
-        return self._known(name, lambda: assumed(0.9, 0.7, 1.0, name, why))
+    def layers(self, work: LayersWork) -> dict[str, float]:
+        """Seconds of all layers' parts by name; with two-batch overlap, `HALVES` stands for those that overlap."""
+        moe = work.layers - work.dense
+        if not self.overlap or not self.config.is_moe:
+            return self.parts(work)
+        if not self.in_windows:
+            half = self.parts(work.share(2, work.layers, work.dense))
+            return {HALVES: overlapped_layers(self, work.decode, half)}
+        if moe <= 1:  # the MTP module's layer is computed as a whole
+            return self.parts(work)
+        half = self.parts(work.share(2, moe, 0), halved=True)
+        whole = self.parts(work.share(1, work.dense, work.dense))
+        return whole | {HALVES: windowed_layers(self, work.tokens, work.decode, moe, half)}
 
-    def beside_routed(self) -> float:
-        """In decode: the share of the shared experts' time that is not hidden beside the routed ones, on a second stream."""
-        if self.cluster.hardware.platform != "cuda":
-            return 1.0
-        name = "share of the shared experts that is not hidden"
-        why = "SGLang and TensorRT-LLM run them beside the routed experts, with which they share the memory"
-        return self._known(name, lambda: assumed(0.5, 0.0, 1.0, name, why))
-
-    def copying(self) -> float | None:
-        """With two-batch overlap in decode: the share of an exchange in which it copies on the multiprocessors.
-
-        The low-latency kernels leave them free only while rows travel.
-        """
-        if self.cluster.hardware.platform != "cuda":
-            return None
-        name, why = (
-            "share of an exchange that is copies",
-            "sending and receiving take 0.06 of 0.17 ms of a dispatch, as published",
-        )
-        return self._known(name, lambda: assumed(0.35, 0.25, 0.5, name, why))
-
-    def _layers(
-        self,
-        tokens: float,
-        read: float,
-        context: float,
-        decode: bool,
-        layers: int,
-        wait: float,
-        dense: int | None = None,
-        busy: float = 1.0,
-    ) -> dict[str, float]:
-        """All layers' parts by name. read: cached positions that the rank reads; context: positions a token attends to."""
-        if self.overlap and self.in_windows:
-            whole = (
-                self.config.num_dense_layers if dense is None else dense
-            )  # computed as a whole; so is the MTP module's layer
-            if layers - whole > 1:
-                parts = self._parts(tokens, read, context, decode, whole, wait, whole, busy)
-                half = self._parts(tokens / 2, read / 2, context, decode, layers - whole, wait, 0, busy, halved=True)
-                return halved_layers(self, tokens, decode, layers - whole, parts, half)
-        if not self.overlap or self.in_windows or not self.config.is_moe:
-            parts = self._parts(tokens, read, context, decode, layers, wait, dense, busy)
-            return parts
-        half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense, busy)
-        talk = sum([half[n] * 2 for n in _COMMUNICATION])
-        work = sum([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
-        share = self.copying() if decode else self.beside_communication()
-        if share and decode:
-            work = work + talk * share
-        elif share:
-            work = work / (1 - share)
-        hidden = self.hidden()
-        return {HALVES: _overlapped(work, talk, hidden)}
-
-    def _parts(
-        self,
-        tokens: float,
-        read: float,
-        context: float,
-        decode: bool,
-        layers: int,
-        wait: float,
-        dense: int | None,
-        busy: float = 1.0,
-        halved: bool = False,
-    ) -> dict[str, float]:
-        config, tp = self.config, self.layout.mesh.tp_size
-        dense = config.num_dense_layers if dense is None else dense
-        moe = layers - dense
-        absorbed = decode or self.absorbs(tokens, read, context)
-        seconds_of = dict(self._shared(tokens, read, decode, layers, dense, absorbed))
-        # The rank with the longest contexts reads as much as more rows of the mean one would.
-        seconds_of["attention"] = self.attention(tokens * wait, read * wait, context, decode) * layers
-        whole = self.dry_runs and layers == config.num_hidden_layers
-        run = nearest(self.dry_runs, decode, tokens / tp) if whole else None
+    def parts(self, work: LayersWork, halved: bool = False) -> dict[str, float]:
+        """Seconds of layers' parts one after the other. halved: the work is one of two half batches."""
+        each = ((sum(self.attention(*one) for one in rank.attending(work.verified)), rank) for rank in work.ranks)
+        attention, rank = max(each)
+        tokens, decode, per_device = work.tokens, work.decode, work.tokens / self.layout.mesh.tp_size
+        absorbed = decode or (rank.prompts > 0 and self.absorbs(rank.prompts, rank.cached, rank.pairs / rank.prompts))
+        parts = {**self._dense(work, rank.cached, absorbed), "attention": attention * work.layers}
+        whole = self.dry_runs and work.layers == self.config.num_hidden_layers
+        run = nearest(self.dry_runs, decode, per_device) if whole else None
         if run:
-            if tp > 1:
-                seconds_of["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, tokens / tp)
-            beyond = excess(self.chip, config, run, tokens / tp)
+            if self.layout.mesh.tp_size > 1:
+                parts["tensor-parallel sums"] = tensor_parallel_sums(self.cluster, run, per_device)
+            beyond = excess(self.chip, self.config, run, per_device)
             if beyond:
-                seconds_of["products beyond the model's own"] = beyond
-        if not moe:
-            return seconds_of
-        seconds_of |= self._routed(tokens, decode, moe, busy, halved)
-        if decode and self.shared_beside and "shared experts" in seconds_of and not self.overlap:
-            seconds_of["shared experts"] = seconds_of["shared experts"] * self.beside_routed()
-        return seconds_of
-
-    def _routed(self, tokens: float, decode: bool, layers: int, busy: float, halved: bool) -> dict[str, float]:
-        """The routed experts of so many layers, and the way there and back."""
-        return routed_experts(self, tokens, decode, layers, busy, halved)
-
-    def absorbs(self, tokens: float, read: float, context: float) -> bool:
-        """Whether prompts behind cached positions are faster absorbed than with every cached latent expanded, as a few tokens behind many
-        are, by published times of both kinds of kernels; the recipe says so to the engine. read, context: as of `attention`.
-        """
-        if read <= 0 or self.config.index_topk is not None:
-            return False
-        key = ("absorbs", self.layout.mesh.tp_size, tokens, read, context)
-        if key not in self.shared:
-            ways = (
-                self._projections(tokens, read, way) + self._prompt_attention(tokens, read, context, way)
-                for way in (False, True)
-            )
-            naive, absorbed = ways
-            self.shared[key] = absorbed < naive
-        return self.shared[key]
-
-    def absorbing(self, tokens: float, context: float) -> float:
-        """Seconds by which a layer of prompts takes longer absorbed. context: that a token attends to on average."""
-        config = self.config
-        heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
-        absorbed = self.chip.absorbed_prompts(heads, tokens, context, rank + config.qk_rope_head_dim, rank)
-        naive = self._prompt_attention(tokens, 0.0, context, False)
-        products = [self._projections(tokens, 0.0, way) for way in (True, False)]
-        return max(0.0, absorbed - naive + products[0] - products[1])
-
-    def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
-        """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
-        config = self.config
-        heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
-        prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
-        if absorbed:
-            latent = rank + config.qk_rope_head_dim
-            return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
-        return self.chip.prefill_attention(
-            heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim
-        )
-
-    def _shared(
-        self, tokens: float, read: float, decode: bool, layers: int, dense: int, absorbed: bool
-    ) -> dict[str, float]:
-        """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
-        config, chip, mesh = self.config, self.chip, self.layout.mesh
-        tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
-        key = (tp, tokens, read, decode, absorbed, layers, dense, streamed, self.layout.fused)
-        if key in self.shared:
-            return self.shared[key]
-        seconds_of = {
-            "projections": self._projections(tokens, read, absorbed) * layers,
-            "element-wise": chip.stream(streamed) * layers,
-        }
-        if decode:
-            # On Blackwell the sums over tp were timed with the two norms that follow them.
-            within_sums = 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
-            count = 6 if self.layout.fused else 8
-            each = self._known(f"{count} small kernels, {within_sums}", lambda: small_kernels(count, within_sums))
-            seconds_of["small kernels"] = each * layers
-        if tp > 1:
-            seconds_of["tensor-parallel sums"] = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16) * (
-                2 * layers
-            )
-        if dense:
-            seconds_of["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
+                parts["products beyond the model's own"] = beyond
+        moe = work.layers - work.dense
         if moe:
-            seconds_of["router"] = chip.bf16_product(tokens / tp, config.n_routed_experts, config.hidden_size) * moe
-        if moe and config.n_shared_experts and not self.layout.fused:
-            hidden = config.n_shared_experts * config.moe_intermediate_size // tp
-            seconds_of["shared experts"] = self._mlp(tokens, hidden) * moe
-        self.shared[key] = seconds_of
-        return seconds_of
+            routed = self.routed(tokens, decode, work.busy, halved)
+            parts |= {name: seconds * moe for name, seconds in routed.items()}
+            # On a second stream, beside the routed ones.
+            beside = decode and self.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
+            if beside and "shared experts" in parts:
+                parts["shared experts"] *= assumption("share of the shared experts that is not hidden")
+        return parts
+
+    def routed(self, tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
+        """One layer's routed experts, and the way there and back."""
+        return routed_experts(self, tokens, decode, busy, halved)
+
+    def _dense(self, work: LayersWork, read: float, absorbed: bool) -> dict[str, float]:
+        """The parts, without attention, that are the same in all layouts of a replica's width, made once for them."""
+        config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
+        tokens, decode, layers, dense = work.tokens, work.decode, work.layers, work.dense
+        moe, streamed, fused = layers - dense, self._streamed(tokens, decode), self.layout.fused
+
+        def make() -> dict[str, float]:
+            projections = self._projections(tokens, read, absorbed) * layers
+            seconds_of = {"projections": projections, "element-wise": chip.stream(streamed) * layers}
+            if decode:
+                # On Blackwell the sums over tp were timed with the two norms that follow them.
+                count = (6 if fused else 8) - (2 if tp > 1 and self.cluster.hardware.is_blackwell else 0)
+                seconds_of["small kernels"] = assumption("small kernels of a layer") * count * layers
+            if tp > 1:
+                each = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16)
+                seconds_of["tensor-parallel sums"] = each * (2 * layers)
+            if dense:
+                seconds_of["dense MLP"] = self._mlp(tokens, config.intermediate_size // tp) * dense
+            if moe:
+                router = chip.bf16_product(tokens / tp, config.n_routed_experts, config.hidden_size)
+                seconds_of["router"] = router * moe
+            if moe and config.n_shared_experts and not fused:
+                hidden = config.n_shared_experts * config.moe_intermediate_size // tp
+                seconds_of["shared experts"] = self._mlp(tokens, hidden) * moe
+            return seconds_of
+
+        return self.once((tp, tokens, read, decode, absorbed, layers, dense, streamed, fused), make)
 
     def _projections(self, tokens: float, read: float, absorbed: bool) -> float:
         """Query and latent projections and the output, and the absorbed products, or the expansion of keys and values."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
-        per_query, both = config.qk_head_dim, config.qk_nope_head_dim + config.v_head_dim
-        latent = rank + config.qk_rope_head_dim
         query = config.q_lora_rank or width
-        time = chip.product(tokens, latent + (query if config.query_compressed else 0), width)
-        time = time + chip.product(tokens, heads * per_query, query)
-        time = time + chip.product(tokens, width, heads * config.v_head_dim)
+        latent = rank + config.qk_rope_head_dim + (query if config.query_compressed else 0)
+        time = chip.product(tokens, latent, width) + chip.product(tokens, heads * config.qk_head_dim, query)
+        time += chip.product(tokens, width, heads * config.v_head_dim)
         if config.index_topk is not None:
-            time = time + index_projections(chip, config, tokens)
-        if absorbed:
-            return time + chip.bf16_product(tokens, heads * both, rank)
-        return time + chip.product(tokens + read, heads * both, rank)
-
-    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
-        """Seconds in one layer of `tokens` that attend to `context` positions each; decode reads `read` positions in all."""
-        config = self.config
-        heads = config.num_attention_heads // self.layout.mesh.tp_size
-        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-        # Of a prompt's tokens, whose mean is `context`, half see more.
-        if config.index_topk is not None and context * (1 if decode else 2) > config.index_topk:
-            return sparse_attention(self.chip, config, heads, tokens, read, context, decode)
-        if not decode:
-            return self._prompt_attention(tokens, read, context, self.absorbs(tokens, read, context))
-        # Drafts of a request are further query rows on the same cached positions.
-        rows = read / context if context else tokens
-        return self.chip.decode_attention(heads * max(1.0, tokens / max(rows, 1e-9)), rows, context, rank + rope, rank)
+            time += index_projections(chip, config, tokens)
+        both = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        return time + (chip.bf16_product(tokens, both, rank) if absorbed else chip.product(tokens + read, both, rank))
 
     def _streamed(self, tokens: float, decode: bool) -> float:
         """Bytes that a layer's small operations read and write: a count of their operands, each once."""
-        config, mesh = self.config, self.layout.mesh
-        heads, width, F = config.num_attention_heads // mesh.tp_size, config.hidden_size, config.moe_intermediate_size
-        norms = 2 * 7 * width + 3 * ((config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim)
+        config, tp = self.config, self.layout.mesh.tp_size
+        heads = config.num_attention_heads // tp
+        norms = 2 * 7 * config.hidden_size
+        norms += 3 * ((config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_rope_head_dim)
         rotation = 4 * heads * config.qk_head_dim
         keys = 0 if decode else 2 * heads * (config.qk_head_dim + config.qk_nope_head_dim)
         output = 3 * heads * config.v_head_dim
-        apart = 0 if self.layout.fused else config.n_shared_experts
-        shared = 5 * F * apart / mesh.tp_size  # the routed experts' are in their products' times
-        return tokens * (norms + rotation + keys + output + shared)
+        shared = 0 if self.layout.fused else config.n_shared_experts  # the routed experts' are in their products' times
+        return tokens * (norms + rotation + keys + output + 5 * config.moe_intermediate_size * shared / tp)
 
     def _mlp(self, tokens: float, hidden: int) -> float:
         width = self.config.hidden_size
@@ -371,51 +296,65 @@ class StepModel(StepBasis):
     def head(self, tokens: float) -> float:
         """Seconds for the logits of so many tokens."""
         config, tp = self.config, self.layout.mesh.tp_size
-        key = ("head", tp, tokens)
-        if key not in self.shared:
-            logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
-            product = self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size)
-            self.shared[key] = product + logits
-        return self.shared[key]
+        logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
+        return self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size) + logits
 
-    def _draft(self, tokens: float, batch: float, context: float, wait: float) -> float:
-        """One pass of the MTP module: a layer with experts and its projection of two widths over all tokens, the head for each request."""
+    # Attention ----------------------------------------------------------------------------------------------------------------
+
+    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
+        """Seconds in one layer of `tokens` that attend to `context` positions each, with `read` cached positions of them all."""
         config = self.config
-        layer = sum(list(self._layers(tokens, batch * context, context, True, 1, wait, dense=0).values()))
-        joined = self.chip.bf16_product(tokens, config.hidden_size, 2 * config.hidden_size)
-        return layer + joined + self.head(batch)
+        heads = config.num_attention_heads // self.layout.mesh.tp_size
+        # Of a prompt's tokens, whose mean is `context`, half see more.
+        if config.index_topk is not None and context * (1 if decode else 2) > config.index_topk:
+            prompt = None if decode else mean_prompt(tokens, read, context)
+            return sparse_attention(self.chip, config, heads, tokens, read, context, prompt)
+        if not decode:
+            return self._prompt_attention(tokens, read, context, self.absorbs(tokens, read, context))
+        # Drafts of a request are further query rows on the same cached positions.
+        rows = read / context if context else tokens
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        each = max(1.0, tokens / max(rows, 1e-9))
+        return self.chip.decode_attention(heads * each, rows, context, latent, config.kv_lora_rank)
+
+    def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
+        """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
+        config = self.config
+        heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
+        prompt, latent = mean_prompt(tokens, read, context), rank + config.qk_rope_head_dim
+        if absorbed and self.absorbs_below:
+            return self.chip.absorbed_prompts(heads, tokens, context, latent, rank)
+        if absorbed:
+            return self.chip.decode_attention(heads * prompt, tokens / prompt, context, latent, rank)
+        widths = config.qk_head_dim + config.v_head_dim
+        return self.chip.prefill_attention(heads, tokens, tokens / prompt, context, widths)
+
+    def absorbs(self, tokens: float, read: float, context: float) -> bool:
+        """Whether prompts behind cached positions are computed with absorbed attention, and not with every cached latent expanded.
+
+        An engine may have a rule (`Engine.absorbs_below`). Else the faster form counts by published times of both kinds of kernels, which
+        for a few tokens behind many is the absorbed one; the recipe says so to the engine. read, context: as of `attention`.
+        """
+        config = self.config
+        if read <= 0 or config.index_topk is not None:
+            return False
+        if self.absorbs_below:
+            return read < self.absorbs_below
+        more = 2 * config.kv_lora_rank + config.qk_rope_head_dim - config.qk_head_dim - config.v_head_dim
+        expanded = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
+        if tokens * context * more > read * expanded:  # more operations, at no more of them a second
+            return False
+
+        def faster() -> bool:
+            naive, absorbed = (
+                self._projections(tokens, read, way) + self._prompt_attention(tokens, read, context, way)
+                for way in (False, True)
+            )
+            return absorbed < naive
+
+        return self.once(("absorbs", self.layout.mesh.tp_size, tokens, read, context), faster)
 
 
-def _overlapped(work: float, talk: float, hidden: float) -> float:
-    """The longer of the two, and the part of the shorter that is not hidden."""
-    return max(work, talk) + min(work, talk) * (1 - hidden)
-
-
-def _longest(ranks: int, batch: float, variation: float) -> float:
-    """Expected longest mean context of `ranks` replicas ÷ the mean."""
-    if ranks == 1 or variation == 0:
-        return 1.0
-    return 1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1))
-
-
-def small_kernels(count: int, within_sums: int) -> float:
-    """Seconds of a layer's kernels that are in no timed operation, captured in a CUDA graph. within_sums: of them in a timed sum."""
-    why = (
-        "SGLang 0.5.10's DeepSeek MoE layer has 8 (srt/models/deepseek_v2.py, deepseek_common/attention_forward_methods/"
-        "forward_mla.py): four norms, choosing experts, the second absorbed product, and unless it is fused the shared expert's "
-        "activation and adding it; rotation, cache write and joining are in the timed attention (aiconfigurator f93be4a, "
-        "collector/trtllm/collect_mla.py); 1 to 4 µs each"
-    )
-    count -= within_sums
-    return assumed(*(count * each for each in (2e-6, 1e-6, 4e-6)), "small kernels of a layer", why)
-
-
-def uneven_prompts() -> float:
-    """What a prefill step takes with prompts as they come ÷ with prompts of one length."""
-    return assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
-
-
-def whole_engine() -> float:
-    """What a step of a whole engine takes ÷ the sum of its operations' times."""
-    why = "operations were timed alone and warm, by one version of one engine: gaps, contention and other versions are left out"
-    return assumed(1.0, 0.85, 1.18, "whole engine ÷ its operations", why)
+def mean_prompt(tokens: float, read: float, context: float) -> float:
+    """New tokens of the mean prompt of a step: read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
+    return max(1.0, (context - 0.5) / (read / tokens + 0.5))

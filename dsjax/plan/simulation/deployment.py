@@ -10,7 +10,7 @@ from dsjax.plan.candidate import Candidate, transfer_seconds
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.admission import Admission, Lobby
-from dsjax.plan.simulation.prices import Fastest, Staged
+from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
 
 
@@ -88,10 +88,9 @@ def _engine(
     work = instance.workload
     seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
     step_tokens = max(seqs, chunk) if one_token else chunk + seqs
-    prices = _prices(instance, step_tokens, 0 if one_token else instance.options.drafts)
     cache = int(instance.memory.cache_tokens)
     return SimulatedEngine(
-        prices,
+        _prices(instance),
         instance.replicas,
         seqs=seqs,
         step_tokens=step_tokens,
@@ -105,16 +104,14 @@ def _engine(
     )
 
 
-def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Staged:
-    """Made once for all loads that an instance is played under. With several stages they have what these add to a
-    step of all layers."""
-    key = ("prices", most_tokens, drafts)
-    if key not in instance.steps:
+def _prices(instance: Instance) -> StepPrices:
+    """Made once for all loads that an instance is played under."""
+    if "prices" not in instance.steps:
         models = instance.step_models()
         paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
-        made = Fastest(models, most_tokens, drafts, paces, instance.options.drafts > 0)
-        instance.steps[key] = made if instance.layout.mesh.pp_size == 1 else Staged(made, instance, drafts)
-    return instance.steps[key]
+        through = instance.staged if instance.layout.mesh.pp_size > 1 else None
+        instance.steps["prices"] = StepPrices(models, instance.options.drafts, paces, through)
+    return instance.steps["prices"]
 
 
 def admission(instance: Instance, step_tokens: float) -> Admission:
@@ -167,7 +164,7 @@ class SeparatedService:
             for _ in range(candidate.prefill_count)
         ]
         seqs = max(1, math.ceil(candidate.batch))
-        prices = _prices(candidate.decode, seqs, candidate.decode.options.drafts)
+        prices = _prices(candidate.decode)
         replicas = candidate.decode.replicas
         self._decode = [
             _Clocked(

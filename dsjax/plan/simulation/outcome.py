@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import Candidate, moved, with_intervals
 from dsjax.plan.figure import as_json
-from dsjax.plan.host_time import front_door
 from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.service import Served
 from dsjax.plan.workload import Objective
 
-_FRONT = float(front_door())
+_FRONT = float(assumption("front door"))
 """Seconds of a TTFT that pass before and after the scheduler, which is what is played."""
 _AGREES = 0.2
 """A mean that is off by more than this share of the mean-value answer is a disagreement."""

@@ -13,7 +13,7 @@ from dsjax.engine.schedule.request import RankPlan, Request
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Asked
-from dsjax.plan.simulation.prices import Fastest, RankWork
+from dsjax.plan.simulation.prices import RankWork, StepPrices
 
 PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""
@@ -69,7 +69,7 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        prices: Fastest,
+        prices: StepPrices,
         ranks: int,
         *,
         seqs: int,
@@ -207,18 +207,19 @@ def steps_of(output: int, made: float) -> int:
 def _work(rank: RankPlan, waits: bool) -> RankWork:
     decodes, prefills = [] if waits else rank.decodes, rank.prefills
     context = sum(row.start for row in decodes) + len(decodes)
-    prompts = pairs = cached = 0
-    for _, start, length, _ in prefills:
+    prompts = pairs = cached = ended = 0
+    for _, start, length, sampled in prefills:
         prompts += length
         pairs += length * (start + (length + 1) / 2)
         cached += start
-    return RankWork(len(decodes), context, prompts, pairs, cached)
+        ended += sampled
+    return RankWork(len(decodes), context, prompts, pairs, cached, ended)
 
 
 class Decoder:
     """One instance that only decodes: requests come with their caches and run to their end in a slot of the emptiest rank."""
 
-    def __init__(self, prices: Fastest, ranks: int, *, seqs: int, made: float = 1.0):
+    def __init__(self, prices: StepPrices, ranks: int, *, seqs: int, made: float = 1.0):
         self._prices, self._seqs, self._made = prices, seqs, made
         self._decodes, self._context = [0] * ranks, [0] * ranks
         self._waiting: deque[Served] = deque()

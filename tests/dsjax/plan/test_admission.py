@@ -146,7 +146,7 @@ def test_an_engine_that_knows_ends_is_asked_how_many_prompts_it_takes():
 def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_other(v3):
     """Two of 1,000 and 500 tokens end one after the other; with 2,501 more the first would have to give way before its end."""
     model = StepModel(v3, load_cluster("h200-8"), parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"])
-    prices = StepPrices(model, 4096)
+    prices = StepPrices([model])
 
     def taken(cache, *lengths):
         engine = SimulatedEngine(

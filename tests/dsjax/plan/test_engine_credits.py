@@ -16,7 +16,6 @@ from dsjax.plan.engine import CAPABILITIES, CREDITS, dsjax_engine, find_engine
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
-from dsjax.plan.sides import PARTS, QUESTION, RUNNING, SUBCOMMANDS, sides_table
 from dsjax.plan.workload import PlanOptions
 
 ROOT = Path(__file__).parents[3]
@@ -86,23 +85,46 @@ def credit_table():
     return "\n".join(rows)
 
 
-def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page_as_the_credits_do():
-    planner, engine = PLANNER | set(SUBCOMMANDS), {field.name for field in dataclasses.fields(EngineArgs)}
-    for part in PARTS:
-        assert set(part.planner) <= planner, part.name
-        assert set(part.engine) <= engine, part.name
-    assert {part.side for part in PARTS} >= {"both", "planner only", "engine only"}
+QUESTION = """
+    model cluster hosts input_tokens output_tokens classes slo ttft_ms tpot_ms throughput measured network engine
+    operators mode batch context max_devices max_devices_per_instance price_per_hour explain sweep num_prompts
+    request_rate warmup random_range_ratio burstiness seed rows pareto plots json_file
+"""
+"""Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
+RUNNING = """
+    model revision dtype page_source kv_events_config scheduling_policy stream_interval seed record_steps
+    record_steps_bytes transfer_timeout transfer_host coordinator_address num_processes process_id host_address
+    start_timeout link_monitor_interval cluster_key_file encrypt_bulk index_scores
+"""
+"""Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure hangs on them."""
+
+
+def sides():
+    """Rows of the page's table: part, who has it, options of the planner, options of the engine."""
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    assert sides_table() in page
-    assert credit_table() in page
+    table = page.split("## What only one side has")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    for part, who, *columns in rows:
+        planner, engine = (
+            {name.removeprefix("--").replace("-", "_") for name in re.findall(r"`([^`]+)`", column)}
+            for column in columns[:2]
+        )
+        yield part, who, planner, engine
 
 
-def test_no_option_of_either_side_is_left_out_of_the_table_of_sides():
-    """A new option says in `dsjax/plan/sides.py` whether the other side has it: priced by a plan, or done by the engine."""
+def test_the_table_of_sides_says_who_has_each_option_of_the_planner_and_of_the_engine():
+    """A new option says in docs/plan.md whether the other side has it: priced by a plan, or done by the engine."""
+    rows, commands = list(sides()), {"plan fit", "plan recipe"}
+    words = {(True, True): "both", (True, False): "planner only", (False, True): "engine only"}
+    for part, who, planner, engine in rows:
+        assert who == words[bool(planner), bool(engine)], part
+    assert {who for _, who, _, _ in rows} == set(words.values())
     engine = {field.name for field in dataclasses.fields(EngineArgs)}
-    for fields, column, apart in ((PLANNER, "planner", QUESTION), (engine, "engine", RUNNING)):
-        named = {name for part in PARTS for name in getattr(part, column)} - set(SUBCOMMANDS)
-        # How the scores of selected positions are computed; tests/test_house.py keeps this name to its own folder.
-        fields = fields - {"index_scores"}
-        assert fields - named - set(apart) == set(), f"options of the {column} that dsjax/plan/sides.py does not name"
-        assert set(apart) <= fields - named, f"names of the {column} that are no options, or stand in two places"
+    for fields, at, apart in ((PLANNER, 2, QUESTION), (engine, 3, RUNNING)):
+        named, apart = {name for row in rows for name in row[at]} - commands, set(apart.split())
+        assert named | apart == fields, "options that the page does not name, or names that are no options"
+        assert not named & apart
+
+
+def test_the_page_has_the_credits():
+    assert credit_table() in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from dsjax.plan.measured import Measured, read_measured, widths
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.skew import UNIFORM
-from dsjax.plan.step import StepModel
+from dsjax.plan.step import RankWork, StepModel
 
 EACH = {"norms": 1e-6, "dense MLP": 2e-3, "router": 3e-6, "shared expert": 4e-6, "head": 5e-4}
 
@@ -114,9 +114,15 @@ def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
 
 def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, body):
     """512 tokens are two chunks of 256 that begin, on average, behind 128 positions."""
-    found = model(demo, body).prefill_parts(512, prompt=512)[0]["attention"]
+    found = model(demo, body).prefill_parts(512, prompt=512)["attention"]
     one = 1e-7 * 256 * (128 + 256)
     assert found == pytest.approx(2 * demo.num_hidden_layers * one * 1.03, rel=0.1)  # 1.03: uneven prompts
+
+
+def test_a_rank_without_work_waits_for_what_was_timed_of_the_others(demo, body):
+    step, work = model(demo, body), RankWork(8, 8 * 127)
+    alone, beside = step.step([work]), step.step([work, RankWork()])
+    assert (beside["attention"], beside["norms"]) == (alone["attention"], alone["norms"])
 
 
 def test_a_figure_beyond_the_file_is_an_assumption(demo, body):

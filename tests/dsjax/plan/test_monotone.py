@@ -162,6 +162,17 @@ def test_intervals_are_around_the_figures_of_the_search(batch):
             assert full == pytest.approx(getattr(found, name), rel=rounding)
 
 
+def test_a_closed_loop_that_prefill_holds_up_has_the_figures_of_the_search_beside_its_intervals():
+    """Draws scale the decode curve of the search by a step of theirs ÷ the usual one, which must be none of theirs."""
+    work = Workload(Lengths(4000), Lengths(500), concurrency=200.0)
+    question = Question(CONFIG, load_cluster("h20-32"), work, Objective(), PlanOptions(redundant=0, overlap="off"))
+    prefill, decode = (question.instance(parse_layout(mesh, 0, CONFIG), {}) for mesh in ("dp=2,tp=4,ep=2", "dp=4,tp=4"))
+    found = separated(prefill_pool(prefill, 16384), 2, decode, 1, 50.0)
+    again = with_intervals(found)
+    for name in ("ttft", "tpot", "throughput"):
+        assert getattr(again, name) == pytest.approx(getattr(found, name), rel=0.02)
+
+
 def test_what_two_layouts_share_cancels_in_the_ratio_of_their_figures():
     instances = [
         asked(load_cluster("h200-8")).instance(parse_layout(mesh, 0, CONFIG), {"shared": {}})

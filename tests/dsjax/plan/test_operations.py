@@ -13,6 +13,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.network import all_reduce, hosts_of_a_token
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, operator_tables
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.routed import routed_experts
 from dsjax.plan.step import StepModel
 
 
@@ -47,7 +48,7 @@ def test_a_sum_grows_with_its_bytes_and_shrinks_with_the_link_but_for_what_it_ta
 
 def experts_of(cluster, mesh, v3, tokens, decode, tables):
     step = StepModel(v3, load_cluster(cluster), parse_layout(mesh, 0, v3), PRECISIONS["fp8"], operators=tables)
-    return step.parts(tokens, tokens * 1000.0 if decode else 0.0, 1000.0, decode)["experts"] / 58
+    return routed_experts(step, tokens, decode)["experts"]
 
 
 OLD_TENSORRT_LLM = BUNDLED.of_version("tensorrt-llm-1.2.0rc5")

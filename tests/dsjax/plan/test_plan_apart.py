@@ -10,14 +10,14 @@ from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import ApartStep, _seconds
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.cold_start import recovery
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
-from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import agreement, connection, moves
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.recovery import recovery
 from dsjax.plan.turns import Turn, play_turns
 from dsjax.plan.workload import PlanOptions
 from sharding import MeshSpec
@@ -32,7 +32,7 @@ def test_messages_between_processes_take_what_was_measured_of_them():
     assert 2 * 18e6 / rate == pytest.approx(7.1e-3, rel=0.05)
     assert fixed - cluster.latency == pytest.approx(79e-6)
     assert agreement(cluster, 2) - cluster.latency == pytest.approx(79e-6)
-    assert step_message() == pytest.approx(0.13e-3)
+    assert assumption("a step's command to the other processes") == pytest.approx(0.13e-3)
 
 
 def options(engine=PUBLISHED, **changes):
@@ -122,9 +122,8 @@ def test_the_experts_of_a_step_work_for_the_tokens_of_all_attention_devices(ask)
     """As many tokens on as many devices: the products of `dp=16` with half the batch are those of 16 devices behind 8 with attention."""
     instance = decoding(ask, "dp=8", 16)
     step: ApartStep = instance.step_models()[0]
-    apart = step.parts(64, 64 * 4096, 4096, True)["experts"]
-    alike = dataclasses.replace(step.expert_side).parts(32, 32 * 4096, 4096, True)["experts"]
-    assert apart == pytest.approx(alike)
+    apart = step.routed(64, True, 1.0, False)["experts"]
+    assert apart * step.config.num_moe_layers == pytest.approx(step.expert_side.decode_parts(32, 4096)["experts"])
     side = decoding(ask, "dp=16", 16, redundant=32).step_models()[0].expert_side
     assert side.expert_slots.hosts == 1, "rows come from other devices, to which no expert's is nearer"
 

@@ -11,7 +11,7 @@ from dsjax.plan.network import all_reduce, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import UNIFORM
-from dsjax.plan.step import StepModel
+from dsjax.plan.step import RankWork, StepModel
 from sharding.dispatch import default_capacity
 
 
@@ -36,17 +36,17 @@ def test_one_device_and_one_replica_exchange_nothing(model):
 def test_gathered_tokens_cost_a_sum_over_all_ranks_each_way_and_half_of_one_in_decode(v3):
     cluster, layout = load_cluster("h200-8"), parse_layout("dp=8", 0, v3)
     step = StepModel(v3, cluster, layout, PRECISIONS["fp8"], gathers=True)
-    for decode, share in ((False, 1.0), (True, 0.5)):
-        parts = step.parts(512.0, 0.0, 500.0, decode)
+    for work, share in ((RankWork(prompts=512, pairs=512 * 500), 1.0), (RankWork(512, 512 * 500), 0.5)):
+        parts = step.step([work])
         each = all_reduce(cluster, 8, share * 8 * 512 * v3.hidden_size * 2) * v3.num_moe_layers
         assert parts["dispatch"] == parts["combine"] == pytest.approx(each)
     alone = StepModel(v3, cluster, parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"], gathers=True)
-    assert alone.parts(512.0, 0.0, 500.0, True)["dispatch"] == 0
+    assert alone.decode_parts(512, 500)["dispatch"] == 0
 
 
 def test_cached_prompts_cost_attention_but_no_projections(model):
     step = model()
-    fresh, suffix = (step.prefill_parts(8192, prompt=4096, cached=cached)[0] for cached in (0, 4096))
+    fresh, suffix = (step.prefill_parts(8192, prompt=4096, cached=cached) for cached in (0, 4096))
     assert suffix["attention"] > 2.5 * fresh["attention"]
     assert suffix["experts"] == fresh["experts"]
 
@@ -86,9 +86,7 @@ def test_dsjax_gathers_scatters_and_gathers_over_tp_in_each_layer_with_experts(v
     assert times == dict.fromkeys(kinds, v3.num_moe_layers)
     cluster, row = load_cluster("h200-8"), 2.0 * v3.hidden_size
     cut, whole = (
-        StepModel(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["bf16"], dispatch="gather").parts(
-            64, 0, 1024, True
-        )
+        StepModel(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["bf16"], dispatch="gather").decode_parts(64, 1024)
         for mesh in ("tp=8,ep=1", "tp=8")
     )
     assert cut["dispatch"] == pytest.approx(half_a_sum(cluster, 8, 8 * (row + 52)) * v3.num_moe_layers)
@@ -103,7 +101,7 @@ def test_where_ranks_share_widths_gather_has_two_collectives_over_all_of_them_an
     for mesh in ("dp=4,tp=8,ep=4", "dp=8,ep=2,etp=4", "dp=8,ep=1,etp=8"):
         layout = parse_layout(mesh, None, v3)
         step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="auto")
-        parts = step.parts(8 * layout.mesh.tp_size, 0, 1024, True)
+        parts = step.decode_parts(8 * layout.mesh.tp_size, 1024)
         combine = own_exchange(cluster, "gather", layout.devices, 8, 8, 2.0 * v3.hidden_size, 1.0)
         more = half_a_sum(cluster, 8, 8 * 2.0 * v3.hidden_size) if layout.mesh.tp_size > 1 else 0.0
         assert parts["combine"] == pytest.approx((combine + more) * v3.num_moe_layers)
@@ -114,7 +112,7 @@ def test_rows_that_ranks_share_the_width_of_travel_between_the_ranks_of_one_plac
     cluster = load_cluster("h100-32")
     layout = parse_layout("dp=4,tp=8,ep=4", None, v3)
     step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="padded")
-    combine = step.parts(8 * 400, 0, 1024, True)["combine"] / v3.num_moe_layers
+    combine = step.decode_parts(8 * 400, 1024)["combine"] / v3.num_moe_layers
     row, capacity = 2.0 * v3.hidden_size, default_capacity(400, 8, 4)
     there = xla_collective(cluster, 4, capacity * row, near=1, of=32)
     pooled = xla_collective(cluster, 8, 4 * capacity * row, kind="reduce_scatter")
@@ -126,9 +124,9 @@ def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):
     for mesh in ("dp=8,ep=1,etp=8", "tp=8,ep=1"):
         tokens = 64 if mesh.startswith("tp") else 8
         own = [
-            StepModel(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["fp8"], dispatch="auto", shared=known).parts(
-                tokens, 0, 1024, True
-            )["combine"]
+            StepModel(
+                v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["fp8"], dispatch="auto", shared=known
+            ).decode_parts(tokens, 1024)["combine"]
             for known in (shared, {})
         ]
         assert own[0] == own[1]
@@ -137,8 +135,29 @@ def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):
 def test_decode_of_published_kernels_takes_the_faster_of_deepeps_two_kinds(model):
     """On H20 a token's rows cross to a host once with the normal kernels, and once for each expert with the low-latency ones."""
     for mesh, rows in (("dp=8", 8), ("dp=16", 64), ("dp=32", 64)):
-        decode, prompts = (routed_experts(model(mesh, "h20-32", 0), rows, kind, 1, 1.0) for kind in (True, False))
+        decode, prompts = (routed_experts(model(mesh, "h20-32", 0), rows, kind) for kind in (True, False))
         times = [parts["dispatch"] + parts["combine"] for parts in (decode, prompts)]
         assert times[0] <= times[1] * (1 + 1e-9), (
             f"{mesh}, {rows} rows: {times[0]:.6f} s, and {times[1]:.6f} with normal kernels"
         )
+
+
+def test_beside_a_further_round_of_two_halves_nothing_runs(model, monkeypatch):
+    step, times = model("dp=8", "h200-8", 0, dispatch="padded", overlap=True), []
+    for rounds in (0, 1):
+        monkeypatch.setattr("dsjax.plan.halves.further_rounds", lambda *_, rounds=rounds: rounds)
+        times.append(step.decode(128, 2000))
+    of_half = routed_experts(step, 64, True, halved=True)
+    least = 2 * step.config.num_moe_layers * sum(of_half.values())
+    assert least < times[1] - times[0] < 1.5 * least, (
+        "rows travel there and back, and routed and shared experts compute"
+    )
+
+
+def test_the_rank_with_most_tokens_is_waited_for_and_experts_see_those_of_all(model):
+    step = model("dp=8", "h200-8", 0)
+    work, idle = RankWork(32, 32 * 2000), RankWork()
+    every, one = (step.step([work] * n + [idle] * (8 - n)) for n in (8, 1))
+    assert one["attention"] == every["attention"]
+    assert one["experts"] < every["experts"]
+    assert step.step([work], busy=1 / 8) == pytest.approx(one)

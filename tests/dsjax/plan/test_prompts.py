@@ -12,7 +12,8 @@ from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.prompts import _added, _steps_with_prompts, prompts_beside_decodes
-from dsjax.plan.simulation.prices import RankWork, StepPrices
+from dsjax.plan.simulation.prices import StepPrices
+from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
 
 
@@ -51,12 +52,8 @@ def test_more_requests_or_longer_prompts_never_make_a_token_wait_less(instance):
 def test_a_step_with_prompts_and_drafts_costs_what_the_simulation_says(instance, drafts):
     one, batch = instance("dp=8", 1000, eager=False, drafts=drafts), 64
     model, context = one.step_models()[0], round(one.workload.context)
-    prices, decodes = (
-        StepPrices(model, 2048, drafts, module=drafts > 0),
-        RankWork(decodes=batch, context=batch * context),
-    )
-    assert prices.seconds([decodes] * 8) == pytest.approx(model.decode(batch, context, drafts=drafts), rel=0.01)
-    work = dataclasses.replace(decodes, prompts=1000, pairs=1000 * 500.5)
+    prices, decodes = StepPrices([model], drafts), RankWork(decodes=batch, context=batch * context)
+    work = decodes._replace(prompts=1000, pairs=1000 * 500.5)
     # The planner's own 3 % for uneven prompts is left out of the simulation.
     added = _added(one, batch, 1000.0, (1.0, 1.0, 0.0))
     assert one.decode_step(batch) + added == pytest.approx(prices.seconds([work] * 8), rel=0.05)

@@ -12,18 +12,19 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.load import Asked, OfferedLoad, requests
 from dsjax.plan.simulation.outcome import Spread
-from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
+from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
+from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 pytestmark = pytest.mark.slow  # all together
@@ -52,9 +53,9 @@ def candidate(v3):
 
 def test_a_step_through_stages_is_played_with_what_stages_add(candidate):
     instance = candidate("pp=2,tp=8").decode
-    prices, ranks = deployment._prices(instance, 8192, 0), instance.replicas
+    prices, ranks = deployment._prices(instance), instance.replicas
     work = [RankWork(decodes=16, context=16 * 1050)] * ranks
-    assert prices.seconds(work) == pytest.approx(instance.decode_step(16), rel=0.035)
+    assert prices.seconds(work) == pytest.approx(instance.decode_step(16), rel=0.005)
     whole = dataclasses.replace(instance, layout=parse_layout("tp=8", 0, instance.config), steps={})
     assert prices.seconds(work) > whole.decode_step(16) + 0.006  # the host, which no other batch hides
     assert prices.seconds([RankWork()] * ranks) == 0
@@ -80,50 +81,51 @@ def test_a_step_with_all_decodes_but_one_still_takes_a_whole_prompt(candidate):
     assert config.prefill_chunk == int(options["--prefill-chunk"]) == 100
 
 
-@pytest.mark.parametrize(("mesh", "overlap"), [("dp=8", False), ("dp=8", True), ("tp=8,ep=1", False)])
-def test_steps_of_even_ranks_cost_what_the_step_model_says(step_model, mesh, overlap):
-    model = step_model(mesh, overlap=overlap, eager=False)
-    prices, ranks = StepPrices(model, 8192), model.layout.mesh.dp_size
-    # Interpolation between sizes a quarter of an octave apart: below 3.5 %. The model's own 3 % for uneven prompts is left out.
-    for batch in (1, 13, 64, 200):
+@pytest.mark.parametrize("mesh", ["dp=8", "tp=8,ep=1", "dp=4"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"overlap": True}, {"overlap": True, "dispatch": "padded"}, {"drafts": 2}],
+    ids=lambda how: ",".join(how),
+)
+def test_a_simulated_step_of_even_ranks_is_the_plans(step_model, mesh, how):
+    """There is one composition of a step: only the context of a rank's decodes is rounded, and a plan allows 3 % for uneven prompts."""
+    drafts = how.get("drafts", 0)
+    model = step_model(mesh, eager=False, **{name: value for name, value in how.items() if name != "drafts"})
+    prices, ranks = StepPrices([model], drafts), model.layout.mesh.dp_size
+    for batch in (1, 13, 200):
         work = [RankWork(decodes=batch, context=batch * 2000)] * ranks
-        assert prices.seconds(work) == pytest.approx(model.decode(batch, 2000), rel=0.035)
-    for count in (1, 4, 8):
-        work = [RankWork(prompts=count * 1000, pairs=count * 1000 * 500.5)] * ranks
-        assert prices.seconds(work) == pytest.approx(model.prefill(count * 1000, prompt=1000) / 1.03, rel=0.03)
+        assert prices.seconds(work) == pytest.approx(model.decode(batch, 2000, drafts=drafts), rel=0.003)
+    for tokens, cached in ((1000, 0), (4000, 0), (4000, 3000)):
+        rows = tokens // 1000
+        one = RankWork(prompts=tokens, pairs=tokens * (cached + 500.5), cached=rows * cached, ended=rows)
+        planned = model.prefill(tokens, prompt=1000, cached=cached, drafts=drafts)
+        assert prices.seconds([one] * ranks) == pytest.approx(planned / 1.03, rel=0.003)
     assert prices.seconds([RankWork()] * ranks) == 0
 
 
-@pytest.mark.parametrize("decode", [True, False])
-def test_a_further_round_of_two_halves_costs_what_the_step_model_says(step_model, monkeypatch, decode):
-    model = step_model("dp=8", dispatch="padded", overlap=True, eager=False)
-    work = RankWork(decodes=128, context=128 * 2000) if decode else RankWork(prompts=4096, pairs=4096 * 2048.5)
-    priced, expected = [], []
-    for rounds in (0, 1):
-        monkeypatch.setattr("dsjax.plan.halves.further_rounds", lambda *_, rounds=rounds: rounds)
-        monkeypatch.setattr("dsjax.plan.simulation.prices.further_rounds", lambda *_, rounds=rounds: rounds)
-        priced.append(StepPrices(model, 8192).seconds([work] * 8))
-        step = model.decode(128, 2000) if decode else model.prefill(4096, prompt=4096)
-        expected.append(step / (1.0 if decode else 1.03))
-    assert priced[1] - priced[0] == pytest.approx(expected[1] - expected[0], rel=0.01)
+def test_beyond_a_power_of_two_a_simulated_batch_costs_no_more_than_a_planned_one(model):
+    """Its attention was extrapolated in proportion to the batch from 32 on, where kernels gain: 1.2 % of the step at 38."""
+    wide = model("dp=16", redundant=32)
+    found = StepPrices([wide]).seconds([RankWork(38, 38 * 2250)] * 16)
+    assert found == pytest.approx(wide.decode(38, 2250), rel=0.002)
 
 
 def test_steps_are_played_at_the_pace_of_programs(step_model):
     models, work = [step_model("dp=8")], [RankWork(decodes=8, context=9000)] * 8
-    usual, slow = (Fastest(models, 1024, paces=[(1.0, pace)]).seconds(work) for pace in (1.0, 5.0))
+    usual, slow = (StepPrices(models, paces=[(1.0, pace)]).seconds(work) for pace in (1.0, 5.0))
     assert slow == pytest.approx(5 * usual)
 
 
 def test_a_captured_step_of_few_tokens_waits_for_fewer_launches(step_model):
-    prices = StepPrices(step_model("tp=8,ep=1", captured=1024), 8192)
+    prices = StepPrices([step_model("tp=8,ep=1", captured=1024)])
     few, more = ([RankWork(prompts=tokens, pairs=tokens * 50.5)] for tokens in (100, 1100))
-    eager = StepPrices(step_model("tp=8,ep=1"), 8192)
+    eager = StepPrices([step_model("tp=8,ep=1")])
     assert prices.seconds(few) < 0.5 * eager.seconds(few)
     assert prices.seconds(more) == eager.seconds(more)
 
 
 def test_a_step_with_a_few_cached_positions_is_absorbed_as_a_whole_where_the_engine_does_so(step_model):
-    usual, absorbs = (StepPrices(step_model("tp=8,ep=1", absorbs_below=below), 32768) for below in (0, 8192))
+    usual, absorbs = (StepPrices([step_model("tp=8,ep=1", absorbs_below=below)]) for below in (0, 8192))
 
     def seconds(prices, cached):
         return prices.seconds([RankWork(prompts=30_000, pairs=30_000 * 3500.5, cached=cached)])
@@ -135,7 +137,7 @@ def test_a_step_with_a_few_cached_positions_is_absorbed_as_a_whole_where_the_eng
 
 
 def test_all_ranks_wait_for_the_one_with_a_prompt(step_model):
-    prices = StepPrices(step_model("dp=8"), 8192)
+    prices = StepPrices([step_model("dp=8")])
     idle, prompt = RankWork(decodes=32, context=64_000), RankWork(32, 64_000, prompts=2000, pairs=2000 * 1000.5)
     none, one, every = (prices.seconds([prompt] * n + [idle] * (8 - n)) for n in (0, 1, 8))
     assert none < one < every
@@ -204,7 +206,7 @@ def test_lengths_and_gaps_have_the_moments_that_were_asked_for():
 
 def test_prompts_that_fill_a_step_each_wait_as_the_queue_of_one_server_says(candidate):
     found, busy = candidate(batch=1, prompt=8192, output=1), 0.8
-    service = StepPrices(found.decode.step_models()[0], 8192).seconds([RankWork(prompts=8192, pairs=8192 * 4096.5)])
+    service = StepPrices(found.decode.step_models()[:1]).seconds([RankWork(prompts=8192, pairs=8192 * 4096.5)])
     one = simulate(found, OfferedLoad(busy / service, None), Objective(), num_requests=6000)
     # M/D/1. Waits of neighbours go together: the mean of 6,000 has a standard error of about 5 %.
     assert one.ttft.mean == pytest.approx(service * (1 + busy / (2 * (1 - busy))), rel=0.1)
@@ -248,7 +250,7 @@ def test_a_lone_request_has_its_own_prompt_and_steps(candidate, step_model):
     one = simulate(found, OfferedLoad(0.01, None), Objective(), num_requests=5)
     transfer = transfer_seconds(found.decode, found.prefill)
     alone = found.prefill.prefill_step(1000.0, 1 / 8)
-    assert one.ttft.p50 == pytest.approx(front_door() + alone + transfer, rel=0.05)
+    assert one.ttft.p50 == pytest.approx(assumption("front door") + alone + transfer, rel=0.05)
     step = step_model("tp=8,ep=1").decode(1, 1050)
     assert one.tpot.p50 == pytest.approx(step, rel=0.03)
 
