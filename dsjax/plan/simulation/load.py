@@ -1,4 +1,4 @@
-"""`OfferedLoad`: who asks when, for how long: arrivals at a rate, or a fixed number of requests in flight; lengths drawn."""
+"""`OfferedLoad`: when requests arrive, at a rate or with a fixed number in flight; their lengths are drawn from the workload."""
 
 from __future__ import annotations
 
@@ -41,31 +41,38 @@ class Asked:
     kind: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class Served:
+    """A request on its way: its number, and the seconds of its arrival, first token and last token."""
+
+    number: int
+    asked: Asked
+    arrival: float
+    first: float = 0.0
+    finished: float = 0.0
+
+
 def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
     """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
     times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
     now, shares = 0.0, [one.share for one in work.kinds]
     while True:
         if load.rate is not None:
-            now += _gap(load, times)
+            even = math.isinf(load.burstiness)
+            now += 1 / load.rate if even else float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
         kind = work.kinds[int(kinds.choice(len(shares), p=shares)) if work.classes else 0]
         output = min(_length(kind.output, outputs), longest - 2)
         prompt = min(_length(kind.input, prompts), longest - output)
         yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
 
 
-def _gap(load: OfferedLoad, times: np.random.Generator) -> float:
-    if math.isinf(load.burstiness):
-        return 1 / load.rate
-    return float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
-
-
 def _length(lengths: Lengths, source: np.random.Generator) -> int:
     """Log-normal, or even, with the given mean and coefficient of variation; at least 1."""
-    if not lengths.variation:
-        return max(1, round(lengths.mean))
+    mean, variation = lengths.mean, lengths.variation
+    if not variation:
+        return max(1, round(mean))
     if lengths.even:
-        half = math.sqrt(3) * lengths.variation * lengths.mean
-        return max(1, round(source.uniform(lengths.mean - half, lengths.mean + half)))
-    spread = math.log(1 + lengths.variation**2)
-    return max(1, round(source.lognormal(math.log(lengths.mean) - spread / 2, math.sqrt(spread))))
+        half = math.sqrt(3) * variation * mean
+        return max(1, round(source.uniform(mean - half, mean + half)))
+    spread = math.log(1 + variation**2)
+    return max(1, round(source.lognormal(math.log(mean) - spread / 2, math.sqrt(spread))))

@@ -14,16 +14,17 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
+from dsjax.plan.engine import PUBLISHED, dsjax_engine
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
-from dsjax.plan.simulation.load import Asked, OfferedLoad, requests
+from dsjax.plan.simulation.load import Asked, OfferedLoad, Served, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
+from dsjax.plan.simulation.service import Decoder, SimulatedEngine
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 pytestmark = pytest.mark.slow  # all together
@@ -36,9 +37,11 @@ def step_model(model):
 
 @pytest.fixture
 def candidate(v3):
-    def make(mesh="tp=8,ep=1", batch=16, prompt=1000, output=100, variation=0.0, prefill=None, **kwargs):
+    def make(
+        mesh="tp=8,ep=1", batch=16, prompt=1000, output=100, variation=0.0, prefill=None, engine=PUBLISHED, **kwargs
+    ):
         work = Workload(Lengths(prompt, variation), Lengths(output, variation), **kwargs)
-        options = PlanOptions(overlap="off", prefill_tokens=8192)
+        options = PlanOptions(overlap="off", prefill_tokens=8192, engine=engine, dispatch=engine.dispatch)
 
         def instance(name):
             return Instance(v3, load_cluster("h200-16"), parse_layout(name, 0, v3), options, work)
@@ -214,6 +217,8 @@ CLOSED = {
     "long prompts": {"mesh": "dp=8", "batch": 16, "prompt": 8000, "output": 500, "variation": 0.2},
     "separated": {"mesh": "dp=8", "batch": 32, "output": 500, "variation": 0.2, "prefill": "dp=8"},
     "separated, few": {"mesh": "dp=8", "batch": 8, "output": 200, "variation": 0.2, "prefill": "dp=8"},
+    # One DP rank that decodes pulls one cache of 0.56 GB after the other.
+    "transfers in turn": {"batch": 16, "prompt": 8000, "prefill": "dp=8", "engine": dsjax_engine()},
 }
 
 
