@@ -1,15 +1,15 @@
 """`Lobby`: when an engine takes new prompts in. Some engines look for them less often than every step, or hold them back.
 
-Every rule is of `Engine`'s fields. `poll_steps` is SGLang's `--scheduler-recv-interval` (SchedulerRecvSkipper in its source), `hold_steps`
-TensorRT-LLM's `attention_dp_config.timeout_iters` with `enable_balance` (`_balance_adp_requests`), `fill` its `batch_wait_timeout_iters` and
-`batch_wait_max_tokens_ratio` (`_waiting_requests`).
+The rules are fields of `Engine`. `poll_steps` is SGLang's `--scheduler-recv-interval` (SchedulerRecvSkipper in its source). Of TensorRT-LLM
+`hold_steps` is `attention_dp_config.timeout_iters` with `enable_balance` (`_balance_adp_requests` in its source), and `fill` is
+`batch_wait_timeout_iters` with `batch_wait_max_tokens_ratio` (`_waiting_requests`).
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable
+from functools import partial
 
 from dsjax.plan.engine import Engine
 from dsjax.plan.simulation.load import Asked, Served
@@ -45,7 +45,7 @@ class Lobby:
         if engine.idle or engine.had_prompts or self._unpolled >= self._rule.poll_steps:
             self._held += self._unseen
             self._unseen, self._unpolled = [], 0
-        places, running = list(range(len(self._held))), engine.running
+        places, running = list(range(len(self._held))), [len(rank.running) for rank in engine.ranks]
         if self._hold:
             places, ranks = self._in_a_step(running)
             if self._waits(ranks == len(running) or not min(running), self._hold - 1):
@@ -96,38 +96,38 @@ class Lobby:
 
     def _room(self, engine: SimulatedEngine) -> Callable[[Asked], bool]:
         """Tell of one prompt after the other whether the KV cache has room for it and its output beside the requests before."""
-        if self._rule.knows_ends:
-            return self._room_until_ends(engine)
-        first, last, steps = self._rule.keeps
-        if not first and not last:
+        rule, cache = self._rule, engine.cache_tokens
+        if not rule.knows_ends and not any(rule.keeps[:2]):
             return lambda asked: True
-        kept = first + (last - first) * min(1.0, self._decode_steps / steps)
-        free = [
-            engine.cache_tokens - sum(made + kept * to_come for to_come, made in requests) for requests in engine.held
+        # Of each rank's requests: tokens still to make, and tokens so far.
+        held = [
+            [(r.max_tokens - r.num_output_tokens, len(r.token_ids)) for r in (*rank.running, *rank.waiting)]
+            for rank in engine.ranks
         ]
+        if rule.knows_ends:
+            return partial(_fits_until_ends, [sorted(requests) for requests in held], cache)
+        first, last, steps = rule.keeps
+        kept = first + (last - first) * min(1.0, self._decode_steps / steps)
+        return partial(_fits, [cache - sum(so_far + kept * left for left, so_far in requests) for requests in held])
 
-        def fits(asked: Asked) -> bool:
-            rank = free.index(max(free))
-            free[rank] -= asked.prompt + asked.output
-            return free[rank] >= 0
 
-        return fits
+def _fits(free: list[float], asked: Asked) -> bool:
+    """Give a request to the rank with most free tokens, and tell whether it has room there with its whole output."""
+    rank = free.index(max(free))
+    free[rank] -= asked.prompt + asked.output
+    return free[rank] >= 0
 
-    def _room_until_ends(self, engine: SimulatedEngine) -> Callable[[Asked], bool]:
-        """SGLang's rule for requests whose ends are known (`add_one_req_ignore_eos` of its srt/managers/schedule_policy.py).
 
-        Whoever is nearest to its end gives its tokens back first, and until then all make as many. Prompts go to the emptiest DP rank.
-        """
-        held = [sorted(requests) for requests in engine.held]
+def _fits_until_ends(held: list[list[tuple[int, int]]], cache: float, asked: Asked) -> bool:
+    """SGLang's rule for requests whose ends are known (`add_one_req_ignore_eos` of its srt/managers/schedule_policy.py).
 
-        def fits(asked: Asked) -> bool:
-            requests = min(held, key=len)
-            bisect.insort(requests, (asked.output, asked.prompt))
-            before = itertools.accumulate((made for _, made in requests), initial=0)
-            free = engine.cache_tokens - sum(made for _, made in requests)
-            return all(
-                free + given_back > (to_come + 1) * (len(requests) - at)
-                for at, ((to_come, _), given_back) in enumerate(zip(requests, before, strict=False))
-            )
-
-        return fits
+    Whoever is nearest to its end gives its tokens back first, and until then all make as many. Prompts go to the emptiest DP rank.
+    """
+    requests = min(held, key=len)
+    bisect.insort(requests, (asked.output, asked.prompt))
+    free = cache - sum(so_far for _, so_far in requests)
+    for ended, (left, so_far) in enumerate(requests):
+        if free <= (left + 1) * (len(requests) - ended):
+            return False
+        free += so_far
+    return True

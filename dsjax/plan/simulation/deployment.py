@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.candidate import Candidate, transfer_seconds, transfers_at_once
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
@@ -12,6 +13,9 @@ from dsjax.plan.simulation.admission import Lobby
 from dsjax.plan.simulation.load import Served
 from dsjax.plan.simulation.prices import Fastest, Staged
 from dsjax.plan.simulation.service import Decoder, SimulatedEngine
+
+_PAGE = 16
+"""Slots of a page, as `dsjax serve` has them by default."""
 
 
 class _Clocked:
@@ -96,7 +100,8 @@ class Service:
 
     def add(self, served: Served, now: float) -> None:
         """A request arrives."""
-        min(self._first, key=lambda one: one.instance.waiting_tokens).add(served, now)
+        waiting = [sum(rank.waiting_tokens for rank in one.instance.ranks) for one in self._first]
+        self._first[waiting.index(min(waiting))].add(served, now)
 
     def next_time(self) -> float:
         """The nearest end of a step or of a transfer; infinite while idle."""
@@ -139,19 +144,19 @@ def _engine(
     options, cache = instance.options, int(instance.memory.cache_tokens)
     seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
     step_tokens = max(seqs, chunk) if one_token else chunk + seqs
-    return SimulatedEngine(
-        _prices(instance, step_tokens, 0 if one_token else options.drafts),
-        instance.replicas,
-        seqs=seqs,
-        step_tokens=step_tokens,
-        chunk=chunk,
-        cache_tokens=cache,
-        longest=min(longest, cache),
-        sharing=instance.workload.prefix_hit > 0,
-        one_token=one_token,
-        made=1.0 if one_token else options.tokens_a_step,
-        mixes=options.engine.mixes,
+    config = SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=step_tokens,
+        prefill_chunk=chunk,
+        max_prefill_rows=step_tokens,
+        page_size=_PAGE,
+        pages_per_rank=max(2, cache // _PAGE + 1),
+        max_model_len=min(longest, cache),
+        prefix_caching=instance.workload.prefix_hit > 0,
     )
+    drafts, made = (0, 1.0) if one_token else (options.drafts, options.tokens_a_step)
+    prices, mixes = _prices(instance, step_tokens, drafts), options.engine.mixes
+    return SimulatedEngine(prices, instance.replicas, config, cache, one_token=one_token, made=made, mixes=mixes)
 
 
 def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Staged:

@@ -14,52 +14,33 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Served
 from dsjax.plan.simulation.prices import Fastest, RankWork
 
-PAGE = 16
-"""Slots of a page, as `dsjax serve` has them by default."""
 _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
 _SOME, _NONE = RowResult((0,)), RowResult()
 
 
 class SimulatedEngine:
-    """One instance under the engine's scheduler: aggregated serving, or the prefill side (outputs of one token).
+    """One instance under the engine's scheduler: aggregated serving, or with `one_token` the prefill side.
 
-    made: tokens that a decode step yields for a request on average, more than one with drafts. step_tokens: most of a step, decodes
-    among them; chunk: most of one prompt in a step, by default as many. mixes: a rank computes prompts and decodes in one step; otherwise
-    its decodes wait for the next step without prompts. gaps: (begin, seconds, decodes) of each step with decodes: a running request
-    waits so long for its next token.
+    cache_tokens: of a DP rank. made: tokens that a decode step yields for a request on average, more than one with drafts. mixes: a rank
+    computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin, seconds, decodes)
+    of each step with decodes: a running request waits so long for its next token. had_prompts: whether the last step computed any.
     """
 
     def __init__(
         self,
         prices: Fastest,
         ranks: int,
-        *,
-        seqs: int,
-        step_tokens: int,
+        config: SchedulerConfig,
         cache_tokens: int,
-        longest: int,
-        sharing: bool,
-        chunk: int | None = None,
+        *,
         one_token: bool = False,
         made: float = 1.0,
         mixes: bool = True,
     ):
-        config = SchedulerConfig(
-            max_num_seqs=seqs,
-            max_num_batched_tokens=max(seqs, step_tokens),
-            prefill_chunk=chunk or max(seqs, step_tokens),
-            max_prefill_rows=step_tokens,
-            page_size=PAGE,
-            pages_per_rank=max(2, cache_tokens // PAGE + 1),
-            max_model_len=longest,
-            prefix_caching=sharing,
-        )
-        self._scheduler, self._prices, self._one_token = Scheduler(config, ranks), prices, one_token
-        self._made, self._mixes, self.cache_tokens = made, mixes, cache_tokens
-        self._stalled = 0.0
+        self._scheduler, self._prices, self.cache_tokens = Scheduler(config, ranks), prices, cache_tokens
+        self._one_token, self._made, self._mixes, self.ranks = one_token, made, mixes, self._scheduler.ranks
         self._serving: dict[str, Served] = {}
-        self._count = 0
-        self._plan = None
+        self._plan, self._stalled, self.had_prompts = None, 0.0, False
         self.gaps: list[tuple[float, float, int]] = []
 
     @property
@@ -67,42 +48,19 @@ class SimulatedEngine:
         """Whether it has no request."""
         return not self._serving
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of requests that have not begun."""
-        return self._scheduler.waiting_tokens
-
-    @property
-    def had_prompts(self) -> bool:
-        """Whether the last step computed any prompt."""
-        return self._plan is not None and any(rank.prefills for rank in self._plan.ranks)
-
-    @property
-    def running(self) -> list[int]:
-        """Requests of each DP rank that have begun."""
-        return [len(rank.running) for rank in self._scheduler.ranks]
-
-    @property
-    def held(self) -> list[list[tuple[int, int]]]:
-        """(tokens still to make, tokens so far) of each DP rank's requests, running and waiting."""
-        return [
-            [(r.max_tokens - r.num_output_tokens, len(r.token_ids)) for r in (*rank.running, *rank.waiting)]
-            for rank in self._scheduler.ranks
-        ]
-
     def add(self, served: Served, now: float) -> None:
         """Queue a request."""
-        asked, name = served.asked, str(self._count)
+        asked, name = served.asked, str(served.number)
         # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
-        tokens = [_SHARED_TOKEN] * asked.shared + [_OWN_TOKEN + self._count] * (asked.prompt - asked.shared)
+        tokens = [_SHARED_TOKEN] * asked.shared + [_OWN_TOKEN + served.number] * (asked.prompt - asked.shared)
         output = 1 if self._one_token else asked.output
         self._scheduler.add(Request(name, tokens, asked.prompt, _PARAMS, output, 0, arrival_time=now))
         self._serving[name] = served
-        self._count += 1
 
     def begin(self, now: float) -> float:
         """Start a step; give its seconds."""
         self._plan = self._scheduler.schedule(now)
+        self.had_prompts = any(rank.prefills for rank in self._plan.ranks)
         ranks = [_work(rank, self._waits(rank)) for rank in self._plan.ranks]
         seconds = self._prices.seconds(ranks)
         if decodes := sum(work.decodes for work in ranks):

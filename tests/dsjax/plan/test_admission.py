@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 from dsjax.plan.arguments import SimulateArgs
 from dsjax.plan.candidate import aggregated
@@ -22,26 +24,18 @@ from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
-@dataclasses.dataclass
 class FakeEngine:
-    """What a lobby asks an engine. free: tokens of each rank's KV cache that nobody holds; to_come: that running requests will make."""
+    """What a lobby asks an engine whose ranks have so many `running` requests.
 
-    running: list[int]
-    had_prompts: bool = False
-    free: float = math.inf
-    to_come: int = 0
+    free: tokens of each rank's KV cache that nobody holds; to_come: that the running requests of a rank will make.
+    """
 
-    @property
-    def cache_tokens(self) -> float:
-        return self.free + 1000
-
-    @property
-    def held(self) -> list[list[tuple[int, int]]]:
-        return [[(self.to_come, 1000)] for _ in self.running]
-
-    @property
-    def idle(self) -> bool:
-        return not any(self.running)
+    def __init__(self, running, had_prompts=False, free=math.inf, to_come=0):
+        self.had_prompts, self.cache_tokens, self.idle = had_prompts, free, not any(running)
+        self.ranks = []
+        for count in running:
+            request = SimpleNamespace(max_tokens=to_come / max(1, count), num_output_tokens=0, token_ids=())
+            self.ranks.append(SimpleNamespace(running=[request] * count, waiting=[]))
 
 
 def lobby(ranks=1, step_tokens=math.inf, decode_tokens=1, **rule):
@@ -61,7 +55,7 @@ def names(given):
 
 def steps_until_taken(arrived, engine, most=200, **rule):
     """Steps after which the lobby has given all prompts that arrived at once, to an engine that does not change."""
-    tested, given = lobby(len(engine.running), **rule), 0
+    tested, given = lobby(len(engine.ranks), **rule), 0
     entering = prompts(arrived)
     for step in range(1, most):
         given += len(tested.admit(engine, entering))
@@ -115,7 +109,7 @@ def test_a_prompt_waits_until_the_cache_has_room_beside_what_running_requests_ar
     tight = FakeEngine([8], free=2000, to_come=1000)  # a prompt with its output needs 1,100
     assert steps_until_taken("a", tight) == 1
     assert steps_until_taken("a", tight, keeps=(1.0, 1.0, 1)) == math.inf
-    falling = dataclasses.replace(tight, free=1600)
+    falling = FakeEngine([8], free=1600, to_come=1000)
     assert steps_until_taken("a", falling, keeps=(0.7, 0.1, 60)) == 20, "0.5 of the outputs are kept by then"
     assert steps_until_taken("a", FakeEngine([0], free=10), keeps=(1.0, 1.0, 1)) == 1, "alone it may have what there is"
 
@@ -126,9 +120,7 @@ def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_oth
     prices = StepPrices(model, 4096)
 
     def taken(cache, *outputs):
-        engine = SimulatedEngine(
-            prices, 1, seqs=8, step_tokens=8192, cache_tokens=cache, longest=8192, sharing=False, made=1.0
-        )
+        engine = SimulatedEngine(prices, 1, SchedulerConfig(8, 8192, 8192, 8192, 16, 1024, 8192), cache)
         asked = [Served(at, Asked(0.0, 1000, 0, output), 0.0) for at, output in enumerate(outputs)]
         return len(lobby(knows_ends=True, keeps=(1.0, 1.0, 1)).admit(engine, [(one, 0.0) for one in asked]))
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsjax.cli import app
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED, dsjax_engine
@@ -158,15 +159,13 @@ class Recorded:
 @pytest.mark.parametrize("separated_from_prefill", [False, True])
 def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
     """1,000 tokens after a prompt of 1,000, with drafts 2.5 a step: the last of 400 steps attends to nearly 2,000."""
-    prices, sizes = (
-        Recorded(),
-        {"seqs": 8, "step_tokens": 4096, "cache_tokens": 8192, "longest": 4096, "sharing": False},
-    )
-    one = (
-        Decoder(prices, 1, seqs=8, made=2.5)
-        if separated_from_prefill
-        else SimulatedEngine(prices, 1, made=2.5, **sizes)
-    )
+    prices = Recorded()
+    if separated_from_prefill:
+        one = Decoder(prices, 1, seqs=8, made=2.5)
+    else:
+        one = SimulatedEngine(
+            prices, 1, SchedulerConfig(8, 4096, 4096, 4096, 16, 513, 4096, prefix_caching=False), 8192, made=2.5
+        )
     one.add(Served(0, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
     while not one.idle:
         one.begin(0.0)
@@ -178,9 +177,8 @@ def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
 
 def test_the_cache_fills_with_what_steps_make():
     prices = Recorded()
-    engine = SimulatedEngine(
-        prices, 1, seqs=8, step_tokens=4096, cache_tokens=3200, longest=3200, sharing=False, made=2.5
-    )
+    config = SchedulerConfig(8, 4096, 4096, 4096, 16, 201, 3200, prefix_caching=False)
+    engine = SimulatedEngine(prices, 1, config, 3200, made=2.5)
     for number in range(2):
         engine.add(Served(number, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
     while not engine.idle:
