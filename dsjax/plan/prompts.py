@@ -21,16 +21,14 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     """(seconds that prompts add to each token of a running request, seconds that they add to a step of decodes that has any).
 
     In a step each request gets a token, so `batch × replicas ÷ output` requests end and as many prompts take their places:
-    a Poisson number, spread evenly by the router. A step that has any lasts as long as its fullest replica
-    computes, `⌈prompts ÷ replicas⌉` of them; the other replicas wait, idle but for their experts. The low end is an engine that
-    holds prompts back until every replica has a whole step of them, and with such an engine (`Engine.holds_prompts`) the value.
-
-    tokens: most prompt tokens of a replica in a step; longer prompts come as chunks.
+    a Poisson number, spread evenly by the router. A step that has any lasts as long as its fullest replica computes,
+    `⌈prompts ÷ replicas⌉` of them. The low end is an engine that holds prompts back until every replica has a whole step of them, and
+    with such an engine (`Engine.holds_prompts`) the value. tokens: most prompt tokens of a replica in a step; longer prompts are chunked.
     """
     ranks, (size, most, each) = instance.layout.unit.mesh.dp_size, _chunks(instance, batch, tokens)
-    share, arriving = -math.expm1(-each * ranks), each * ranks
-    deepest = _fullest(arriving, ranks) / share
-    busy = _within_shares(arriving / share / (ranks * deepest))
+    share = -math.expm1(-each * ranks)
+    deepest = _fullest(each * ranks, ranks) / share
+    busy = _within_shares(each / share / deepest)
     depth = max(1.0, min(deepest, most))
     step = _between_whole(depth, lambda count: _prefill(instance, count * size, busy))
     added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
@@ -65,10 +63,7 @@ def own_load(instance: Instance, batch: float, tokens: float) -> float:
 
 
 def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
-    """The size of a step's prompts, of these, with which a token waits least for them.
-
-    Small steps let more replicas have a chunk at the same time, large ones compute a token for less.
-    """
+    """Of these sizes of a step's prompts the one with which a token waits least for them."""
     return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0])
 
 
@@ -115,10 +110,9 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> floa
 
 
 def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
-    """Seconds that `others` more tokens add to a prefill step of `tokens`, which reads the weights anyway.
+    """Seconds that `others` more tokens add to a prefill step of `tokens`, which reads the weights anyway; without waiting for launches.
 
-    They are interpolated linearly between steps of `tokens`, of twice and four times as many, and so on. What the device waits for launches
-    is left out.
+    They are interpolated linearly between steps of `tokens`, of twice and four times as many, and so on.
     """
 
     def computing(tokens: float) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dsjax.plan.engine import Engine
-from dsjax.plan.simulation.load import Asked, Served
+from dsjax.plan.simulation.load import Served
 from dsjax.plan.simulation.service import SimulatedEngine
 
 
@@ -27,8 +27,8 @@ class Lobby:
         self._rule, self._step_tokens, self._decode_tokens = rule, step_tokens, decode_tokens
         self._hold = rule.hold_steps if rule.holds_prompts and ranks > 1 else 0
         self._fill = rule.fill if ranks == 1 else (0, 0.0)
-        self._unseen: list[tuple[Served, float]] = []
-        self._held: list[tuple[Served, float]] = []
+        self._unseen: list[Served] = []
+        self._held: list[Served] = []
         self._unpolled = self._waited = self._decode_steps = 0
 
     @property
@@ -37,8 +37,8 @@ class Lobby:
         rule = self._rule
         return rule.poll_steps <= 1 and not (self._hold or self._fill[0] or any(rule.keeps[:2]) or rule.knows_ends)
 
-    def admit(self, engine: SimulatedEngine, arrived: list[tuple[Served, float]]) -> list[tuple[Served, float]]:
-        """Prompts, each with the second of its arrival, that the engine schedules in its next step. Called once between two steps."""
+    def admit(self, engine: SimulatedEngine, arrived: list[Served]) -> list[Served]:
+        """Prompts that the engine schedules in its next step. Called once between two steps."""
         self._unseen += arrived
         self._unpolled += 1
         self._decode_steps += not engine.had_prompts
@@ -53,12 +53,12 @@ class Lobby:
         elif self._fill[0] and self._held and any(running):
             steps, share = self._fill
             wanted = share * self._step_tokens - self._decode_tokens * sum(running)
-            if self._waits(sum(served.asked.prompt for served, _ in self._held) >= wanted, steps):
+            if self._waits(sum(served.prompt for served in self._held) >= wanted, steps):
                 return []
         fits, idle = self._room(engine), engine.idle
         chosen = set()
         for place in places:
-            if not fits(self._held[place][0].asked) and (chosen or not idle):  # an idle engine takes one
+            if not fits(self._held[place]) and (chosen or not idle):  # an idle engine takes one
                 break
             chosen.add(place)
         released = [self._held[place] for place in sorted(chosen)]
@@ -81,12 +81,12 @@ class Lobby:
         taken: set[int] = set()
         full: set[int] = set()
         places: list[int] = []
-        for place, (served, _) in enumerate(self._held):
+        for place, served in enumerate(self._held):
             rank = counts.index(min(counts))
             counts[rank] += 1
             if rank in full:
                 continue
-            left[rank] -= served.asked.prompt
+            left[rank] -= served.prompt
             if left[rank] < 0 and rank in taken:
                 full.add(rank)
                 continue
@@ -94,11 +94,11 @@ class Lobby:
             places.append(place)
         return places, len(taken)
 
-    def _room(self, engine: SimulatedEngine) -> Callable[[Asked], bool]:
+    def _room(self, engine: SimulatedEngine) -> Callable[[Served], bool]:
         """Tell of one prompt after the other whether the KV cache has room for it and its output beside the requests before."""
         rule, cache = self._rule, engine.cache_tokens
         if not rule.knows_ends and not any(rule.keeps[:2]):
-            return lambda asked: True
+            return lambda served: True
         # Of each rank's requests: tokens still to make, and tokens so far.
         held = [
             [(r.max_tokens - r.num_output_tokens, len(r.token_ids)) for r in (*rank.running, *rank.waiting)]
@@ -111,20 +111,20 @@ class Lobby:
         return partial(_fits, [cache - sum(so_far + kept * left for left, so_far in requests) for requests in held])
 
 
-def _fits(free: list[float], asked: Asked) -> bool:
+def _fits(free: list[float], served: Served) -> bool:
     """Give a request to the rank with most free tokens, and tell whether it has room there with its whole output."""
     rank = free.index(max(free))
-    free[rank] -= asked.prompt + asked.output
+    free[rank] -= served.prompt + served.output
     return free[rank] >= 0
 
 
-def _fits_until_ends(held: list[list[tuple[int, int]]], cache: float, asked: Asked) -> bool:
+def _fits_until_ends(held: list[list[tuple[int, int]]], cache: float, served: Served) -> bool:
     """SGLang's rule for requests whose ends are known (`add_one_req_ignore_eos` of its srt/managers/schedule_policy.py).
 
     Whoever is nearest to its end gives its tokens back first, and until then all make as many. Prompts go to the emptiest DP rank.
     """
     requests = min(held, key=len)
-    bisect.insort(requests, (asked.output, asked.prompt))
+    bisect.insort(requests, (served.output, served.prompt))
     free = cache - sum(so_far for _, so_far in requests)
     for ended, (left, so_far) in enumerate(requests):
         if free <= (left + 1) * (len(requests) - ended):

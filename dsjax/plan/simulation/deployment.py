@@ -19,35 +19,32 @@ _PAGE = 16
 
 
 class _Clocked:
-    """An instance that begins a step whenever it has work and none is running. until: the end of the running step.
+    """An instance that begins a step whenever it has work and none is running.
 
     ahead: a step is planned when the one before begins, so that what arrives during one step waits for the next one too, unless
-    there is none. lobby: where prompts wait that the engine keeps from its scheduler; None where it keeps none.
+    there is none. lobby: where prompts wait that the engine keeps from its scheduler; None where it keeps none. until: the end of the
+    running step. requests: running and waiting.
     """
 
     def __init__(self, instance: SimulatedEngine | Decoder, ahead: bool = False, lobby: Lobby | None = None):
         self.instance, self.until, self._ahead, self._lobby = instance, math.inf, ahead, lobby
-        self._arrived: list[tuple[Served, float]] = []
-        self._planned: list[tuple[Served, float]] = []
-
-    @property
-    def requests(self) -> int:
-        """Running and waiting."""
-        return self.instance.requests + len(self._planned) + len(self._arrived)
+        self._arrived, self._planned, self.requests = list[Served](), list[Served](), 0
 
     def add(self, served: Served, now: float) -> None:
+        self.requests += 1
         if math.isinf(self.until):
-            self.instance.add(served, now)
+            self.instance.add(served)
             self._begin(now)
         elif self._ahead:
-            self._arrived.append((served, now))
+            self._arrived.append(served)
         elif self._lobby is not None:
-            self._planned.append((served, now))
+            self._planned.append(served)
         else:
-            self.instance.add(served, now)
+            self.instance.add(served)
 
     def advance(self) -> list[Served]:
         done = self.instance.end(self.until)
+        self.requests -= len(done)
         self._admit(self._planned)
         self._planned, self._arrived = self._arrived, []
         if self.instance.idle:
@@ -56,9 +53,9 @@ class _Clocked:
         self._begin(self.until)
         return done
 
-    def _admit(self, arrived: list[tuple[Served, float]]) -> None:
-        for served, when in arrived if self._lobby is None else self._lobby.admit(self.instance, arrived):
-            self.instance.add(served, when)
+    def _admit(self, arrived: list[Served]) -> None:
+        for served in arrived if self._lobby is None else self._lobby.admit(self.instance, arrived):
+            self.instance.add(served)
 
     def _begin(self, now: float) -> None:
         self.until = math.inf if self.instance.idle else now + self.instance.begin(now)
@@ -74,17 +71,16 @@ class Service:
     def __init__(self, candidate: Candidate, longest: int):
         decode, tokens, seqs = candidate.decode, candidate.prefill_tokens, max(1, math.ceil(candidate.batch))
         drafts, made = decode.options.drafts, decode.options.tokens_a_step
-        self._decode: list[_Clocked] = []
         self._moving: list[tuple[float, int, Served]] = []
         if candidate.mode == "aggregated":
             lobby = Lobby(decode.options.engine, decode.replicas, tokens + seqs, 1 + drafts)
             engine = _engine(decode, candidate.batch, tokens, longest)
-            self._first = [_Clocked(engine, decode.ahead, None if lobby.is_open else lobby)]
+            self._decode = self._prefill = [_Clocked(engine, decode.ahead, None if lobby.is_open else lobby)]
             return
         prefill = candidate.prefill
         # The prefill side holds a step's prompts and those before them in the queue, no more.
         batch = 4 * max(1.0, tokens / prefill.workload.computed)
-        self._first = [
+        self._prefill = [
             _Clocked(_engine(prefill, batch, tokens, longest, one_token=True)) for _ in range(candidate.prefill_count)
         ]
         prices = _prices(decode, seqs, drafts)
@@ -100,13 +96,13 @@ class Service:
 
     def add(self, served: Served, now: float) -> None:
         """A request arrives."""
-        waiting = [sum(rank.waiting_tokens for rank in one.instance.ranks) for one in self._first]
-        self._first[waiting.index(min(waiting))].add(served, now)
+        waiting = [sum(rank.waiting_tokens for rank in one.instance.ranks) for one in self._prefill]
+        self._prefill[waiting.index(min(waiting))].add(served, now)
 
     def next_time(self) -> float:
         """The nearest end of a step or of a transfer; infinite while idle."""
         moved = self._moving[0][0] if self._moving else math.inf
-        return min(moved, *(one.until for one in (*self._first, *self._decode)))
+        return min(moved, *(one.until for one in (*self._prefill, *self._decode)))
 
     def advance(self) -> list[Served]:
         """End one step or transfer; give the requests that finished."""
@@ -114,12 +110,9 @@ class Service:
         for one in self._decode:
             if one.until == now:
                 return one.advance()
-        for one in self._first:
+        for one in self._prefill:
             if one.until == now:
-                done = one.advance()
-                if not self._decode:
-                    return done
-                for served in done:
+                for served in one.advance():
                     self._move(served, now)
                 return []
         served = heapq.heappop(self._moving)[2]
@@ -134,7 +127,7 @@ class Service:
 
     def gaps(self) -> list[tuple[float, float, int]]:
         """(begin, seconds, decodes) of all decoding steps."""
-        return [gap for one in self._decode or self._first for gap in one.instance.gaps]
+        return [gap for one in self._decode for gap in one.instance.gaps]
 
 
 def _engine(

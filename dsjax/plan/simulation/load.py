@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,40 +31,32 @@ class OfferedLoad:
         return f"{self.rate:.3g} requests/s, {kind}"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request: seconds of its arrival, prompt tokens of which the first `shared` are in the cache, output tokens, its class."""
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request. arrival, first, finished: seconds of its arrival, first and last token. shared: prompt tokens that are in the cache."""
 
+    number: int
     arrival: float
     prompt: int
     shared: int
     output: int
     kind: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class Served:
-    """A request on its way: its number, and the seconds of its arrival, first token and last token."""
-
-    number: int
-    asked: Asked
-    arrival: float
     first: float = 0.0
     finished: float = 0.0
 
 
-def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
+def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Served]:
     """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
     times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
     now, shares = 0.0, [one.share for one in work.kinds]
-    while True:
+    for number in itertools.count():
         if load.rate is not None:
             even = math.isinf(load.burstiness)
             now += 1 / load.rate if even else float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
         kind = work.kinds[int(kinds.choice(len(shares), p=shares)) if work.classes else 0]
         output = min(_length(kind.output, outputs), longest - 2)
         prompt = min(_length(kind.input, prompts), longest - output)
-        yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
+        yield Served(number, now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
 
 
 def _length(lengths: Lengths, source: np.random.Generator) -> int:

@@ -65,7 +65,7 @@ class Waits:
 
 def _times(served: Sequence[Served]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """TTFT, TPOT (NaN where the output has one token) and end-to-end time of each request, seconds."""
-    rows = [(one.arrival, one.first, one.finished, one.asked.output) for one in served]
+    rows = [(one.arrival, one.first, one.finished, one.output) for one in served]
     arrival, first, finished, output = np.array(rows, float).T
     tpot = (finished - first) / np.where(output > 1, output - 1, np.nan)
     return first - arrival + _FRONT, tpot, finished - arrival + _FRONT
@@ -77,10 +77,8 @@ class SimulationOutcome(Waits):
 
     itl: over tokens, the time of the step that made each; None where outputs have one token. requests_per_s: that ended from the first
     measured one's arrival to the last one's end; tokens_per_s: output tokens. kept: share of the requests that kept every objective.
-    mean_ttft, mean_tpot: the mean-value answer at the same load. classes: waits of each class of the workload that was asked for, by
-    name. steady: where all users began at once, of the requests after each user's first two; None elsewhere, or where there are none.
-    calibrated: what a benchmark would report of such a start, with the ends that hold 9 of 10 (`calibrated_report`); None where it was
-    not asked for.
+    mean_ttft, mean_tpot: the mean-value answer at the same load. classes: by the names of the workload's classes. steady: where all
+    users began at once, of the requests after each user's first two, if any. calibrated: `calibrated_report` of such a start, or None.
     """
 
     load: OfferedLoad
@@ -155,7 +153,7 @@ def outcome(
     missed = ttft > (objective.ttft or np.inf)
     missed |= tpot > (objective.tpot or np.inf)
     answer = mean_value(candidate, load)
-    kinds = {one.name: [s for s in measured if s.asked.kind == one.name] for one in candidate.decode.workload.classes}
+    kinds = {one.name: [s for s in measured if s.kind == one.name] for one in candidate.decode.workload.classes}
     return SimulationOutcome(
         **vars(Waits.of(measured)),
         load=load,

@@ -62,24 +62,23 @@ def simulate(
     service, source = Service(candidate, longest), requests(share, work, longest, seed)
     measured: list[Served] = []
     finishes: list[float] = []
-    asked = next(source)
-    arrived = done = 0
+    coming, done = next(source), 0
 
     def arrive(now: float) -> None:
-        nonlocal asked, arrived
-        served = Served(arrived, asked, now)
-        if first <= arrived < last:
-            measured.append(served)
-        service.add(served, now)
-        arrived, asked = arrived + 1, next(source)
+        nonlocal coming
+        coming.arrival = now
+        if first <= coming.number < last:
+            measured.append(coming)
+        service.add(coming, now)
+        coming = next(source)
 
     starts = iter([0.0 if at_once else stay * index / users for index in range(users)])
-    following = next(starts) if users else asked.arrival
+    following = next(starts) if users else coming.arrival
     while done < num_requests:
         now = service.next_time()
         if following <= now:
             arrive(following)
-            following = next(starts, math.inf) if users else asked.arrival
+            following = next(starts, math.inf) if users else coming.arrival
             continue
         for served in service.advance():
             finishes.append(now)
@@ -87,7 +86,7 @@ def simulate(
                 done += 1
                 if progress:
                     progress(done, num_requests)
-            if users and (arrived < last or not at_once):
+            if users and (coming.number < last or not at_once):
                 arrive(now)
     settled = 2 * users if at_once else None
     return outcome(load, instances, candidate, objective, measured, finishes, service.gaps(), settled)

@@ -48,13 +48,13 @@ class SimulatedEngine:
         """Whether it has no request."""
         return not self._serving
 
-    def add(self, served: Served, now: float) -> None:
+    def add(self, served: Served) -> None:
         """Queue a request."""
-        asked, name = served.asked, str(served.number)
+        name = str(served.number)
         # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
-        tokens = [_SHARED_TOKEN] * asked.shared + [_OWN_TOKEN + served.number] * (asked.prompt - asked.shared)
-        output = 1 if self._one_token else asked.output
-        self._scheduler.add(Request(name, tokens, asked.prompt, _PARAMS, output, 0, arrival_time=now))
+        tokens = [_SHARED_TOKEN] * served.shared + [_OWN_TOKEN + served.number] * (served.prompt - served.shared)
+        output = 1 if self._one_token else served.output
+        self._scheduler.add(Request(name, tokens, served.prompt, _PARAMS, output, 0, arrival_time=served.arrival))
         self._serving[name] = served
 
     def begin(self, now: float) -> float:
@@ -112,26 +112,24 @@ def _tokens_of_a_step(before: int, made: float) -> RowResult:
 class Decoder:
     """One instance that only decodes: requests come with their KV caches and run to their end in a slot of the emptiest rank.
 
-    made, gaps: as of `SimulatedEngine`. requests: running and waiting.
+    made, gaps: as of `SimulatedEngine`.
     """
 
     def __init__(self, prices: Fastest, ranks: int, *, seqs: int, made: float = 1.0):
         self._prices, self._seqs, self._made = prices, seqs, made
         self._decodes, self._context = [0] * ranks, [0.0] * ranks
-        self._waiting: deque[Served] = deque()
+        self._waiting, self._steps = deque[Served](), 0
         self._ends: list[tuple[int, int, int, float, Served]] = []
-        self._steps = self.requests = 0
         self.gaps: list[tuple[float, float, int]] = []
 
     @property
     def idle(self) -> bool:
         """Whether it has no request."""
-        return not self.requests
+        return not (self._ends or self._waiting)
 
-    def add(self, served: Served, now: float) -> None:
+    def add(self, served: Served) -> None:
         """Queue a request whose cache has arrived."""
         self._waiting.append(served)
-        self.requests += 1
 
     def begin(self, now: float) -> float:
         """Admit while slots are free, and start a step; give its seconds."""
@@ -140,7 +138,7 @@ class Decoder:
             served = self._waiting.popleft()
             served.first = now
             rank = min(range(len(self._decodes)), key=lambda r: (self._decodes[r], self._context[r]))
-            steps, first = max(1, math.ceil((served.asked.output - 1) / made)), served.asked.prompt + 1
+            steps, first = max(1, math.ceil((served.output - 1) / made)), served.prompt + 1
             self._decodes[rank] += 1
             self._context[rank] += first - made
             last = first + (steps - 1) * made
@@ -161,5 +159,4 @@ class Decoder:
             self._decodes[rank] -= 1
             self._context[rank] -= last
             done.append(served)
-        self.requests -= len(done)
         return done

@@ -16,7 +16,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.simulation.admission import Lobby
-from dsjax.plan.simulation.load import Asked, OfferedLoad, Served
+from dsjax.plan.simulation.load import OfferedLoad, Served
 from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
 from dsjax.plan.simulation.service import SimulatedEngine
@@ -46,11 +46,11 @@ def lobby(ranks=1, step_tokens=math.inf, decode_tokens=1, **rule):
 
 def prompts(names, tokens=1000, output=100):
     """What enters a lobby: a request of each name, at the beginning."""
-    return [(Served(number, Asked(0.0, tokens, 0, output, name), 0.0), 0.0) for number, name in enumerate(names)]
+    return [Served(number, 0.0, tokens, 0, output, name) for number, name in enumerate(names)]
 
 
 def names(given):
-    return "".join(served.asked.kind for served, _ in given)
+    return "".join(served.kind for served in given)
 
 
 def steps_until_taken(arrived, engine, most=200, **rule):
@@ -121,8 +121,8 @@ def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_oth
 
     def taken(cache, *outputs):
         engine = SimulatedEngine(prices, 1, SchedulerConfig(8, 8192, 8192, 8192, 16, 1024, 8192), cache)
-        asked = [Served(at, Asked(0.0, 1000, 0, output), 0.0) for at, output in enumerate(outputs)]
-        return len(lobby(knows_ends=True, keeps=(1.0, 1.0, 1)).admit(engine, [(one, 0.0) for one in asked]))
+        asked = [Served(at, 0.0, 1000, 0, output) for at, output in enumerate(outputs)]
+        return len(lobby(knows_ends=True, keeps=(1.0, 1.0, 1)).admit(engine, asked))
 
     # 2,000 tokens of prompts; both make 500 more, then the second 500 more in the room of the first.
     assert taken(2000 + 2 * 501 + 1, 500, 1000) == 2

@@ -21,7 +21,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
-from dsjax.plan.simulation.load import Asked, OfferedLoad, Served, requests
+from dsjax.plan.simulation.load import OfferedLoad, Served, requests
 from dsjax.plan.simulation.outcome import Spread
 from dsjax.plan.simulation.prices import Fastest, RankWork, StepPrices
 from dsjax.plan.simulation.run import simulate
@@ -68,12 +68,11 @@ def test_a_step_with_all_decodes_but_one_still_takes_a_whole_prompt(candidate):
     found = candidate(batch=64, prompt=100, output=64)
     found = aggregated(found.decode, 1, 64, 100)
     engine = deployment._engine(found.decode, found.batch, found.prefill_tokens, 4096)
-    prompt = Asked(0.0, 100, 0, 200)  # none ends meanwhile
     for number in range(63):
-        engine.add(Served(number, prompt, 0.0), 0.0)
+        engine.add(Served(number, 0.0, 100, 0, 200))  # none ends meanwhile
         engine.begin(0.0)
         engine.end(0.0)
-    engine.add(Served(63, prompt, 0.0), 0.0)
+    engine.add(Served(63, 0.0, 100, 0, 200))
     engine.begin(0.0)
     (rank,) = engine._plan.ranks
     assert sum(row.length for row in rank.prefills) == 100
@@ -166,7 +165,7 @@ def test_a_request_grows_by_what_a_step_makes(separated_from_prefill):
         one = SimulatedEngine(
             prices, 1, SchedulerConfig(8, 4096, 4096, 4096, 16, 513, 4096, prefix_caching=False), 8192, made=2.5
         )
-    one.add(Served(0, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
+    one.add(Served(0, 0.0, 1000, 0, 1000))
     while not one.idle:
         one.begin(0.0)
         one.end(0.0)
@@ -180,7 +179,7 @@ def test_the_cache_fills_with_what_steps_make():
     config = SchedulerConfig(8, 4096, 4096, 4096, 16, 201, 3200, prefix_caching=False)
     engine = SimulatedEngine(prices, 1, config, 3200, made=2.5)
     for number in range(2):
-        engine.add(Served(number, Asked(0.0, 1000, 0, 1000), 0.0), 0.0)
+        engine.add(Served(number, 0.0, 1000, 0, 1000))
     while not engine.idle:
         engine.begin(0.0)
         engine.end(0.0)
