@@ -39,10 +39,6 @@ class Lengths:
     variation: float = 0.0
     even: bool = False
 
-    def ranged(self, ratio: float) -> Lengths:
-        """Lengths from `ratio` to 1 times this mean, evenly, as InferenceX draws them."""
-        return Lengths(self.mean * (1 + ratio) / 2).around((1 - ratio) / (1 + ratio))
-
     def around(self, ratio: float) -> Lengths:
         """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""
         return Lengths(self.mean, ratio / math.sqrt(3), True)

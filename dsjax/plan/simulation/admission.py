@@ -45,7 +45,7 @@ class Lobby:
         if engine.idle or engine.had_prompts or self._unpolled >= self._rule.poll_steps:
             self._held += self._unseen
             self._unseen, self._unpolled = [], 0
-        places, running = list(range(len(self._held))), [len(rank.running) for rank in engine.ranks]
+        places, running = list(range(len(self._held))), [len(rank.running) for rank in engine.scheduler.ranks]
         if self._hold:
             places, ranks = self._in_a_step(running)
             if self._waits(ranks == len(running) or not min(running), self._hold - 1):
@@ -102,7 +102,7 @@ class Lobby:
         # Of each rank's requests: tokens still to make, and tokens so far.
         held = [
             [(r.max_tokens - r.num_output_tokens, len(r.token_ids)) for r in (*rank.running, *rank.waiting)]
-            for rank in engine.ranks
+            for rank in engine.scheduler.ranks
         ]
         if rule.knows_ends:
             return partial(_fits_until_ends, [sorted(requests) for requests in held], cache)

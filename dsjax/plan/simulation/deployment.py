@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
+from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.candidate import Candidate, transfer_seconds, transfers_at_once
 from dsjax.plan.instance import Instance
@@ -96,8 +97,7 @@ class Service:
 
     def add(self, served: Served, now: float) -> None:
         """A request arrives."""
-        waiting = [sum(rank.waiting_tokens for rank in one.instance.ranks) for one in self._prefill]
-        self._prefill[waiting.index(min(waiting))].add(served, now)
+        min(self._prefill, key=lambda one: one.instance.scheduler.waiting_tokens).add(served, now)
 
     def next_time(self) -> float:
         """The nearest end of a step or of a transfer; infinite while idle."""
@@ -149,7 +149,7 @@ def _engine(
     )
     drafts, made = (0, 1.0) if one_token else (options.drafts, options.tokens_a_step)
     prices, mixes = _prices(instance, step_tokens, drafts), options.engine.mixes
-    return SimulatedEngine(prices, instance.replicas, config, cache, one_token=one_token, made=made, mixes=mixes)
+    return SimulatedEngine(prices, Scheduler(config, instance.replicas), cache, one_token, made, mixes)
 
 
 def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Staged:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from dataclasses import dataclass, field
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.schedule.request import RankPlan, Request
+from dsjax.engine.schedule.request import RankPlan, Request, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.simulation.load import Served
 from dsjax.plan.simulation.prices import Fastest, RankWork
 
@@ -18,6 +18,7 @@ _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
 _SOME, _NONE = RowResult((0,)), RowResult()
 
 
+@dataclass(eq=False)
 class SimulatedEngine:
     """One instance under the engine's scheduler: aggregated serving, or with `one_token` the prefill side.
 
@@ -26,22 +27,17 @@ class SimulatedEngine:
     of each step with decodes: a running request waits so long for its next token. had_prompts: whether the last step computed any.
     """
 
-    def __init__(
-        self,
-        prices: Fastest,
-        ranks: int,
-        config: SchedulerConfig,
-        cache_tokens: int,
-        *,
-        one_token: bool = False,
-        made: float = 1.0,
-        mixes: bool = True,
-    ):
-        self._scheduler, self._prices, self.cache_tokens = Scheduler(config, ranks), prices, cache_tokens
-        self._one_token, self._made, self._mixes, self.ranks = one_token, made, mixes, self._scheduler.ranks
-        self._serving: dict[str, Served] = {}
-        self._plan, self._stalled, self.had_prompts = None, 0.0, False
-        self.gaps: list[tuple[float, float, int]] = []
+    prices: Fastest
+    scheduler: Scheduler
+    cache_tokens: int
+    one_token: bool = False
+    made: float = 1.0
+    mixes: bool = True
+    gaps: list[tuple[float, float, int]] = field(default_factory=list)
+    had_prompts: bool = False
+    _plan: StepPlan | None = None
+    _stalled: float = 0.0
+    _serving: dict[str, Served] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -53,16 +49,16 @@ class SimulatedEngine:
         name = str(served.number)
         # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
         tokens = [_SHARED_TOKEN] * served.shared + [_OWN_TOKEN + served.number] * (served.prompt - served.shared)
-        output = 1 if self._one_token else served.output
-        self._scheduler.add(Request(name, tokens, served.prompt, _PARAMS, output, 0, arrival_time=served.arrival))
+        output = 1 if self.one_token else served.output
+        self.scheduler.add(Request(name, tokens, served.prompt, _PARAMS, output, 0, arrival_time=served.arrival))
         self._serving[name] = served
 
     def begin(self, now: float) -> float:
         """Start a step; give its seconds."""
-        self._plan = self._scheduler.schedule(now)
+        self._plan = self.scheduler.schedule(now)
         self.had_prompts = any(rank.prefills for rank in self._plan.ranks)
         ranks = [_work(rank, self._waits(rank)) for rank in self._plan.ranks]
-        seconds = self._prices.seconds(ranks)
+        seconds = self.prices.seconds(ranks)
         if decodes := sum(work.decodes for work in ranks):
             # Where decodes waited for prompts, their next token comes later by that.
             self.gaps.append((now - self._stalled, seconds + self._stalled, decodes))
@@ -75,12 +71,12 @@ class SimulatedEngine:
         """Enter the step's tokens; give the requests that finished."""
         done, results = [], []
         for rank in self._plan.ranks:
-            if self._waits(rank) or self._made == 1:
+            if self._waits(rank) or self.made == 1:
                 decoded = [_NONE if self._waits(rank) else _SOME] * len(rank.decodes)
             else:
-                decoded = [_tokens_of_a_step(row.request.num_output_tokens, self._made) for row in rank.decodes]
+                decoded = [_tokens_of_a_step(row.request.num_output_tokens, self.made) for row in rank.decodes]
             results.append(RankResults(decoded, [_SOME if row.sampled else _NONE for row in rank.prefills]))
-        for request, _, reason in self._scheduler.update(self._plan, results, now):
+        for request, _, reason in self.scheduler.update(self._plan, results, now):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
                 served.first, served.finished = request.first_token_time, now
@@ -89,7 +85,7 @@ class SimulatedEngine:
 
     def _waits(self, rank: RankPlan) -> bool:
         """Whether a rank's decodes wait for its prompts in this step."""
-        return not self._mixes and bool(rank.prefills)
+        return not self.mixes and bool(rank.prefills)
 
 
 def _work(rank: RankPlan, waits: bool) -> RankWork:

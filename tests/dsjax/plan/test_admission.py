@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 from dsjax.plan.arguments import SimulateArgs
@@ -32,10 +33,10 @@ class FakeEngine:
 
     def __init__(self, running, had_prompts=False, free=math.inf, to_come=0):
         self.had_prompts, self.cache_tokens, self.idle = had_prompts, free, not any(running)
-        self.ranks = []
+        self.scheduler = SimpleNamespace(ranks=[])
         for count in running:
             request = SimpleNamespace(max_tokens=to_come / max(1, count), num_output_tokens=0, token_ids=())
-            self.ranks.append(SimpleNamespace(running=[request] * count, waiting=[]))
+            self.scheduler.ranks.append(SimpleNamespace(running=[request] * count, waiting=[]))
 
 
 def lobby(ranks=1, step_tokens=math.inf, decode_tokens=1, **rule):
@@ -55,7 +56,7 @@ def names(given):
 
 def steps_until_taken(arrived, engine, most=200, **rule):
     """Steps after which the lobby has given all prompts that arrived at once, to an engine that does not change."""
-    tested, given = lobby(len(engine.ranks), **rule), 0
+    tested, given = lobby(len(engine.scheduler.ranks), **rule), 0
     entering = prompts(arrived)
     for step in range(1, most):
         given += len(tested.admit(engine, entering))
@@ -120,7 +121,7 @@ def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_oth
     prices = StepPrices(model, 4096)
 
     def taken(cache, *outputs):
-        engine = SimulatedEngine(prices, 1, SchedulerConfig(8, 8192, 8192, 8192, 16, 1024, 8192), cache)
+        engine = SimulatedEngine(prices, Scheduler(SchedulerConfig(8, 8192, 8192, 8192, 16, 1024, 8192), 1), cache)
         asked = [Served(at, 0.0, 1000, 0, output) for at, output in enumerate(outputs)]
         return len(lobby(knows_ends=True, keeps=(1.0, 1.0, 1)).admit(engine, asked))
 
