@@ -28,7 +28,7 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     ranks, (size, most, each) = instance.layout.unit.mesh.dp_size, _chunks(instance, batch, tokens)
     share = -math.expm1(-each * ranks)
     deepest = _fullest(each * ranks, ranks) / share
-    busy = _within_shares(each / share / deepest)
+    busy = each / share / deepest
     depth = max(1.0, min(deepest, most))
     step = _between_whole(depth, lambda count: _prefill(instance, count * size, busy))
     added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
@@ -52,7 +52,7 @@ def own_step(instance: Instance, batch: float, tokens: float) -> float:
     """
     ranks, (size, most, each) = instance.layout.unit.mesh.dp_size, _chunks(instance, batch, tokens)
     deepest = _fullest(each * ranks, ranks, 1)
-    busy = _within_shares((1 + each * ranks) / (ranks * deepest))
+    busy = (1 + each * ranks) / (ranks * deepest)
     return _between_whole(max(1.0, min(deepest, most)), lambda count: _added(instance, batch, count * size, busy))
 
 
@@ -132,12 +132,9 @@ def _prefill(instance: Instance, tokens: float, busy: float) -> float:
     return _over_shares(busy, lambda share: instance.prefill_step(tokens, share))
 
 
-def _within_shares(share: float) -> float:
-    return min(max(share, _SHARES[0]), _SHARES[-1])
-
-
 def _over_shares(share: float, seconds: Callable[[float], float]) -> float:
-    """Seconds at a share of the replicas, straight between `_SHARES`."""
+    """Seconds at a share of the replicas, straight between `_SHARES`, and beyond them as at their ends."""
+    share = min(max(share, _SHARES[0]), _SHARES[-1])
     at = bisect.bisect_left(_SHARES, share)
     if share == _SHARES[at]:
         return seconds(share)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure, assumed, spread
-
-if TYPE_CHECKING:
-    from dsjax.plan.candidate import Candidate
 
 _ROOM, _WHY = (0.75, 0.9, 1.0), "answers that nobody asks for again are pages, too"
 """Share of the cache beside requests in flight that pages of prompts have: low, middle, high."""
