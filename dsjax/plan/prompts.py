@@ -25,10 +25,11 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     `⌈prompts ÷ replicas⌉` of them. The low end is an engine that holds prompts back until every replica has a whole step of them, and
     with such an engine (`Engine.holds_prompts`) the value. tokens: most prompt tokens of a replica in a step; longer prompts are chunked.
     """
-    ranks, (size, most, each) = instance.layout.unit.mesh.dp_size, _chunks(instance, batch, tokens)
-    share = -math.expm1(-each * ranks)
-    deepest = _fullest(each * ranks, ranks) / share
-    busy = each / share / deepest
+    ranks = instance.layout.unit.mesh.dp_size
+    size, most, arriving = _chunks(instance, batch, tokens, ranks)
+    share = -math.expm1(-arriving)
+    deepest = _fullest(arriving, ranks) / share
+    busy = arriving / share / (ranks * deepest)
     depth = max(1.0, min(deepest, most))
     step = _between_whole(depth, lambda count: _prefill(instance, count * size, busy))
     added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
@@ -50,16 +51,17 @@ def own_step(instance: Instance, batch: float, tokens: float) -> float:
     Its prompt arrives at the end of a step, with those of all other requests that ended in it. Seen from one of them they are one
     and a Poisson number, so that the fullest replica has `⌈(1 + n) ÷ replicas⌉`.
     """
-    ranks, (size, most, each) = instance.layout.unit.mesh.dp_size, _chunks(instance, batch, tokens)
-    deepest = _fullest(each * ranks, ranks, 1)
-    busy = (1 + each * ranks) / (ranks * deepest)
+    ranks = instance.layout.unit.mesh.dp_size
+    size, most, arriving = _chunks(instance, batch, tokens, ranks)
+    deepest = _fullest(arriving, ranks, 1)
+    busy = (1 + arriving) / (ranks * deepest)
     return _between_whole(max(1.0, min(deepest, most)), lambda count: _added(instance, batch, count * size, busy))
 
 
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
     """Prefill utilisation of a replica: its prompt tokens in a step ÷ the most that a step may take."""
-    _, most, each = _chunks(instance, batch, tokens)
-    return each / most
+    _, most, arriving = _chunks(instance, batch, tokens, 1)
+    return arriving / most
 
 
 def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float:
@@ -67,12 +69,12 @@ def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float
     return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0])
 
 
-def _chunks(instance: Instance, batch: float, tokens: float) -> tuple[float, int, float]:
-    """(tokens of a prompt's chunks, most of them in a step of a replica, how many arrive for a replica in a step)."""
+def _chunks(instance: Instance, batch: float, tokens: float, ranks: int) -> tuple[float, int, float]:
+    """(tokens of a prompt's chunks, most of them in a step of a replica, how many arrive for so many replicas in a step)."""
     work = instance.workload
     chunks = math.ceil(work.computed / tokens)
     size = work.computed / chunks
-    arriving = batch * instance.options.tokens_a_step / work.output.mean * chunks
+    arriving = batch * ranks * instance.options.tokens_a_step / work.output.mean * chunks
     return size, max(1, int(tokens / size + 1e-9)), arriving
 
 
@@ -156,6 +158,6 @@ def _fullest(mean: float, ranks: int, own: int = 0) -> float:
     if mean > 30:  # the rounding up adds half a prompt on average, less half a rank's share
         return (own + mean) / ranks + (ranks - 1) / (2 * ranks)
     counts = np.arange(1, int(mean + 12 * math.sqrt(mean) + 20) + 1)
-    below = math.exp(-mean) * np.cumsum(np.cumprod(np.concatenate(([1.0], mean / counts))))
+    below = np.cumsum(np.cumprod([math.exp(-mean), *(mean / counts)]))
     # The sum over j of P(own + n > j · ranks), of which with `own` the first is 1.
-    return own + float(np.maximum(0.0, 1 - below[own * (ranks - 1) :: ranks]).sum())
+    return own + sum(np.maximum(0.0, 1 - below[own * (ranks - 1) :: ranks]).tolist())
