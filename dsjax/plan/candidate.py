@@ -356,16 +356,18 @@ def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     return instance.steps["transfer"]
 
 
-def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
-    """Requests a second that prefill and the transfer keep up with.
-
-    Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry.
-    """
+def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance, count: int) -> float:
+    """Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry."""
     own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
-    sides = ((pool.instance, prefill_count), (instance, count))
-    ways = min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+    sides = ((prefill, prefill_count), (instance, count))
+    return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+
+
+def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Requests a second that prefill and the transfer keep up with."""
     most = BUSY if instance.workload.concurrency is None else 1.0
-    return most * min(pool.rate * prefill_count, ways / transfer_seconds(instance, pool.instance))
+    moved = transfers_at_once(pool.instance, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
+    return most * min(pool.rate * prefill_count, moved)
 
 
 def _passing(instance: Instance) -> float:

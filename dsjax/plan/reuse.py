@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure, assumed, spread
-
-if TYPE_CHECKING:
-    from dsjax.plan.candidate import Candidate
-
 
 _ROOM, _WHY = (0.75, 0.9, 1.0), "answers that nobody asks for again are pages, too"
 """Share of the cache beside requests in flight that pages of prompts have: low, middle, high."""
@@ -33,23 +30,16 @@ class Reuse:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
-        return {
-            "device": self.device.to_json(),
-            "host": self.host.to_json(),
-            "disk": self.disk.to_json(),
-            "found": self.found,
-            "loading_s": self.loading.to_json(),
-        }
+        tiers = {name: getattr(self, name).to_json() for name in ("device", "host", "disk")}
+        return {**tiers, "found": self.found, "loading_s": self.loading.to_json()}
 
     def __str__(self) -> str:
-        shares = ", ".join(
-            f"{name} {100 * figure:.0f} ({100 * figure.low:.0f} – {100 * figure.high:.0f}) %"
-            for name, figure in (("devices", self.device), ("host memory", self.host), ("disk", self.disk))
-            if figure
-        )
+        form = "{value} ({low} – {high})"
+        tiers = {"devices": self.device, "host memory": self.host, "disk": self.disk}
+        shares = ", ".join(f"{name} {figure.text(100, form=form)} %" for name, figure in tiers.items() if figure)
         return (
-            f"prompts that come back find: {shares or 'nothing'}; a prompt's pages are loaded in {self.loading * 1e3:.0f} ms "
-            f"({self.loading.low * 1e3:.0f} – {self.loading.high * 1e3:.0f}). Plan with --prefix-hit {min(self.found, 0.99):.2f}"
+            f"prompts that come back find: {shares or 'nothing'}; a prompt's pages are loaded in "
+            f"{self.loading.text(1e3, form='{value} ms ({low} – {high})')}. Plan with --prefix-hit {min(self.found, 0.99):.2f}"
         )
 
 
@@ -64,10 +54,9 @@ def tier_shares(working_set: float, cache: float, held: float, host: float, disk
         device = min(1.0, room * max(0.0, cache - held) / working_set)
         in_host = min(1 - device, host / working_set)
         found.append((device, in_host, min(1 - device - in_host, disk / working_set)))
-    names = ("found on the devices", "found in host memory", "found on the disk")
-    ends = zip(names, zip(*found, strict=True), strict=True)
-    device, in_host, on_disk = (assumed(each[1], min(each), max(each), name, _WHY) for name, each in ends)
-    return device, in_host, on_disk
+    places = ("on the devices", "in host memory", "on the disk")
+    ends = zip(places, zip(*found, strict=True), strict=True)
+    return tuple(assumed(each[1], min(each), max(each), f"found {place}", _WHY) for place, each in ends)
 
 
 def reuse(candidate: Candidate, working_set: float, host_bytes: float, disk_bytes: float) -> Reuse:
@@ -81,13 +70,9 @@ def reuse(candidate: Candidate, working_set: float, host_bytes: float, disk_byte
     size, work = instance.memory.cache_per_token, instance.workload
 
     def compute() -> tuple[float, float, float, float]:
-        device, host, disk = tier_shares(
-            working_set,
-            ranks * instance.on(instance.cluster, {}).memory.cache_tokens,
-            ranks * candidate.batch * work.context,
-            hosts * host_bytes / size,
-            hosts * disk_bytes / size,
-        )
+        cache = ranks * instance.on(instance.cluster, {}).memory.cache_tokens
+        beside = (hosts * tier / size for tier in (host_bytes, disk_bytes))
+        device, host, disk = tier_shares(working_set, cache, ranks * candidate.batch * work.context, *beside)
         why = "PCIe 5.0 x16 gives 55 GB/s, pinned copies of pages less"
         link = assumed(25e9, 8e9, 55e9, "from the host to a device", why, "B/s")
         reading = assumed(3e9, 1e9, 7e9, "one NVMe disk", "shared by all ranks of a host", "B/s")

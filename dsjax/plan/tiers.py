@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,12 @@ class Wiring:
             return min(1.0, (2 if ring and hosts > 2 else hosts - 1) / (of - 1))
         worst, below, thinner = 1.0, 1, 1.0
         for tier in self.tiers:
+            if below >= hosts:
+                break
             thinner *= tier.oversubscription
             leaving = (1 - below / hosts) / (1 - 1 / hosts)  # of what leaves a host, what leaves its group
             worst = max(worst, thinner / below if ring else thinner * leaving)
             below = tier.hosts
-            if below >= hosts:
-                break
         return 1 / worst
 
 
@@ -66,53 +67,42 @@ def read_wiring(key: str, values: Mapping[str, Any], hosts: int, cards: int) -> 
         UserError: a field that is missing, unknown or out of range; tiers that do not grow or do not hold all hosts; links that cannot
             join every pair of hosts.
     """
-    tiers, direct = values.get("tiers", []), values.get("direct", False)
+    tiers, direct, cluster = values.get("tiers", []), bool(values.get("direct", False)), f"cluster {key!r}"
     if tiers and direct:
-        raise UserError(f"cluster {key!r}: tiers are of switches, and direct is without any; give one of them")
+        raise UserError(f"{cluster}: tiers are of switches, and direct is without any; give one of them")
     if direct and hosts > 1 and cards % (hosts - 1):
         raise UserError(
-            f"cluster {key!r}: direct links join every pair of hosts alike, and {cards} of a host do not divide over {hosts - 1} others; "
+            f"{cluster}: direct links join every pair of hosts alike, and {cards} of a host do not divide over {hosts - 1} others; "
             f"expected nics_per_host to be a multiple of {hosts - 1}"
         )
-    made: list[Tier] = []
-    for number, tier in enumerate(tiers, 1):
-        made.append(_tier(f"cluster {key!r}: tier {number}", tier))
-        if len(made) > 1 and (made[-1].hosts <= made[-2].hosts or made[-1].hosts % made[-2].hosts):
+    made = tuple(_tier(f"{cluster}: tier {number}", tier) for number, tier in enumerate(tiers, 1))
+    for number, (below, tier) in enumerate(itertools.pairwise(made), 2):
+        if tier.hosts <= below.hosts or tier.hosts % below.hosts:
             raise UserError(
-                f"cluster {key!r}: tier {number} joins {made[-1].hosts} hosts and the one below {made[-2].hosts}; expected a multiple of it"
+                f"{cluster}: tier {number} joins {tier.hosts} hosts and the one below {below.hosts}; expected a multiple of it"
             )
     if made and made[-1].hosts < hosts:
-        raise UserError(
-            f"cluster {key!r}: the highest tier joins {made[-1].hosts} of {hosts} hosts; expected all of them"
-        )
-    return Wiring(tuple(made), bool(direct))
-
-
-_FIELDS = ("name", "hosts", "oversubscription", "latency_us", "latency_us_range")
+        raise UserError(f"{cluster}: the highest tier joins {made[-1].hosts} of {hosts} hosts; expected all of them")
+    return Wiring(made, direct)
 
 
 def _tier(where: str, given: Any) -> Tier:
-    if not isinstance(given, Mapping) or set(given) - set(_FIELDS) or {"hosts", "latency_us"} - set(given):
+    known, needed = ("name", "hosts", "oversubscription", "latency_us", "latency_us_range"), {"hosts", "latency_us"}
+    if not isinstance(given, Mapping) or not needed <= set(given) <= set(known):
         raise UserError(
-            f"{where} is {given!r}, expected a table of {', '.join(_FIELDS)}, of which hosts and latency_us are needed"
+            f"{where} is {given!r}, expected a table of {', '.join(known)}, of which hosts and latency_us are needed"
         )
-    numbers = {
-        "hosts": given["hosts"],
-        "oversubscription": given.get("oversubscription", 1.0),
-        "latency_us": given["latency_us"],
-    }
-    latency = numbers["latency_us"]
-    ends: Sequence[Any] = given.get("latency_us_range", [latency, latency])
+    hosts, thinner, latency = given["hosts"], given.get("oversubscription", 1.0), given["latency_us"]
+    ends = given.get("latency_us_range", [latency, latency])
     if not isinstance(ends, list) or len(ends) != 2:
         raise UserError(f"{where}: latency_us_range is {ends!r}, expected two numbers around latency_us")
-    for name, value in {**numbers, "low": ends[0], "high": ends[1]}.items():
+    named = {"hosts": hosts, "oversubscription": thinner, "latency_us": latency, "low": ends[0], "high": ends[1]}
+    for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{where}: {name} is {value!r}, expected a number above 0")
-    if not isinstance(numbers["hosts"], int) or numbers["oversubscription"] < 1 or not ends[0] <= latency <= ends[1]:
+    if not isinstance(hosts, int) or thinner < 1 or not ends[0] <= latency <= ends[1]:
         raise UserError(
             f"{where}: expected a whole number of hosts, an oversubscription of 1 or more, and a range around latency_us"
         )
-    name = str(given.get("name", "tier"))
-    return Tier(
-        name, numbers["hosts"], float(numbers["oversubscription"]), latency * 1e-6, ends[0] * 1e-6, ends[1] * 1e-6
-    )
+    seconds = (microseconds * 1e-6 for microseconds in (latency, *ends))
+    return Tier(str(given.get("name", "tier")), hosts, float(thinner), *seconds)

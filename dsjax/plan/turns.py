@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", "experts", "back"
-THREADS = (HOST, ATTENTION, THERE, EXPERTS, BACK)
+THREADS = HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", "experts", "back"
 
 
 class Turn(NamedTuple):
@@ -47,44 +46,41 @@ def play_turns(turns: Sequence[Turn], layers: int, *, one_call: bool = False) ->
     Each side computes one program at a time, in the order in which the host starts them, and each link carries one move at a time.
     one_call: rows, experts and answers are one call over one connection, and calls follow each other; the host waits for the answers.
     """
-    played = Played()
-    free = dict.fromkeys(THREADS, 0.0)
-    away: list[float | None] = [None] * len(turns)  # when the answers of a micro-batch can travel back, or are back
+    played, free = Played(), dict.fromkeys(THREADS, 0.0)
+    answered = [0.0] * len(turns)  # when the answers of a micro-batch can travel back, or are back
     called = 0.0  # when the one connection is free
 
-    def run(thread: str, name: str, layer: int, half: int, ready: float, seconds: float) -> float:
-        begin = max(free[thread], ready)
+    def run(thread: str, name: str, seconds: float, *ready: float) -> float:
+        begin = max(free[thread], *ready)
         free[thread] = end = begin + seconds
         played.busy[thread] += seconds
         if seconds:
             played.spans.append((thread, name, layer, half, begin, end))
         return end
 
-    def launch(name: str, layer: int, half: int, seconds: float, ready: float = 0.0) -> float:
-        return run(HOST, name, layer, half, ready, seconds)
+    def receive(turn: Turn) -> None:
+        back = run(HOST, "begin answers", turn.begin_back, answered[half] if one_call else 0.0)
+        if not one_call:
+            back = run(BACK, "answers", turn.back, back, answered[half])
+        run(ATTENTION, "receive", turn.receive, run(HOST, "launch", turn.launch, 0.0), back)
 
-    def receive(layer: int, half: int, turn: Turn) -> None:
-        answered = away[half]
-        begun = launch("begin answers", layer, half, turn.begin_back, answered if one_call else 0.0)
-        back = begun if one_call else run(BACK, "answers", layer, half, max(begun, answered), turn.back)
-        run(ATTENTION, "receive", layer, half, max(launch("launch", layer, half, turn.launch), back), turn.receive)
-
-    for layer in range(layers):
+    for step in range(layers + 1):
         for half, turn in enumerate(turns):
-            if away[half] is not None:
-                receive(layer - 1, half, turn)
-            started = launch("launch", layer, half, turn.launch)
-            attended = run(ATTENTION, "attend", layer, half, started, turn.attend)
-            begun = max(attended, launch("begin rows", layer, half, turn.begin_there))
-            arrived = run(THERE, "rows", layer, half, max(begun, called if one_call else 0.0), turn.there)
+            if step:
+                layer = step - 1
+                receive(turn)
+            if step == layers:
+                continue
+            layer = step
+            attended = run(ATTENTION, "attend", turn.attend, run(HOST, "launch", turn.launch, 0.0))
+            begun = run(HOST, "begin rows", turn.begin_there, 0.0)
+            end = run(THERE, "rows", turn.there, begun, attended, called)
             if not one_call:  # else the other process starts the experts
-                arrived = max(arrived, launch("launch", layer, half, turn.launch))
-            computed = run(EXPERTS, "compute", layer, half, arrived, turn.compute)
+                end = max(end, run(HOST, "launch", turn.launch, 0.0))
+            end = run(EXPERTS, "compute", turn.compute, end)
             if one_call:
-                computed = called = run(BACK, "answers", layer, half, computed, turn.back)
-            away[half] = computed
-            run(ATTENTION, "share", layer, half, launch("launch", layer, half, turn.launch), turn.share)
-    for half, turn in enumerate(turns):
-        receive(layers - 1, half, turn)
+                end = called = run(BACK, "answers", turn.back, end)
+            answered[half] = end
+            run(ATTENTION, "share", turn.share, run(HOST, "launch", turn.launch, 0.0))
     played.seconds = max(free.values())
     return played

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
@@ -20,6 +21,12 @@ from sharding.mesh import MeshSpec
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
+def _refuse(faults: dict[str, Any]) -> None:
+    """Raise `UserError` with the first message whose condition holds."""
+    if message := next((message for message, holds in faults.items() if holds), ""):
+        raise UserError(message)
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean).
@@ -31,21 +38,13 @@ class Lengths:
     variation: float = 0.0
     even: bool = False
 
-    def ranged(self, ratio: float) -> Lengths:
-        """Lengths from `ratio` to 1 times this mean, evenly, as InferenceX draws them."""
-        return Lengths(self.mean * (1 + ratio) / 2).around((1 - ratio) / (1 + ratio))
-
     def around(self, ratio: float) -> Lengths:
         """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""
         return Lengths(self.mean, ratio / math.sqrt(3), True)
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
-        """`2000`, or `2000:0.5` with a coefficient of variation.
-
-        Raises:
-            UserError: neither.
-        """
+        """Read `2000`, or `2000:0.5` with a coefficient of variation. Raises `UserError` for anything else."""
         mean, _, variation = text.partition(":")
         try:
             length = cls(float(mean), float(variation or 0))
@@ -57,11 +56,6 @@ class Lengths:
                 "after a colon if lengths vary: 2000 or 2000:0.5"
             )
         return length
-
-    @property
-    def weighted(self) -> float:
-        """Mean length as a token sees it: long ones have more tokens."""
-        return self.mean * (1 + self.variation**2)
 
 
 @dataclass(frozen=True)
@@ -75,29 +69,18 @@ class RequestClass:
 
     @classmethod
     def parse(cls, text: str) -> RequestClass:
-        """`short=0.8,512:0.2,256`: name, share of all requests, prompt and output tokens.
-
-        Raises:
-            UserError: anything else.
-        """
+        """Read `short=0.8,512:0.2,256`: name, share of all requests, prompt and output tokens. Raises `UserError` for anything else."""
         name, _, rest = text.partition("=")
-        numbers = rest.split(",")
+        share, *lengths = rest.split(",")
         try:
-            share = float(numbers[0])
+            known = bool(name) and ":" not in name and len(lengths) == 2 and 0 < float(share) <= 1
         except ValueError:
-            share = 0.0
-        if not name or ":" in name or len(numbers) != 3 or not 0 < share <= 1:
+            known = False
+        if not known:
             raise UserError(
                 f"--class is {text!r}, expected NAME=SHARE,INPUT,OUTPUT with a share above 0 and at most 1: short=0.8,512:0.2,256"
             )
-        return cls(name, share, *(Lengths.parse(number, "--class") for number in numbers[1:]))
-
-
-def mixed(lengths: Sequence[tuple[float, Lengths]]) -> Lengths:
-    """Mean and variation of lengths that are mixed by these shares."""
-    mean = sum(share * one.mean for share, one in lengths)
-    square = sum(share * one.mean**2 * (1 + one.variation**2) for share, one in lengths)
-    return Lengths(mean, max(0.0, square / mean**2 - 1) ** 0.5)
+        return cls(name, float(share), *(Lengths.parse(length, "--class") for length in lengths))
 
 
 @dataclass(frozen=True)
@@ -119,21 +102,18 @@ class Workload:
 
     @classmethod
     def of_classes(cls, classes: Sequence[RequestClass], **others) -> Workload:
-        """A mixture of classes.
-
-        Raises:
-            UserError: shares that are not all requests, or a name given twice.
-        """
+        """A mixture of classes. Raises `UserError` where their shares are not all requests, or a name is given twice."""
         total = sum(one.share for one in classes)
         if abs(total - 1) > 1e-6 or len({one.name for one in classes}) < len(classes):
             raise UserError(f"--class has shares of {total:g} together; expected 1 in all, and each name once")
-        lengths = (mixed([(one.share, getattr(one, side)) for one in classes]) for side in ("input", "output"))
-        return cls(*lengths, classes=tuple(classes), **others)
 
-    @property
-    def kinds(self) -> tuple[RequestClass, ...]:
-        """The classes; one without a name where there are none."""
-        return self.classes or (RequestClass("", 1.0, self.input, self.output),)
+        def mixed(side: str) -> Lengths:
+            lengths = [(one.share, getattr(one, side)) for one in classes]
+            mean = sum(share * one.mean for share, one in lengths)
+            square = sum(share * one.mean**2 * (1 + one.variation**2) for share, one in lengths)
+            return Lengths(mean, max(0.0, square / mean**2 - 1) ** 0.5)
+
+        return cls(mixed("input"), mixed("output"), classes=tuple(classes), **others)
 
     def __post_init__(self):
         if self.concurrency is not None and self.rate is not None:
@@ -143,6 +123,11 @@ class Workload:
                 raise UserError(f"{flag} is {value}, expected a number above 0")
         if not 0 <= self.prefix_hit < 1:
             raise UserError(f"--prefix-hit is {self.prefix_hit}, expected a share from 0 to below 1")
+
+    @property
+    def kinds(self) -> tuple[RequestClass, ...]:
+        """The classes; one without a name where there are none."""
+        return self.classes or (RequestClass("", 1.0, self.input, self.output),)
 
     @property
     def computed(self) -> float:
@@ -156,16 +141,14 @@ class Workload:
 
     @property
     def context(self) -> float:
-        """Mean positions that a decoded token attends to."""
-        return self.decoding_at or self.input.mean + self.output.weighted / 2
+        """Mean positions that a decoded token attends to: long outputs have more tokens."""
+        return self.decoding_at or self.input.mean + self.output.mean * (1 + self.output.variation**2) / 2
 
     @property
     def uneven(self) -> float:
         """Coefficient of variation of the contexts in a batch: requests are at any point of their outputs."""
-        if self.decoding_at:
-            return 0.0
         spread = (self.input.mean * self.input.variation) ** 2 + self.output.mean**2 / 12
-        return spread**0.5 / self.context
+        return 0.0 if self.decoding_at else spread**0.5 / self.context
 
     @property
     def held(self) -> float:
@@ -182,17 +165,15 @@ class Objective:
     throughput: float | None = None
 
     def __post_init__(self):
-        for name, flag in (("ttft", "--ttft-ms"), ("tpot", "--tpot-ms"), ("throughput", "--throughput")):
-            value = getattr(self, name)
+        bounds = (("--ttft-ms", self.ttft, 1e3), ("--tpot-ms", self.tpot, 1e3), ("--throughput", self.throughput, 1))
+        for flag, value, factor in bounds:
             if value is not None and not 0 < value < math.inf:
-                given = value if name == "throughput" else value * 1e3
-                raise UserError(f"{flag} is {given:g}, expected a number above 0")
+                raise UserError(f"{flag} is {value * factor:g}, expected a number above 0")
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What is given of a separated service: the mesh of its prefill and decode instances, and how many there are of each; and of attention
-    and experts apart both meshes."""
+    """What is given of a separated service (meshes and numbers of its instances), or of attention and experts apart."""
 
     prefill_mesh: MeshSpec | None = None
     decode_mesh: MeshSpec | None = None
@@ -203,64 +184,48 @@ class Pins:
 
     def __bool__(self) -> bool:
         """Whether anything of a separated service is given."""
-        return any(
-            value is not None for value in (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
-        )
+        given = (self.prefill_mesh, self.decode_mesh, self.prefill_count, self.decode_count)
+        return any(value is not None for value in given)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Choices: precision; MTP drafts; the chance that the first is accepted, or each position's; redundant experts (None: tried); skew.
+    """Choices that are not layouts. Raises `UserError` for a value out of range, or two that exclude each other."""
 
-    overlap: two-batch overlap `on`, `off`, or `auto`: whichever is faster; of dsjax `on` is that, and `auto` is `off`.
-    modes: `aggregated`, `separated`. prefill_tokens: most prompt tokens of a DP rank in one step. max_devices: of the cluster's,
-    None for all. dispatch: `deepep`, or one of dsjax's own methods, priced as XLA's collectives. compiled: dry runs, taken where they
-    are of a layout. mesh: of every instance; None searches. measured: times of modules, taken where they are of a layout. operators:
-    tables of operations. host: `overlapped` with the device's work, or `serial`. engine: what the program that serves can do. pins: of
-    separated services. widest: most devices of an instance, None for all. fused: the shared expert is a routed one, with a copy on
-    each device. afd: attention and experts on devices of their own are looked at beside the other layouts (`auto`), alone (`on`), or not.
-    afd_stages: micro-batches that dsjax has in turn then, where that is faster. stages: numbers of pipeline stages that are looked at.
-    """
-
-    precision: Precision = field(default_factory=lambda: PRECISIONS["fp8"])
-    drafts: int = 0
-    acceptance: float | tuple[float, ...] = FIRST
-    redundant: int | None = None
+    precision: Precision = PRECISIONS["fp8"]
+    drafts: int = 0  # of the MTP module, a step
+    acceptance: float | tuple[float, ...] = FIRST  # chance that the first draft is accepted, or each position's
+    redundant: int | None = None  # experts; None: tried
     skew: Skew = DEFAULT_SKEW
-    overlap: str = "auto"
+    overlap: str = "auto"  # two-batch overlap: on, off, or auto: the faster; of dsjax `on` is that, and `auto` is off
     modes: tuple[str, ...] = ("aggregated", "separated")
-    prefill_tokens: int = 16384
-    max_devices: int | None = None
-    dispatch: str = "deepep"
-    compiled: tuple[DryRun, ...] = ()
-    mesh: MeshSpec | None = None
-    measured: Measured | None = None
+    prefill_tokens: int = 16384  # most prompt tokens of a DP rank in one step
+    max_devices: int | None = None  # of the cluster's; None: all
+    dispatch: str = "deepep"  # or one of dsjax's own methods, priced as XLA's collectives
+    compiled: tuple[DryRun, ...] = ()  # taken where they are of a layout
+    mesh: MeshSpec | None = None  # of every instance; None: searched
+    measured: Measured | None = None  # times of modules, taken where they are of a layout
     operators: OperatorTables = BUNDLED
-    host: str = "overlapped"
+    host: str = "overlapped"  # with the device's work, or serial
     engine: Engine = PUBLISHED
-    pins: Pins = field(default_factory=lambda: Pins())
-    widest: int | None = None
-    fused: bool = False
-    afd: str = "off"
-    afd_stages: int = 2
-    stages: tuple[int, ...] = (1,)
+    pins: Pins = field(default_factory=Pins)
+    widest: int | None = None  # most devices of an instance; None: all
+    fused: bool = False  # the shared expert is a routed one, with a copy on each device
+    afd: str = "off"  # attention and experts on devices of their own: off, auto (such layouts beside others), on
+    afd_stages: int = 2  # micro-batches that dsjax has in turn then, where that is faster
+    stages: tuple[int, ...] = (1,)  # numbers of pipeline stages that are looked at
 
     def __post_init__(self):
-        self._check_apart()
-        if self.host not in ("overlapped", "serial"):
-            raise UserError(f"--host-scheduling is {self.host!r}, expected overlapped or serial")
-        if self.fused and self.measured:
-            raise UserError(
-                "--enable-shared-experts-fusion is given with --measured, whose experts were timed without the shared one; leave one of "
-                "them out"
-            )
-        if self.dispatch not in DISPATCHES:
-            raise UserError(f"--dispatch is {self.dispatch!r}, expected one of {', '.join(DISPATCHES)}")
-        if self.overlap not in ("auto", "on", "off"):
-            raise UserError(f"--two-batch-overlap is {self.overlap!r}, expected auto, on or off")
+        for flag, given, known in (
+            ("--host-scheduling", [self.host], ("overlapped", "serial")),
+            ("--dispatch", [self.dispatch], DISPATCHES),
+            ("--two-batch-overlap", [self.overlap], ("auto", "on", "off")),
+            ("--afd", [self.afd], ("off", "auto", "on")),
+            ("--mode", self.modes, ("aggregated", "separated")),
+        ):
+            if not given or not set(given) <= set(known):
+                raise UserError(f"{flag} is {', '.join(given)!r}, expected one of {', '.join(known)}")
         check_acceptance(self.acceptance, self.drafts)
-        if not self.modes or any(mode not in ("aggregated", "separated") for mode in self.modes):
-            raise UserError(f"--mode is {self.modes}, expected aggregated, separated or both")
         for flag, value, least in (
             ("--prefill-instances", self.pins.prefill_count, 1),
             ("--decode-instances", self.pins.decode_count, 1),
@@ -273,30 +238,22 @@ class PlanOptions:
         ):
             if value is not None and value < least:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
-
-        if self.pins and "separated" not in self.modes:
-            raise UserError(
-                "--prefill-mesh, --decode-mesh, --prefill-instances and --decode-instances are of prefill and decode on instances of "
-                "their own, which --mode aggregated leaves out; give --mode separated, or --mesh for an aggregated service"
-            )
-
-    def _check_apart(self) -> None:
-        if self.afd not in ("off", "auto", "on"):
-            raise UserError(f"--afd is {self.afd!r}, expected off, auto or on")
-        if self.afd == "off":
-            return
-        if not self.engine.apart:
-            raise UserError(
+        apart, not_separated = self.afd != "off", self.pins and "separated" not in self.modes
+        unreleased = apart and not self.engine.apart
+        of_one_mesh = f"is of one mesh, and --afd {self.afd} looks at two; leave one of the two out"
+        _refuse(
+            {
                 f"--afd {self.afd} is attention and experts on devices of their own, for which {self.engine.name} has no released option; "
-                "give --engine dsjax, or --engine published for moves as papers have them"
-            )
-        for flag, given in (
-            ("--measured", self.measured),
-            ("--enable-shared-experts-fusion", self.fused),
-            ("--mesh", self.mesh and self.afd == "on"),
-        ):
-            if given:
-                raise UserError(f"{flag} is of one mesh, and --afd {self.afd} looks at two; leave one of the two out")
+                "give --engine dsjax, or --engine published for moves as papers have them": unreleased,
+                f"--measured {of_one_mesh}": apart and self.measured,
+                f"--enable-shared-experts-fusion {of_one_mesh}": apart and self.fused,
+                f"--mesh {of_one_mesh}": self.afd == "on" and self.mesh,
+                "--enable-shared-experts-fusion is given with --measured, whose experts were timed without the shared one; leave one of "
+                "them out": self.fused and self.measured,
+                "--prefill-mesh, --decode-mesh, --prefill-instances and --decode-instances are of prefill and decode on instances of "
+                "their own, which --mode aggregated leaves out; give --mode separated, or --mesh for an aggregated service": not_separated,
+            }
+        )
 
     @property
     def possible_modes(self) -> tuple[str, ...]:
@@ -304,43 +261,40 @@ class PlanOptions:
         modes = ("separated",) if self.pins else self.modes
         return tuple(mode for mode in modes if mode != "separated" or self.engine.transfers)
 
-    def check(self, config: ModelConfig, workload: Workload) -> None:
-        """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
-        self.check_launch(config, workload)
-        longest = max(one.input.mean + one.output.mean for one in workload.kinds)
-        if longest > config.max_position_embeddings:
-            raise UserError(
-                f"--input and --output are {longest:g} tokens together, but the model has positions for "
-                f"{config.max_position_embeddings}; give shorter ones"
-            )
-
-    def check_launch(self, config: ModelConfig, workload: Workload) -> None:
-        """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
-        self.engine.check(
-            separated=self.modes == ("separated",) or bool(self.pins),
-            overlap=self.overlap == "on",
-            drafts=self.drafts,
-            fp4=self.precision.expert < 1,
-            fp8_cache=self.precision.cache < 2,
-            dispatch=self.dispatch,
-            int8=self.precision.name == "int8",
-            mxfp4=self.precision.name.startswith("mxfp4"),
-        )
-        if self.fused and self.engine.widens_fp4 and self.precision.expert < 1:
-            raise UserError(
-                f"--enable-shared-experts-fusion makes the shared expert a routed one, which --precision {self.precision.name} packs into "
-                "four bits, and dsjax serve keeps shared experts in more; leave one of the two out"
-            )
-        if (workload.decoding_at or 0) > config.max_position_embeddings:
-            raise UserError(
-                f"--context is {workload.decoding_at:g}, but the model has positions for {config.max_position_embeddings}; give fewer"
-            )
-        if self.drafts and not config.num_nextn_predict_layers:
-            raise UserError(
-                "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out"
-            )
-
     @property
     def tokens_a_step(self) -> float:
         """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
         return tokens_a_step(self.acceptance, self.drafts)
+
+    def check(self, config: ModelConfig, workload: Workload) -> None:
+        """Raise `UserError` where the model has no MTP module for drafts, no positions for the mean request, or the engine lacks it."""
+        self.check_launch(config, workload)
+        longest, positions = max(k.input.mean + k.output.mean for k in workload.kinds), config.max_position_embeddings
+        if longest > positions:
+            raise UserError(
+                f"--input and --output are {longest:g} tokens together, but the model has positions for {positions}; give shorter ones"
+            )
+
+    def check_launch(self, config: ModelConfig, workload: Workload) -> None:
+        """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
+        precision, positions, context = self.precision, config.max_position_embeddings, workload.decoding_at or 0
+        beyond, no_module = context > positions, self.drafts and not config.num_nextn_predict_layers
+        packed = self.fused and self.engine.widens_fp4 and precision.expert < 1
+        self.engine.check(
+            separated=self.modes == ("separated",) or bool(self.pins),
+            overlap=self.overlap == "on",
+            drafts=self.drafts,
+            fp4=precision.expert < 1,
+            fp8_cache=precision.cache < 2,
+            dispatch=self.dispatch,
+            int8=precision.name == "int8",
+            mxfp4=precision.name.startswith("mxfp4"),
+        )
+        _refuse(
+            {
+                f"--enable-shared-experts-fusion makes the shared expert a routed one, which --precision {precision.name} packs into "
+                "four bits, and dsjax serve keeps shared experts in more; leave one of the two out": packed,
+                f"--context is {context:g}, but the model has positions for {positions}; give fewer": beyond,
+                "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out": no_module,
+            }
+        )

@@ -90,7 +90,11 @@ def _engine(engine: Engine, without: str) -> Engine:
 
 
 def _work(run: Run) -> Workload:
-    lengths = (Lengths(tokens).ranged(RANGE_RATIO) for tokens in (run.prompt, run.output))
+    mean, half = (
+        (1 + RANGE_RATIO) / 2,
+        (1 - RANGE_RATIO) / (1 + RANGE_RATIO),
+    )  # evenly from RANGE_RATIO to 1 times the tokens
+    lengths = (Lengths(tokens * mean).around(half) for tokens in (run.prompt, run.output))
     return Workload(*lengths, concurrency=float(run.users))
 
 

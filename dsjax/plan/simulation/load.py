@@ -1,7 +1,8 @@
-"""`OfferedLoad`: who asks when, for how long: arrivals at a rate, or a fixed number of requests in flight; lengths drawn."""
+"""`OfferedLoad`: when requests arrive, at a rate or with a fixed number in flight; their lengths are drawn from the workload."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,42 +31,41 @@ class OfferedLoad:
         return f"{self.rate:.3g} requests/s, {kind}"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request: seconds of its arrival, prompt tokens of which the first `shared` are in the cache, output tokens, its class."""
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request. arrival, first, finished: seconds of its arrival, first and last token. shared: prompt tokens that are in the cache."""
 
+    number: int
     arrival: float
     prompt: int
     shared: int
     output: int
     kind: str = ""
+    first: float = 0.0
+    finished: float = 0.0
 
 
-def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Asked]:
+def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Served]:
     """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
     times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
     now, shares = 0.0, [one.share for one in work.kinds]
-    while True:
+    for number in itertools.count():
         if load.rate is not None:
-            now += _gap(load, times)
+            even = math.isinf(load.burstiness)
+            now += 1 / load.rate if even else float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
         kind = work.kinds[int(kinds.choice(len(shares), p=shares)) if work.classes else 0]
         output = min(_length(kind.output, outputs), longest - 2)
         prompt = min(_length(kind.input, prompts), longest - output)
-        yield Asked(now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
-
-
-def _gap(load: OfferedLoad, times: np.random.Generator) -> float:
-    if math.isinf(load.burstiness):
-        return 1 / load.rate
-    return float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
+        yield Served(number, now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
 
 
 def _length(lengths: Lengths, source: np.random.Generator) -> int:
     """Log-normal, or even, with the given mean and coefficient of variation; at least 1."""
-    if not lengths.variation:
-        return max(1, round(lengths.mean))
+    mean, variation = lengths.mean, lengths.variation
+    if not variation:
+        return max(1, round(mean))
     if lengths.even:
-        half = math.sqrt(3) * lengths.variation * lengths.mean
-        return max(1, round(source.uniform(lengths.mean - half, lengths.mean + half)))
-    spread = math.log(1 + lengths.variation**2)
-    return max(1, round(source.lognormal(math.log(lengths.mean) - spread / 2, math.sqrt(spread))))
+        half = math.sqrt(3) * variation * mean
+        return max(1, round(source.uniform(mean - half, mean + half)))
+    spread = math.log(1 + variation**2)
+    return max(1, round(source.lognormal(math.log(mean) - spread / 2, math.sqrt(spread))))

@@ -11,8 +11,7 @@ import numpy as np
 from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import Candidate, moved, with_intervals
 from dsjax.plan.figure import as_json
-from dsjax.plan.simulation.load import OfferedLoad
-from dsjax.plan.simulation.service import Served
+from dsjax.plan.simulation.load import OfferedLoad, Served
 from dsjax.plan.workload import Objective
 
 _FRONT = float(assumption("front door"))
@@ -36,32 +35,14 @@ class Spread:
         """Summarise a sample, each value as often as its weight says; None for an empty one."""
         if not len(values):
             return None
-        each = np.asarray(values, float)
-        share = np.ones_like(each) if weights is None else np.asarray(weights, float)
-        order = np.argsort(each)
-        each, below = each[order], np.cumsum(share[order])
-        points = [
-            float(each[min(np.searchsorted(below, q * below[-1]), len(each) - 1)]) for q in (0.5, 0.9, 0.95, 0.99)
-        ]
-        return cls(float(np.average(each, weights=share[order])), *points)
-
-    def to_json(self) -> dict[str, float]:
-        """Stable fields."""
-        return {"mean": self.mean, "p50": self.p50, "p90": self.p90, "p95": self.p95, "p99": self.p99}
-
-
-@dataclass(frozen=True)
-class Played:
-    """What a simulation saw: the requests that are measured; when any request ended; (begin, seconds, decodes) of each step."""
-
-    measured: list[Served]
-    finishes: list[float]
-    gaps: list[tuple[float, float, int]]
+        weights = np.ones(len(values)) if weights is None else weights
+        points = np.quantile(values, (0.5, 0.9, 0.95, 0.99), method="inverted_cdf", weights=weights)
+        return cls(float(np.average(values, weights=weights)), *points.tolist())
 
 
 @dataclass(frozen=True)
 class Waits:
-    """What some of the requests waited: for the first token, for each further one (None where outputs have one), and in all."""
+    """Seconds to the first token, for each further one (None where outputs have one), and in all, over some of the requests."""
 
     requests: int
     ttft: Spread
@@ -69,46 +50,46 @@ class Waits:
     e2e: Spread
 
     @classmethod
-    def of(cls, served: Sequence[Served]) -> Waits:
-        """Summarise at least one request."""
-        return cls(
-            len(served),
-            Spread.of([one.ttft + _FRONT for one in served]),
-            Spread.of([one.tpot for one in served if one.tpot is not None]),
-            Spread.of([one.finished - one.arrival + _FRONT for one in served]),
-        )
+    def of(cls, served: Sequence[Served]) -> Waits | None:
+        """Summarise requests; None where there are none."""
+        if not served:
+            return None
+        ttft, tpot, e2e = _times(served)
+        return cls(len(served), Spread.of(ttft), Spread.of(tpot[~np.isnan(tpot)]), Spread.of(e2e))
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
-        tpot = self.tpot and self.tpot.to_json()
-        return {"requests": self.requests, "ttft_s": self.ttft.to_json(), "tpot_s": tpot, "e2e_s": self.e2e.to_json()}
+        spreads = {f"{name}_s": getattr(self, name) for name in ("ttft", "tpot", "e2e")}
+        return {"requests": self.requests, **{name: one and vars(one) for name, one in spreads.items()}}
 
 
-@dataclass(frozen=True)
-class SimulationOutcome:
-    """One load on one candidate, the whole deployment.
+def _times(served: Sequence[Served]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """TTFT, TPOT (NaN where the output has one token) and end-to-end time of each request, seconds."""
+    rows = [(one.arrival, one.first, one.finished, one.output) for one in served]
+    arrival, first, finished, output = np.array(rows, float).T
+    tpot = (finished - first) / np.where(output > 1, output - 1, np.nan)
+    return first - arrival + _FRONT, tpot, finished - arrival + _FRONT
 
-    ttft, tpot: over requests; itl: over tokens, the time of the step that made each; None where outputs have one token.
-    requests_per_s: that ended from the first measured one's arrival to the last one's end. tokens_per_s: output tokens. goodput:
-    requests a second that kept every objective; kept: their share. mean_ttft, mean_tpot: the mean-value answer at the same load.
-    e2e: from asking to the last token. classes: of each class of the workload that was asked for, by name. steady: where all users
-    began at once, of the requests after each user's first two; None elsewhere, or where there are none. calibrated: what a benchmark
-    would report of such a start, with the ends that hold 9 of 10 (`calibrated_report`); None where it was not asked for.
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOutcome(Waits):
+    """One load on one candidate, the whole deployment: the waits of all requests, and more.
+
+    itl: over tokens, the time of the step that made each; None where outputs have one token. requests_per_s: that ended from the first
+    measured one's arrival to the last one's end; tokens_per_s: output tokens. kept: share of the requests that kept every objective.
+    mean_ttft, mean_tpot: the mean-value answer at the same load. classes: by the names of the workload's classes. steady: where all
+    users began at once, of the requests after each user's first two, if any. calibrated: `calibrated_report` of such a start, or None.
     """
 
     load: OfferedLoad
-    requests: int
-    ttft: Spread
-    tpot: Spread | None
     itl: Spread | None
     requests_per_s: float
     tokens_per_s: float
     kept: float
     mean_ttft: float
     mean_tpot: float
-    e2e: Spread
     classes: dict[str, Waits]
-    steady: Waits | None = None
+    steady: Waits | None
     calibrated: dict[str, Any] | None = None
 
     @property
@@ -134,11 +115,8 @@ class SimulationOutcome:
             "requests_per_s_offered": self.load.rate,
             "concurrency": self.load.concurrency,
             "burstiness": self.load.burstiness,
-            "requests": self.requests,
-            "ttft_s": self.ttft.to_json(),
-            "tpot_s": self.tpot and self.tpot.to_json(),
-            "itl_s": self.itl and self.itl.to_json(),
-            "e2e_s": self.e2e.to_json(),
+            **super().to_json(),
+            "itl_s": self.itl and vars(self.itl),
             "classes": {name: waits.to_json() for name, waits in self.classes.items()},
             "steady_state": self.steady and self.steady.to_json(),
             "calibrated": self.calibrated,
@@ -154,58 +132,49 @@ class SimulationOutcome:
 def outcome(
     load: OfferedLoad,
     instances: int,
-    played: Played,
-    objective: Objective,
     candidate: Candidate,
-    settled: int | None = None,
+    objective: Objective,
+    measured: list[Served],
+    finishes: list[float],
+    gaps: list[tuple[float, float, int]],
+    settled: int | None,
 ) -> SimulationOutcome:
-    """Sum up. instances: how many do the same as the one that was played. settled: number of the request from which a start of all
-    users at once is no longer felt; None without one.
+    """Sum up what one of `instances` that do the same has played.
+
+    finishes: seconds at which any request ended. gaps: (begin, seconds, decodes) of each decoding step. settled: number of the request from
+    which a start of all users at once is no longer felt; None without such a start.
     """
-    measured, gaps = played.measured, played.gaps
     began, ended = measured[0].arrival, max(served.finished for served in measured)
-    steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
-    made = candidate.decode.options.tokens_a_step
-    spoken = made * sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
-    ends = sum(began <= end <= ended for end in played.finishes)
+    begins, seconds, decodes = np.array(gaps, float).reshape(-1, 3).T
+    seen = begins >= began
+    spoken = candidate.decode.options.tokens_a_step * decodes[seen & (begins <= ended)].sum()
+    ends = np.count_nonzero((began <= np.array(finishes)) & (np.array(finishes) <= ended))
+    ttft, tpot, _ = _times(measured)
+    missed = ttft > (objective.ttft or np.inf)
+    missed |= tpot > (objective.tpot or np.inf)
     answer = mean_value(candidate, load)
-    every = Waits.of(measured)
-    kinds = {one.name: [s for s in measured if s.asked.kind == one.name] for one in candidate.decode.workload.classes}
+    kinds = {one.name: [s for s in measured if s.kind == one.name] for one in candidate.decode.workload.classes}
     return SimulationOutcome(
-        load,
-        every.requests,
-        every.ttft,
-        every.tpot,
-        Spread.of([seconds for seconds, _ in steps], [decodes for _, decodes in steps]),
-        ends / (ended - began) * instances,
-        (spoken + ends) / (ended - began) * instances,
-        sum(_keeps(served, objective) for served in measured) / len(measured),
-        answer.ttft,
-        answer.tpot,
-        every.e2e,
-        {name: Waits.of(served) for name, served in kinds.items() if served},
-        Waits.of(after) if (after := [s for s in measured if settled is not None and s.number >= settled]) else None,
+        **vars(Waits.of(measured)),
+        load=load,
+        itl=Spread.of(seconds[seen], decodes[seen]),
+        requests_per_s=ends / (ended - began) * instances,
+        tokens_per_s=float(spoken + ends) / (ended - began) * instances,
+        kept=float(np.mean(~missed)),
+        mean_ttft=answer.ttft,
+        mean_tpot=answer.tpot,
+        classes={name: waits for name, served in kinds.items() if (waits := Waits.of(served))},
+        steady=None if settled is None else Waits.of([s for s in measured if s.number >= settled]),
     )
-
-
-def _keeps(served: Served, objective: Objective) -> bool:
-    late = objective.ttft is not None and served.ttft + _FRONT > objective.ttft
-    slow = objective.tpot is not None and served.tpot is not None and served.tpot > objective.tpot
-    return not late and not slow
 
 
 def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
     """The mean-value answer for a load: the batch at which the candidate's throughput is what is offered, by bisection."""
-    output = candidate.decode.workload.output.mean
     if load.rate is None:
-        batch = load.concurrency / (candidate.decode.replicas * candidate.count)
-        batch = min(batch, candidate.batch)
+        batch = min(load.concurrency / (candidate.decode.replicas * candidate.count), candidate.batch)
         return with_intervals(moved(candidate, batch=batch, concurrency=float(load.concurrency)))
-    low, high = 0.0, candidate.batch
+    low, high, wanted = 0.0, candidate.batch, load.rate * candidate.decode.workload.output.mean
     for _ in range(12):
         middle = (low + high) / 2
-        if moved(candidate, batch=middle).throughput < load.rate * output:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if moved(candidate, batch=middle).throughput < wanted else (low, middle)
     return with_intervals(moved(candidate, batch=high))

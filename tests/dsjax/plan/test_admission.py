@@ -2,122 +2,145 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.errors import UserError
 from dsjax.plan.arguments import SimulateArgs
 from dsjax.plan.candidate import aggregated
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import find_engine
+from dsjax.plan.engine import PUBLISHED, find_engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.simulation.admission import Admission, Lobby
-from dsjax.plan.simulation.deployment import admission
-from dsjax.plan.simulation.load import Asked, OfferedLoad
+from dsjax.plan.simulation.admission import Lobby
+from dsjax.plan.simulation.load import OfferedLoad, Served
 from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Served, SimulatedEngine
+from dsjax.plan.simulation.service import SimulatedEngine
 from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
-@dataclasses.dataclass
 class FakeEngine:
-    """What a lobby asks an engine."""
+    """What a lobby asks an engine whose ranks have so many `running` requests.
 
-    running: list[int]
-    had_prompts: bool = False
-    free: float = math.inf
-    kept: float = 0.0
-    """Tokens of the cache of a rank that nobody holds, and those that all of the running requests' outputs to come will take."""
+    free: tokens of each rank's KV cache that nobody holds; to_come: that the running requests of a rank will make.
+    """
 
-    def takes(self, asked: list[Served]) -> int:
-        return min(len(asked), 1)
+    def __init__(self, running, had_prompts=False, free=math.inf, to_come=0):
+        self.had_prompts, self.cache_tokens, self.idle = had_prompts, free, not any(running)
+        self.scheduler = SimpleNamespace(ranks=[])
+        for count in running:
+            request = SimpleNamespace(max_tokens=to_come / max(1, count), num_output_tokens=0, token_ids=())
+            self.scheduler.ranks.append(SimpleNamespace(running=[request] * count, waiting=[]))
 
-    def free_tokens(self, kept: float) -> list[float]:
-        return [self.free - kept * self.kept for _ in self.running]
 
-    @property
-    def idle(self) -> bool:
-        return not any(self.running)
+def lobby(ranks=1, step_tokens=math.inf, decode_tokens=1, **rule):
+    """The lobby of an engine with these rules of admission and no others."""
+    rule = {"holds_prompts": "hold_steps" in rule} | rule
+    return Lobby(dataclasses.replace(PUBLISHED, **rule), ranks, step_tokens, decode_tokens)
 
 
 def prompts(names, tokens=1000, output=100):
     """What enters a lobby: a request of each name, at the beginning."""
-    return [(Served(number, Asked(0.0, tokens, 0, output, name), 0.0), 0.0) for number, name in enumerate(names)]
+    return [Served(number, 0.0, tokens, 0, output, name) for number, name in enumerate(names)]
 
 
-def steps_until_taken(rule, engine, arrived, most=200):
-    """Steps after which the lobby gives all that arrived at once, of an engine that does not change."""
-    lobby = Lobby(rule)
-    lobby.enter(prompts(arrived))
-    given = []
+def names(given):
+    return "".join(served.kind for served in given)
+
+
+def steps_until_taken(arrived, engine, most=200, **rule):
+    """Steps after which the lobby has given all prompts that arrived at once, to an engine that does not change."""
+    tested, given = lobby(len(engine.scheduler.ranks), **rule), 0
+    entering = prompts(arrived)
     for step in range(1, most):
-        given += lobby.leave(engine)
-        if len(given) == len(arrived):
-            assert len(lobby) == 0
+        given += len(tested.admit(engine, entering))
+        entering = []
+        if given == len(arrived):
             return step
     return math.inf
 
 
 @pytest.mark.parametrize("steps", [1, 30])
 def test_an_engine_that_decodes_looks_for_prompts_after_so_many_steps_and_any_other_at_once(steps):
-    seldom = Admission(poll_steps=steps)
-    assert steps_until_taken(seldom, FakeEngine([4]), ["a", "b"]) == steps
-    assert steps_until_taken(seldom, FakeEngine([0]), ["a"]) == 1
-    assert steps_until_taken(seldom, FakeEngine([4], had_prompts=True), ["a"]) == 1
+    assert steps_until_taken("ab", FakeEngine([4]), poll_steps=steps) == steps
+    assert steps_until_taken("a", FakeEngine([0]), poll_steps=steps) == 1
+    assert steps_until_taken("a", FakeEngine([4], had_prompts=True), poll_steps=steps) == 1
 
 
 def test_prompts_wait_until_every_rank_can_have_one_and_no_longer_than_the_limit():
-    holds = Admission(hold_steps=50)
-    assert steps_until_taken(holds, FakeEngine([7, 7, 8, 7]), ["a", "b", "c"]) == 50, "the third rank gets none"
-    assert steps_until_taken(holds, FakeEngine([7, 7, 7, 7]), ["a", "b", "c", "d"]) == 1
-    assert steps_until_taken(holds, FakeEngine([7, 7, 8, 0]), ["a"]) == 1, "a rank without a request would stand still"
-    assert steps_until_taken(Admission(), FakeEngine([7, 7, 8, 7]), ["a"]) == 1
+    assert steps_until_taken("abc", FakeEngine([7, 7, 8, 7]), hold_steps=50) == 50, "the third rank gets none"
+    assert steps_until_taken("abcd", FakeEngine([7, 7, 7, 7]), hold_steps=50) == 1
+    assert steps_until_taken("a", FakeEngine([7, 7, 8, 0]), hold_steps=50) == 1, (
+        "a rank without a request would stand still"
+    )
+    assert steps_until_taken("abc", FakeEngine([7, 7, 8, 7])) == 1
 
 
 def test_a_prompt_whose_rank_has_no_room_in_a_step_keeps_back_none_of_other_ranks():
-    lobby = Lobby(Admission(hold_steps=40, step_tokens=1600))
-    lobby.enter(prompts("abcde"))
-    engine = FakeEngine([5, 7, 7])
-    assert [served.asked.kind for served, _ in lobby.leave(engine)] == ["a", "d", "e"], (
-        "b and c wait for the first rank"
-    )
-    assert len(lobby) == 2
+    held, engine = lobby(3, 1600, hold_steps=40), FakeEngine([5, 7, 7])
+    assert names(held.admit(engine, prompts("abcde"))) == "ade", "b and c wait for the first rank"
+    assert names(held.admit(FakeEngine([0, 0, 0]), [])) == "bc"
 
 
 def test_a_step_that_has_room_for_one_prompt_lets_no_second_one_through():
-    holds = Admission(hold_steps=40, step_tokens=1600)
-    two_for_each = ["a", "b", "c", "d"]
-    assert steps_until_taken(holds, FakeEngine([7, 7]), two_for_each) == 2
-    assert steps_until_taken(holds, FakeEngine([7, 30]), two_for_each) == 4 * 40, (
+    rule = {"hold_steps": 40, "step_tokens": 1600}
+    assert steps_until_taken("abcd", FakeEngine([7, 7]), **rule) == 2
+    assert steps_until_taken("abcd", FakeEngine([7, 30]), **rule) == 4 * 40, (
         "all go to the first rank, one at each end of the wait"
     )
-    drafting = dataclasses.replace(holds, step_tokens=2010, decode_tokens=2)
-    assert steps_until_taken(drafting, FakeEngine([2, 2]), two_for_each) == 1
-    assert steps_until_taken(drafting, FakeEngine([7, 7]), two_for_each) == 2, (
-        "decodes take their tokens of the step first"
-    )
+    rule = {"hold_steps": 40, "step_tokens": 2010, "decode_tokens": 2}
+    assert steps_until_taken("abcd", FakeEngine([2, 2]), **rule) == 1
+    assert steps_until_taken("abcd", FakeEngine([7, 7]), **rule) == 2, "decodes take their tokens of the step first"
 
 
 def test_prompts_wait_until_they_fill_a_step_and_no_longer_than_the_limit():
-    fills = Admission(fill=(40, 0.8), step_tokens=8192)
-    assert steps_until_taken(fills, FakeEngine([60]), ["a", "b"]) == 41
-    assert steps_until_taken(fills, FakeEngine([60]), ["a", "b", "c", "d", "e", "f", "g"]) == 1
-    assert steps_until_taken(fills, FakeEngine([0]), ["a"]) == 1, "nothing runs that they would hold up"
+    rule = {"fill": (40, 0.8), "step_tokens": 8192}
+    assert steps_until_taken("ab", FakeEngine([60]), **rule) == 41
+    assert steps_until_taken("abcdefg", FakeEngine([60]), **rule) == 1
+    assert steps_until_taken("a", FakeEngine([0]), **rule) == 1, "nothing runs that they would hold up"
 
 
 def test_a_prompt_waits_until_the_cache_has_room_beside_what_running_requests_are_kept():
-    whole, falling, none = (Admission(keeps=keeps) for keeps in ((1.0, 1.0, 1), (0.7, 0.1, 60), (0.0, 0.0, 1)))
-    tight = FakeEngine([8], free=2000, kept=1000)  # a prompt with its output needs 1,100
-    assert steps_until_taken(none, tight, ["a"]) == 1
-    assert steps_until_taken(whole, tight, ["a"]) == math.inf
-    assert steps_until_taken(falling, dataclasses.replace(tight, free=1600), ["a"]) == 20, (
-        "0.5 of the outputs are kept by then"
-    )
-    assert steps_until_taken(whole, FakeEngine([0], free=10), ["a"]) == 1, "alone it may have what there is"
+    tight = FakeEngine([8], free=2000, to_come=1000)  # a prompt with its output needs 1,100
+    assert steps_until_taken("a", tight) == 1
+    assert steps_until_taken("a", tight, keeps=(1.0, 1.0, 1)) == math.inf
+    falling = FakeEngine([8], free=1600, to_come=1000)
+    assert steps_until_taken("a", falling, keeps=(0.7, 0.1, 60)) == 20, "0.5 of the outputs are kept by then"
+    assert steps_until_taken("a", FakeEngine([0], free=10), keeps=(1.0, 1.0, 1)) == 1, "alone it may have what there is"
+
+
+def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_other(v3):
+    """Two of 1,000 and 500 tokens end one after the other; with 2,501 more the first would have to give way before its end."""
+    model = StepModel(v3, load_cluster("h200-8"), parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"])
+    prices = StepPrices([model])
+
+    def taken(cache, *outputs):
+        engine = SimulatedEngine(prices, Scheduler(SchedulerConfig(8, 8192, 8192, 8192, 16, 1024, 8192), 1), cache)
+        asked = [Served(at, 0.0, 1000, 0, output) for at, output in enumerate(outputs)]
+        return len(lobby(knows_ends=True, keeps=(1.0, 1.0, 1)).admit(engine, asked))
+
+    # 2,000 tokens of prompts; both make 500 more, then the second 500 more in the room of the first.
+    assert taken(2000 + 2 * 501 + 1, 500, 1000) == 2
+    assert taken(2000 + 2 * 501, 500, 1000) == 1
+    assert taken(10, 500) == 1, "alone it may have what there is"
+
+
+def test_one_rank_waits_for_full_steps_and_several_for_a_prompt_each():
+    rule, running = {"hold_steps": 50, "fill": (40, 0.8), "step_tokens": 8192}, [60, 60]
+    assert [steps_until_taken("a", FakeEngine(running[:ranks]), **rule) for ranks in (1, 2)] == [41, 50]
+
+
+def test_a_lobby_is_open_where_no_rule_keeps_a_prompt():
+    several = {"ranks": 2, "fill": (40, 0.8)}  # which is of one rank alone
+    assert all(lobby(**rule).is_open for rule in ({}, several, {"hold_steps": 50}))
+    rules = ({"poll_steps": 2}, {"ranks": 2, "hold_steps": 50}, {"fill": (40, 0.8)}, {"keeps": (0.1, 0.0, 1)})
+    assert not any(lobby(**rule).is_open for rule in (*rules, {"knows_ends": True}))
 
 
 @pytest.fixture
@@ -134,48 +157,6 @@ def played(v3):
         return seen, found
 
     return play
-
-
-def test_an_engine_that_knows_ends_is_asked_how_many_prompts_it_takes():
-    lobby = Lobby(Admission(keeps=(1.0, 1.0, 1), knows_ends=True))
-    lobby.enter(prompts("ab"))
-    assert [served.asked.kind for served, _ in lobby.leave(FakeEngine([8], free=0.0))] == ["a"]
-    assert not Admission(knows_ends=True).is_open
-
-
-def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_other(v3):
-    """Two of 1,000 and 500 tokens end one after the other; with 2,501 more the first would have to give way before its end."""
-    model = StepModel(v3, load_cluster("h200-8"), parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"])
-    prices = StepPrices([model])
-
-    def taken(cache, *lengths):
-        engine = SimulatedEngine(
-            prices, 1, seqs=8, step_tokens=8192, cache_tokens=cache, longest=8192, sharing=False, made=1.0
-        )
-        return engine.takes([Served(at, Asked(0.0, *one, ""), 0.0) for at, one in enumerate(lengths)])
-
-    first, second = (1000, 0, 500), (1000, 0, 1000)
-    # 2,000 tokens of prompts; both make 500 more, then the second 500 more in the room of the first.
-    assert taken(2000 + 2 * 501 + 1, first, second) == 2
-    assert taken(2000 + 2 * 501, first, second) == 1
-    assert taken(10, first) == 1, "alone it may have what there is"
-
-
-@pytest.mark.parametrize("mesh", ["tp=8,ep=1", "dp=8"])
-def test_one_rank_waits_for_full_steps_and_several_for_a_prompt_each(ask, mesh):
-    """Everything else of an engine's rule is the same for both."""
-    engine = dataclasses.replace(
-        find_engine("published"),
-        poll_steps=20,
-        holds_prompts=True,
-        fill=(40, 0.8),
-        keeps=(0.7, 0.1, 60),
-        knows_ends=True,
-    )
-    question = ask(options=PlanOptions(engine=engine, drafts=1))
-    rule = admission(question.instance(parse_layout(mesh, 0, question.config), {}), 4096)
-    hold, fill = (engine.hold_steps, (0, 0.0)) if mesh == "dp=8" else (0, (40, 0.8))
-    assert rule == Admission(20, hold, fill, 4096, 2, (0.7, 0.1, 60), True)
 
 
 def test_an_engine_that_mixes_none_lets_decodes_wait_for_prompts(played):

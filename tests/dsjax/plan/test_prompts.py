@@ -11,7 +11,7 @@ from dsjax.plan.engine import PUBLISHED
 from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.prompts import _added, _steps_with_prompts, prompts_beside_decodes
+from dsjax.plan.prompts import _added, _fullest, prompts_beside_decodes
 from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
@@ -30,11 +30,9 @@ def instance(v3):
 @pytest.mark.parametrize(("mean", "ranks"), [(0.05, 1), (3.0, 8), (60.0, 8), (200.0, 32)])
 def test_the_fullest_replica_is_that_of_a_poisson_number_spread_evenly(mean, ranks):
     drawn = np.random.default_rng(0).poisson(mean, 400_000)
-    depth = np.ceil(drawn[drawn > 0] / ranks)
-    share, deepest = _steps_with_prompts(mean, ranks)
     # Three standard errors of 400,000 draws are below 1 % of these means; rounding up is approximate above a mean of 30.
-    assert share == pytest.approx(np.mean(drawn > 0), rel=0.02)
-    assert deepest == pytest.approx(depth.mean(), rel=0.02)
+    assert _fullest(mean, ranks) == pytest.approx(np.ceil(drawn / ranks).mean(), rel=0.02)
+    assert _fullest(mean, ranks, 1) == pytest.approx(np.ceil((1 + drawn) / ranks).mean(), rel=0.02)
 
 
 def test_more_requests_or_longer_prompts_never_make_a_token_wait_less(instance):
@@ -55,7 +53,7 @@ def test_a_step_with_prompts_and_drafts_costs_what_the_simulation_says(instance,
     prices, decodes = StepPrices([model], drafts), RankWork(decodes=batch, context=batch * context)
     work = decodes._replace(prompts=1000, pairs=1000 * 500.5)
     # The planner's own 3 % for uneven prompts is left out of the simulation.
-    added = _added(one, batch, 1000.0, (1.0, 1.0, 0.0))
+    added = _added(one, batch, 1000.0, 1.0)
     assert one.decode_step(batch) + added == pytest.approx(prices.seconds([work] * 8), rel=0.05)
 
 

@@ -282,7 +282,7 @@ def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax():
         (lambda: Workload(Lengths(1), Lengths(1), concurrency=1, rate=1), "both given"),
         (lambda: Workload(Lengths(1), Lengths(1), prefix_hit=1.0), "below 1"),
         (lambda: Lengths.parse("many", "--input"), "--input is 'many'"),
-        (lambda: PlanOptions(overlap="yes"), "auto, on or off"),
+        (lambda: PlanOptions(overlap="yes"), "one of auto, on, off"),
         (lambda: PlanOptions(acceptance=2.0), "--mtp-acceptance"),
     ],
 )
