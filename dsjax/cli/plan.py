@@ -17,7 +17,7 @@ from rich.text import Text
 from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json, writing
-from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs
+from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs, parse_slos
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ def _answer(args: ServiceArgs) -> _Answer:
     from dsjax.plan.search import search
 
     question = args.question()
-    plan, slos, kept = search(question), args.slos(question.workload), []
+    plan, slos, kept = search(question), parse_slos(args.slo, question.workload), []
     if slos:
         from dsjax.plan.percentiles import within
 
