@@ -23,7 +23,6 @@ from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
-from dsjax.plan.workload import Workload
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
@@ -61,8 +60,8 @@ def _holds(rule: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
     return "if" not in rule or bool(_expression(rule["if"])(**facts))
 
 
-def _written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Name → value of a table's options whose condition holds."""
+def written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Name → value of the options of `configs/engines/ENGINE.toml` whose condition holds."""
     rules = documented(engine).get(table, {})
     return {name: _expression(r.get("value", "''"))(**facts) for name, r in rules.items() if _holds(r, facts)}
 
@@ -143,10 +142,10 @@ def launch(
     whole = facts["ep"] == made.devices > 1
     facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1 and not instance.options.engine.gathers}
     for rank in range(1 if "across_hosts" in documented(engine) else hosts):
-        flags = _written(engine, "flags", facts | {"rank": rank})
+        flags = written(engine, "flags", facts | {"rank": rank})
         made.flags.append({flag: str(value) for flag, value in flags.items()})
-    made.environment = {name: str(value) for name, value in _written(engine, "environment", facts).items()}
-    for path, value in _written(engine, "keys", facts).items():
+    made.environment = {name: str(value) for name, value in written(engine, "environment", facts).items()}
+    for path, value in written(engine, "keys", facts).items():
         *above, last = path.split(".")
         inside = made.config
         for name in above:
@@ -157,13 +156,6 @@ def launch(
     return made
 
 
-def longest(work: Workload) -> tuple[float, float]:
-    """Tokens of the longest prompt and of the longest request: three standard deviations above the mean."""
-    prompts = [(kind, kind.input.mean * (1 + 3 * kind.input.variation)) for kind in work.kinds]
-    whole = max(prompt + kind.output.mean * (1 + 3 * kind.output.variation) for kind, prompt in prompts)
-    return max(prompt for _, prompt in prompts), whole
-
-
 def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) -> dict[str, Any]:
     """What the expressions of `configs/engines` may name: the instance's parts, and what a step was priced with.
 
@@ -172,7 +164,10 @@ def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) ->
     """
     work, memory, options, mesh = instance.workload, instance.memory, instance.options, instance.layout.unit.mesh
     decodes, prefills = role != "prefill", role != "decode"
-    prompt, length = longest(work)
+    longest = [
+        (k.input.mean * (1 + 3 * k.input.variation), k.output.mean * (1 + 3 * k.output.variation)) for k in work.kinds
+    ]
+    prompt, length = math.ceil(max(one for one, _ in longest)), math.ceil(max(map(sum, longest)))
     seqs = max(1, math.ceil(batch if decodes else step_tokens / work.computed))
     verified, tokens = seqs * (1 + options.drafts), math.ceil(step_tokens) * prefills
     kept, weights = memory.device - memory.reserve, memory.weights_total
@@ -194,8 +189,9 @@ def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) ->
         "host": instance.cluster.devices_per_host,
         "role": role,
         "one_phase": not (decodes and prefills),
-        "prompt": math.ceil(prompt),
-        "length": min(math.ceil(length) + 1, instance.config.max_position_embeddings),
+        "prompt": prompt,
+        "longest": length,
+        "length": min(length + 1, instance.config.max_position_embeddings),
         "seqs": seqs,
         "verified": verified,
         "step_tokens": math.ceil(step_tokens),

@@ -19,10 +19,9 @@ from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, readi
 from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, LaunchCommand, launch, longest, script
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, facts_of, launch, script, written
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
-from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
 from dsjax.plan.recovery import recovery
 
@@ -66,54 +65,25 @@ def serve_options(
 
     prefill_only: an instance that makes no more than first tokens, of as many prompts at once as fill its step.
     """
-    work, options, layout = instance.workload, instance.options, instance.layout
-    precision, pp = options.precision, layout.mesh.pp_size
-    length = math.ceil(longest(work)[1])
-    seqs = max(1, math.ceil(prefill_tokens / work.computed if prefill_only else batch))
-    # A step has the requests of one of the batches that the stages take in turn.
-    running, step_tokens = seqs * pp, math.ceil(prefill_tokens)
-    # Decodes are in the budget of a step too; a prompt is taken whole where the step that was priced has room for it.
-    tokens = step_tokens + (0 if prefill_only else seqs)
-    share = memory_share(instance, seqs * length)
-    weights = "fp8" if precision.linear == FP8_BLOCK else None
-    absorbs = instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2)
-    chosen = {
-        "--model": model,
-        **_meshes(instance),
-        "--max-num-seqs": running,
-        "--max-model-len": min(length + 1, instance.config.max_position_embeddings),
-        "--max-num-batched-tokens": max(running, tokens),
-        "--prefill-chunk": max(1, min(step_tokens, length)),
-        "--gpu-memory-utilization": f"{share:g}" if share > EngineArgs.gpu_memory_utilization else None,
-        "--speculative-config": _drafting(options.drafts) if options.drafts else None,
-        "--weights": precision.name if precision.expert < 1 else weights,
-        "--kv-cache-dtype": "fp8" if precision.cache < BF16 else None,
-        "--dispatch-wire": "fp8" if layout.expert_mesh.ep_size > 1 and precision.wire < 2 else None,
-        "--dispatch": None if options.dispatch == "deepep" or layout.experts else options.dispatch,
-        "--mla-prefill": EngineArgs.mla_decode if absorbs else None,
-        "--enable-shared-experts-fusion": "" if layout.fused else None,
-    }
+    work, layout = instance.workload, instance.layout
+    facts = facts_of(instance, batch, prefill_tokens, "prefill" if prefill_only else "prefill and decode")
+    seqs, verified = facts["seqs"], facts["verified"]
+    room = facts["step_tokens"] + (0 if prefill_only else seqs)
     decodes, prompts = instance.halved_from(seqs), instance.halved(prefill_tokens)
-    if prompts or (decodes is not None and not prefill_only):
-        never = max(seqs * (1 + options.drafts), tokens) + 1
-        turns = options.afd_stages if layout.experts and options.afd_stages != EngineArgs.num_afd_stages else None
-        chosen |= {
-            "--enable-dbo": "",
-            "--num-afd-stages": turns,
-            "--dbo-decode-token-threshold": never if decodes is None else decodes,
-            "--dbo-prefill-token-threshold": min(step_tokens, EngineArgs.dbo_prefill_token_threshold)
-            if prompts
-            else never,
-        }
-    if layout.redundant and instance.places_by_load and dsjax_engine().balances:
-        chosen |= {"--enable-eplb": "", "--eplb-config": json.dumps({"num_redundant_experts": layout.redundant})}
-    elif layout.redundant:
-        chosen["--redundant-experts"] = layout.redundant
-    return {flag: str(value) for flag, value in chosen.items() if value is not None}
-
-
-def _drafting(drafts: int) -> str:
-    return json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
+    facts |= {
+        "args": EngineArgs,
+        "stages": layout.mesh.pp_size,
+        "room": room,
+        "memory_share": memory_share(instance, seqs * facts["longest"]),
+        "absorbs": instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2),
+        "halves": prompts or (decodes is not None and not prefill_only),
+        "halved_from": decodes,
+        "halves_prompts": prompts,
+        "never": max(verified, room) + 1,
+        "balances": instance.places_by_load and dsjax_engine().balances,
+    }
+    chosen = {"--model": model, **_meshes(instance), **written("dsjax", "flags", facts)}
+    return {flag: str(value) for flag, value in chosen.items()}
 
 
 def _meshes(instance: Instance) -> dict[str, str]:
