@@ -197,7 +197,7 @@ class TimedArgs(LayoutArgs):
     expert_hosts: int | None = option(
         None, "How many hosts; default: as many as the cluster's.", min=1, needs={"expert_device": ()}
     )
-    rows: int = option(8, "Rows of the table.", min=1)
+    rows: int = option(5, "Rows of the table.", min=1)
 
     def __post_init__(self):
         if self.attention_mesh is not None:
@@ -273,7 +273,7 @@ class PlanArgs(ServiceArgs):
 
     explain: str | None = option(
         None,
-        "Derivation of the best, and which assumptions widen it most: tpot, ttft, throughput or memory.",
+        "plan: every figure of the rows and of the winner; or the derivation of one of its figures, and what moves it.",
         choices=EXPLAINED,
         excludes=("json_file",),
     )

@@ -8,11 +8,12 @@ from dsjax.plan.candidate import Candidate, moved
 from dsjax.plan.figure import Draw, Figure, Kind, drawing
 from dsjax.plan.instance import Instance
 
-EXPLAINED = ("tpot", "ttft", "throughput", "memory")
+EXPLAINED = ("plan", "tpot", "ttft", "throughput", "memory")
+"""`plan` is `report.details`."""
 
 
 def explain(candidate: Candidate, what: str) -> str:
-    """The derivation of one of `EXPLAINED` for a candidate."""
+    """The derivation of `tpot`, `ttft`, `throughput` or `memory` of a candidate."""
     lines = [f"{what} of {candidate.name()}, batch {candidate.batch:g} a DP rank"]
     if what == "memory":
         memory = candidate.decode.memory

@@ -40,12 +40,38 @@ def run(*options):
     return found.output
 
 
-def test_the_table_names_question_winner_command_and_bottleneck_on_a_narrow_terminal_too(monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cluster", "h100-32", "--input", "2000", "--output", "500", "--ttft-ms", "2000", "--tpot-ms", "50"],
+        ["--cluster", "h20-32", "--max-concurrency", "200", "--input", "4000", "--engine", "sglang"],
+        ["--cluster", "h20-32", "--tpot-ms", "3", "--ttft-ms", "10"],
+    ],
+)
+def test_the_first_screen_fits_24_lines_of_80_columns(monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "80")
-    output = " ".join(run("--tpot-ms", "50", "--rows", "2").split())
-    for said in ("1000 tokens in, 200 out", "dsjax serve --model deepseek-v3 --mesh", "first bottleneck"):
-        assert said in output
-    found = re.findall(r"\d × [dt]p=\d", output.partition("winner")[0])
+    output = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False).output
+    lines = [max(1, math.ceil(len(line.rstrip()) / 80)) for line in output.splitlines()]
+    assert sum(lines) <= 24
+    assert len(re.findall(r"^\d .*\d × (?:dp|tp)=", output, re.MULTILINE)) == 5, "five rows"
+    assert ("winner" in output) == ("forbids it" not in output)
+
+
+def test_the_first_screen_has_question_command_and_limits_and_the_rest_is_explained(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    output = run("--tpot-ms", "50", "--rows", "2", "--explain", "plan")
+    first, _, rest = output.partition("--explain plan")
+    for said in (
+        "1000 tokens in, 200 out",
+        "dsjax serve --model deepseek-v3 --mesh",
+        "limits: ",
+        "winner, corrected: ",
+    ):
+        assert said in first
+    assert "cold start: a host" not in first
+    for said in ("first bottleneck", "cold start", "GB weights (exact)", "published: Engines with"):
+        assert said in " ".join(rest.split())
+    found = re.findall(r"\d × [dt]p=\d", rest.partition("a device:")[0])
     assert len(found) == 4, "the table comes in two parts, each with the deployments of its two rows"
 
 
@@ -409,7 +435,7 @@ def test_no_instance_is_wider_than_is_allowed_and_a_price_gives_a_cost():
     first = found["ranked"][0]
     per_hour = first["output_tokens_per_s"]["value"] * 3600
     assert first["cost_per_million_output_tokens"]["value"] == pytest.approx(2 * first["devices"] / per_hour * 1e6)
-    assert "at 2 a device and hour" in run(*ONE_LAYOUT, "--price-per-hour", "2")
+    assert "at 2 a device and hour" in run(*ONE_LAYOUT, "--price-per-hour", "2", "--explain", "plan")
 
 
 def test_a_sweep_over_users_is_answered_for_as_many_and_over_hosts_for_those_given_with_them():
