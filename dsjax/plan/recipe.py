@@ -14,6 +14,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
 from dsjax.options import flag_of
+from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading
 from dsjax.plan.engine import dsjax_engine
@@ -237,6 +238,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         "services": services,
         "one_process": together,
         "expected": candidate.to_json(),
+        "calibrated": calibrated(candidate),
         "notes": said,
     }
 
@@ -257,7 +259,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
         made = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a recipe: {error}; expected what dsjax plan recipe wrote") from error
-    if not isinstance(made, dict) or not {"services", "expected", "workload"} <= made.keys():
+    if not isinstance(made, dict) or not {"services", "expected", "calibrated", "workload"} <= made.keys():
         raise UserError(f"{file} is no recipe; expected what dsjax plan recipe wrote")
     return made
 

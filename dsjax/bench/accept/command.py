@@ -42,7 +42,7 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     from dsjax.bench.accept.results import exit_status
     from dsjax.bench.serve.client import run
 
-    whole = load_checklist(what.criteria, quick=what.quick)
+    whole = _recipe(what) if what.recipe else load_checklist(what.criteria, quick=what.quick)
     checklist = whole.selected(what.only)
     hooks = parse_hooks(others.hook or (), whole.hooks)
     network = _network(others.network)
@@ -93,12 +93,21 @@ async def _accept(
             f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, about {time_text(sum(seconds.values()))}"
         )
         command = typed(sys.argv[1:])
-        report = Report(checklist, results.by_name, ready.url, ready.facts.model, what.criteria, what.quick, command)
+        report = Report(
+            checklist, results.by_name, ready.url, ready.facts.model, what.criteria or what.recipe, what.quick, command
+        )
         # It is written first so that a folder that cannot be is known before an hour of load.
         await run_measurements(
             checklist, bed, results, fresh=what.fresh, say=say, on_result=lambda: report.write(folder)
         )
     return report
+
+
+def _recipe(what: ListOptions) -> "Checklist":
+    from dsjax.bench.accept.predicted import predicted_checklist
+    from dsjax.plan.recipe import read_recipe
+
+    return predicted_checklist(read_recipe(Path(what.recipe)), quick=what.quick)
 
 
 def _network(path: str | None) -> dict[str, Any] | None:

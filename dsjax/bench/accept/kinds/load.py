@@ -76,6 +76,7 @@ class LoadMeasurement(RandomLengths):
         "error_share": "",
         "ttft_p50": "s",
         "ttft_p99": "s",
+        "ttft_mean": "s",
         "tpot_p50": "s",
         "tpot_p99": "s",
         "itl_p99": "s",
@@ -163,6 +164,8 @@ class LoadMeasurement(RandomLengths):
         ):  # fmt: skip
             milliseconds = s.latencies[metric].percentiles[p]
             found.enter(name, None if milliseconds is None else milliseconds / 1e3, why, "missed")
+        mean = s.latencies["ttft"].mean
+        found.enter("ttft_mean", None if mean is None else mean / 1e3, why, "missed")
         found.enter("generation_p99", percentile([r.latency - r.ttft for r in good], 99), why, "missed")
         self._enter_drift(found, good, run.begin)
         self._enter_watched(found, run.watch)
