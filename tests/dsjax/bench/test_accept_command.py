@@ -415,7 +415,7 @@ def test_a_recipe_s_predictions_are_criteria_with_its_intervals_and_its_load():
 
 def test_a_recipe_that_plan_wrote_is_held_to_a_server(start_fake, tmp_path):
     path, words = (
-        tmp_path / "recipe.json",
+        str(tmp_path / "recipe.json"),
         "--cluster h200-8 --model demo --mesh dp=2 --input 6 --output 4 --mode aggregated",
     )
     assert run("dsjax", "plan", "recipe", path, *words.split(), "--max-concurrency", "4").returncode == 0
