@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -22,6 +22,10 @@ from dsjax.plan.sweep import Sweep
 
 if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
     from dsjax.plan.simulation.outcome import SimulationOutcome
+
+
+_COMMAND = "green"
+"""Style of a line for a shell, which no line break may cut."""
 
 
 def to_json(
@@ -75,19 +79,35 @@ def table(title: str | None, names: Iterable[str], rows: Iterable[Sequence[str]]
 
 def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     """The first screen: the question, the best rows, the winner's commands and what limits it; or what forbids a winner."""
-    question, winner = plan.question, plan.winner
-    cluster = question.cluster
-    _say(
-        console,
-        f"{model} in {question.options.precision.name} on {cluster.name} ({question.devices} {cluster.hardware.name}{_beside(plan)}): "
-        f"{len(plan.considered)} layouts, {len(plan.too_large)} too large",
-    )
-    _say(console, question.words)
     show_usages(console, plan.usages)
-    for reason in forbidden(plan):
-        _say(console, sentence(reason))
-    shown = plan.ranked[:rows] if winner else plan.missed[:rows]
-    if shown:
+    _print(console, _first_screen(plan, model, rows))
+
+
+def details(console: Console, plan: Plan, model: str, rows: int, beside: str | None) -> None:
+    """The rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes. beside: what published kernels give."""
+    _print(console, _rows(plan, rows))
+    if plan.winner is not None:
+        engine = plan.question.options.engine.name
+        _print(console, _of_winner(plan.winner, recipe(model, plan.question, plan.winner), engine))
+    if beside:
+        console.print(Text(f"published: {beside}", "yellow"))
+
+
+def _print(console: Console, lines: Iterable[str | Text | Table]) -> None:
+    for line in lines:
+        shown = Text(line) if isinstance(line, str) else line
+        console.print(shown, soft_wrap=shown.style == _COMMAND)
+
+
+def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Table]:
+    question, winner, cluster = plan.question, plan.winner, plan.question.cluster
+    yield (
+        f"{model} in {question.options.precision.name} on {cluster.name} ({question.devices} {cluster.hardware.name}{_beside(plan)}): "
+        f"{len(plan.considered)} layouts, {len(plan.too_large)} too large"
+    )
+    yield question.words
+    yield from map(sentence, forbidden(plan))
+    if shown := _shown(plan, rows):
         differ = len({one.devices for one in shown}) > 1
         names = ("<", "<deployment", *[f"{_device(plan)}s"] * differ, "TTFT s", "TPOT ms", "tokens/s", "interval")
         cells = [
@@ -98,39 +118,28 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         ]
         made = table(None, names, cells, box=None, padding=(0, 1, 0, 0))
         made.columns[1].no_wrap, made.columns[1].overflow = False, "fold"
-        console.print(made)
+        yield made
         held = "✓ meets the objectives even at the intervals' ends, ~ in the middle; " if question.bounded else ""
-        _say(console, f"{held}≈ as row 1", "dim")
+        yield Text(f"{held}≈ as row 1", "dim")
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
-        _say(
-            console,
-            "Rows marked compiled count what XLA's program does beyond the published kernels, others do not.",
-            "dim",
-        )
+        yield Text("Rows marked compiled count what XLA's program does beyond the published kernels.", "dim")
     if winner is None:
         return
     rate, tpot = _corrected(winner)
-    _say(console, f"winner, corrected: {rate['text']}, TPOT {tpot['text']}")
-    _say(console, f"limits: {_limits(winner)}")
+    yield f"winner, corrected: {rate['text']}, TPOT {tpot['text']}"
+    moves = ", ".join(str(one) for one in bottlenecks(winner)[:3] if one.gain > 1.01)
+    yield f"limits: {f'{moves} with twice as much' if moves else 'nothing alone, by more than 1 %'}"
     made = recipe(model, question, winner)
     services = made["services"] if made["one_process"] is None else [made["one_process"]]
-    for service in services:
-        _say_command(console, service)
+    yield from map(_command, services)
     hosts = "other hosts' commands, " * any(_other_hosts(service, question.options.engine.name) for service in services)
     notes = len(made["notes"])
     said = f"{notes} note{'s' * (notes > 1)}, " if notes else ""
-    _say(console, f"{said}{hosts}memory, cold start, every figure: --explain plan", "dim")
+    yield Text(f"{said}{hosts}memory, cold start, every figure: --explain plan", "dim")
 
 
-def details(console: Console, plan: Plan, model: str, rows: int, beside: str | None) -> None:
-    """The rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes. beside: what published kernels give."""
-    question, winner, device, shared = plan.question, plan.winner, _device(plan), {}
-    ranked, missed = (
-        ("meet the objectives, best first" if question.bounded else "most tokens a second first"),
-        "none meets the objectives; nearest first",
-    )
-    shown = plan.ranked[:rows] if winner else plan.missed[:rows]
-    names = ("<", "<deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user")
+def _rows(plan: Plan, rows: int) -> Iterator[str | Text | Table]:
+    question, device, shared, shown = plan.question, _device(plan), {}, _shown(plan, rows)
     cells = [
         (
             mark,
@@ -146,70 +155,60 @@ def details(console: Console, plan: Plan, model: str, rows: int, beside: str | N
         )
         for mark, one in zip(_marks(plan, shown), shown, strict=True)
     ]
-    _say(console, f"{question.cluster.description}; a row's second lines: kind of layout, intervals")
-    console.print(table(ranked if winner else missed, (*names, "<first bottleneck"), cells))
-    _say(
-        console,
+    title = "meet the objectives, best first" if question.bounded else "most tokens a second first"
+    names = ("<", "<deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user")
+    yield f"{question.cluster.description}; a row's second lines: kind of layout, intervals"
+    yield table(
+        title if plan.winner else "none meets the objectives; nearest first", (*names, "<first bottleneck"), cells
+    )
+    yield Text(
         "TTFT is that of steady state. Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as "
         "much of it.",
         "dim",
     )
-    if winner is not None:
-        _say_winner(console, winner, recipe(model, question, winner), question.options.engine.name)
-    if beside:
-        _say(console, f"published: {beside}", "yellow")
 
 
-def _say_winner(console: Console, winner: Candidate, made: Mapping[str, Any], engine: str) -> None:
+def _of_winner(winner: Candidate, made: Mapping[str, Any], engine: str) -> Iterator[str | Text]:
     memory, tokens, cost = winner.decode.memory, winner.decode.cache_tokens, winner.cost
-    _say(
-        console,
+    yield (
         f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {memory.reserve / 1e9:.1f} GB set aside, room for {tokens:,.0f} "
-        f"cached tokens [{tokens.low:,.0f} … {tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
+        f"cached tokens [{tokens.low:,.0f} … {tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests"
     )
     if cost:
         price = winner.decode.cluster.hardware.price_per_hour
-        _say(
-            console,
-            f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
-        )
+        yield f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour"
     for one in _corrected(winner):
-        _say(
-            console,
-            f"corrected by blind predictions, 90 %: {one['text']} (× {one['correction']:.2f}; {one['predictions']}: {one['by']})",
-        )
-    _say(
-        console,
+        based = f"× {one['correction']:.2f}; {one['predictions']}: {one['by']}"
+        yield f"corrected by blind predictions, 90 %: {one['text']} ({based})"
+    yield (
         f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
-        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
+        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends"
     )
-    _say(console, f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts")
+    yield f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts"
     for service in made["services"]:
-        _say_command(console, service)
-        if others := _other_hosts(service, engine):
-            _say(console, f"  … and on its {others} other host{'s' * (others > 1)}: plan recipe FILE.sh has each")
-        start, lost = service["cold_start_s"], service["recovery"]
-        _say(
-            console,
+        start, lost, others = service["cold_start_s"], service["recovery"], _other_hosts(service, engine)
+        yield _command(service)
+        if others:
+            yield f"  … and on its {others} other host{'s' * (others > 1)}: plan recipe FILE.sh has each"
+        yield (
             f"  {service['role']}; cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in "
-            f"{start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that",
+            f"{start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that"
         )
         if lost and engine == "dsjax":
-            _say(console, "  " + _recovery(lost, "--expert-mesh" in service["options"]))
+            yield f"  {_recovery(lost, '--expert-mesh' in service['options'])}"
     if made["one_process"] is not None:
-        _say(console, "or all of it in one process of one host:")
-        _say_command(console, made["one_process"])
-    for note in made["notes"]:
-        _say(console, f"note: {note}", "yellow")
+        yield "or all of it in one process of one host:"
+        yield _command(made["one_process"])
+    yield from (Text(f"note: {note}", "yellow") for note in made["notes"])
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style))
+def _shown(plan: Plan, rows: int) -> list[Candidate]:
+    return list(plan.ranked[:rows] if plan.winner else plan.missed[:rows])
 
 
-def _say_command(console: Console, service: Mapping[str, Any]) -> None:
+def _command(service: Mapping[str, Any]) -> Text:
     many = f"  # {service['instances']} of these" if service["instances"] > 1 else ""
-    console.print(Text(service["command"] + many, "green"), soft_wrap=True)
+    return Text(service["command"] + many, _COMMAND)
 
 
 def _other_hosts(service: Mapping[str, Any], engine: str) -> int:
@@ -257,16 +256,12 @@ def _corrected(winner: Candidate) -> list[dict[str, Any]]:
     return found
 
 
-def _limits(winner: Candidate) -> str:
-    moves = [str(one) for one in bottlenecks(winner) if one.gain > 1.01][:3]
-    return f"{', '.join(moves)} with twice as much" if moves else "nothing alone, by more than 1 %"
-
-
 def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
     """What was taken of each dry run, or why nothing was."""
     for usage in usages:
         what = f"{usage.run.file} ({usage.run.mesh}, {usage.run.shape}, {usage.run.target}): "
-        _say(console, f"{what}{'taken' if usage.used else 'not used'}: {usage.text}", "" if usage.used else "yellow")
+        said = f"{what}{'taken' if usage.used else 'not used'}: {usage.text}"
+        console.print(Text(said, "" if usage.used else "yellow"))
 
 
 def _recovery(lost: Mapping[str, Any], apart: bool) -> str:
