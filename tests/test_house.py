@@ -181,7 +181,7 @@ NAMED = {
         "dsjax/kernels/pallas": "index.py tpu_index.py",
         "dsjax/kernels": "table.py",
         "dsjax/model": "attention.py dense.py forms.py mla.py mla_costs.py native_products.py parameter_counts.py step_description.py",
-        "dsjax/plan": "fit.py recipe.py sparse.py step.py",
+        "dsjax/plan": "fit.py sparse.py step.py",
         "sharding": "fp8.py",
     },
 }

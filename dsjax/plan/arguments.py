@@ -44,11 +44,7 @@ class LayoutArgs(Checked):
     """
 
     model: str = option("deepseek-v3", "Bundled name, or a directory with config.json.")
-    cluster: str | None = option(
-        None,
-        "Bundled name (configs/clusters), a TOML file, or this-machine with --measured. "
-        "Default: the device of --measured, else h100-32.",
-    )
+    cluster: str | None = option(None, "Bundled name, or a TOML file; default: the device of --measured, else h100-32.")
     hosts: int | None = option(None, "Another number of hosts than the cluster's.", min=1)
     input_tokens: str | None = option(
         None, "Prompt tokens: mean, or mean:variation.", flag="--input", alias="--isl", show_default="2000"
@@ -58,28 +54,20 @@ class LayoutArgs(Checked):
     )
     engine: str = option(
         "dsjax",
-        "dsjax: what dsjax serve can do; published: kernels, overlaps and transfers of SGLang and TensorRT-LLM; vllm, sglang, "
-        "tensorrt-llm: the same in layouts that this engine can run, with its own commands.",
+        "dsjax; published: kernels of SGLang and TensorRT-LLM; vllm, sglang, tensorrt-llm: in that engine's layouts and commands.",
     )
-    dispatch: str | None = option(
-        None, "deepep, or dsjax's own: auto, gather, padded, ragged, hierarchical. Default: the engine's."
-    )
+    dispatch: str | None = option(None, "deepep, or dsjax's auto, gather, padded, ragged, hierarchical.")
     moe_a2a_backend: str = option(
         "deepep",
-        "SGLang's all-to-all. none, its default: all ranks' tokens are gathered for the experts, and results summed up.",
+        "SGLang's; none: all ranks' tokens are gathered for the experts.",
         choices=("deepep", "none"),
         needs=_SGLANG,
     )
-    precision: str = option(
-        "auto",
-        f"{', '.join(PRECISIONS)} (-bf16: with attention in bf16); auto: fp8, or what --measured was taken with.",
-    )
+    precision: str = option("auto", f"{', '.join(PRECISIONS)} (-bf16: attention in bf16); auto: fp8, or --measured's.")
     kv_cache_dtype: str = option("auto", "Latent cache: auto, bf16 or fp8.")
     mtp: int = option(0, "Tokens drafted by the MTP module a step.")
     redundant_experts: int | None = option(None, "Physical minus logical; default: tried.")
-    enable_shared_experts_fusion: bool = option(
-        False, "The shared expert is one more routed one, with a copy on each device.", switch=True
-    )
+    enable_shared_experts_fusion: bool = option(False, "The shared expert is one more routed one.", switch=True)
     prefill_tokens: int = option(16384, "Most prompt tokens of a DP rank in a step.", alias="--max-num-batched-tokens")
     json_file: str | None = option(None, "Write JSON to this file instead; - for standard output.", flag="--json")
 
@@ -120,10 +108,7 @@ class FitArgs(LayoutArgs):
 
     mesh: str | None = option(None, "The layout: tp=8, dp=32, or dp=4,tp=8.")
     context: int | None = option(None, _CONTEXT, min=1)
-    memory_fraction: float | None = option(
-        None,
-        "--gpu-memory-utilization, --mem-fraction-static or free_gpu_memory_fraction. Default: the engine's.",
-    )
+    memory_fraction: float | None = option(None, "The engine's --gpu-memory-utilization, or as it calls that.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -137,17 +122,14 @@ class TimedArgs(LayoutArgs):
 
     classes: list[str] | None = option(
         None,
-        "NAME=SHARE,INPUT,OUTPUT: one of a mixture of lengths; repeatable: short=0.8,512:0.2,256.",
+        "NAME=SHARE,INPUT,OUTPUT: one of a mixture of lengths; repeatable.",
         flag="--class",
         excludes=("input_tokens", "output_tokens", "random_range_ratio"),
     )
     prefix_hit: float = option(0.0, "Share of prompt tokens found in the cache.")
     mesh: str | None = option(None, "Plan with instances of this mesh only: dp=32, or dp=4,tp=8, or pp=2,tp=8.")
     stages: list[int] | None = option(
-        None,
-        "Look at layouts of so many pipeline stages beside those of one; repeatable. A --mesh with pp needs no more.",
-        alias="--pipeline-parallel-size",
-        excludes=("mesh",),
+        None, "Also look at so many pipeline stages; repeatable.", alias="--pipeline-parallel-size", excludes=("mesh",)
     )
     max_devices: int | None = option(None, "Use no more devices than this.")
     max_devices_per_instance: int | None = option(None, "No instance is wider than this: what one failure takes down.")
@@ -157,46 +139,31 @@ class TimedArgs(LayoutArgs):
     operators: Path | None = option(None, "Folder of your own tables of operations, in the form of configs/operators.")
     expert_skew: str = option(
         "default",
-        "default, uniform, zipf:S, or a JSON file of tokens per expert, as dsjax serve records them; "
-        "EARLIER.json,LATER.json: what a balancer has seen, and what it then served.",
+        "default, uniform, zipf:S, or a JSON file of tokens per expert; EARLIER.json,LATER.json: seen by a balancer, then served.",
     )
     mtp_acceptance: str = option(
-        "0.85",
-        "Chance that the first draft of a step is accepted, or of each position, as vLLM logs it: 0.74,0.48,0.26.",
-        needs={"mtp": ()},
+        "0.85", "Share of first drafts accepted, or of each position: 0.74,0.48,0.26.", needs={"mtp": ()}
     )
     fp8_gemm_backend: str = option(
         "deep_gemm",
-        "SGLang's kernels of dense FP8 products on Blackwell.",
+        "SGLang's kernels of FP8 products on Blackwell.",
         choices=("deep_gemm", "flashinfer_trtllm"),
         needs=_SGLANG,
     )
-    host_scheduling: str = option(
-        "overlapped", "overlapped with the device's work, or serial: the device waits for it."
-    )
+    host_scheduling: str = option("overlapped", "overlapped with the device's work, or serial.")
     two_batch_overlap: str = option(
-        "auto",
-        "auto: where it is faster; on; off. With dsjax, on is where it is faster, and auto off, as --enable-dbo is.",
+        "auto", "auto: where it is faster; on; off. Of dsjax on is where it is faster, and auto is off."
     )
     afd: str = option(
-        "off",
-        "auto: also look at attention and experts on devices of their own (AFD), as dsjax serve or, with published, papers have it; "
-        "on: at nothing else; off.",
+        "off", "auto: also look at attention and experts on devices of their own (AFD); on: at nothing else; off."
     )
     attention_mesh: str | None = option(None, "With --expert-mesh, in place of --mesh: devices for attention, dp=8.")
     expert_mesh: str | None = option(None, "With --attention-mesh: and these for the routed experts, ep=24.")
     num_afd_stages: int = option(
-        2,
-        "Micro-batches that take turns on the two sides where that is faster than none.",
-        min=2,
-        needs={"engine": ("dsjax",)} | _APART,
+        2, "Most micro-batches that the sides take in turn.", min=2, needs={"engine": ("dsjax",)} | _APART
     )
-    expert_device: str | None = option(
-        None, "The experts are on hosts of this device (configs/hardware) beside the cluster's.", needs=_APART
-    )
-    expert_hosts: int | None = option(
-        None, "How many hosts; default: as many as the cluster's.", min=1, needs={"expert_device": ()}
-    )
+    expert_device: str | None = option(None, "Experts are on hosts of this device beside the cluster's.", needs=_APART)
+    expert_hosts: int | None = option(None, "Hosts of it; default: the cluster's.", min=1, needs={"expert_device": ()})
     rows: int = option(5, "Rows of the table.", min=1)
 
     def __post_init__(self):
@@ -232,16 +199,14 @@ class ServiceArgs(TimedArgs):
 
     mode: str = option("both", "Whether instances do both phases or one each.", choices=tuple(_MODES))
     max_concurrency: float | None = option(None, "Requests in flight; default: as many as pays.")
-    request_rate: float | None = option(
-        None, "Requests a second; inf: no rate, and simulate starts all users at once, as benchmarks do."
-    )
+    request_rate: float | None = option(None, "Requests a second; inf: none, and simulate starts all users at once.")
     ttft_ms: float | None = option(None, "Objective: mean time to first token.", alias="--ttft")
     tpot_ms: float | None = option(None, "Objective: mean time per output token.", alias="--itl")
     throughput: float | None = option(None, "Objective: output tokens a second, all together.")
     slo: list[str] | None = option(
         None,
-        "Percentile that must hold, in ms: ttft-p95=370, tpot-p99=60, e2e-p50=9000, or of a class: short:ttft-p95=370; "
-        "p50, p90, p95 or p99; repeatable. The best deployments are played (--num-prompts, --seed).",
+        "Percentile to keep, ms: ttft-p95=370, tpot-p99=60, e2e-p50=9000, short:ttft-p90=370 of a class; repeatable. Deployments are "
+        "played (--num-prompts, --seed).",
         excludes=("afd",),
     )
     prefill_mesh: str | None = option(None, "Separated: mesh of a prefill instance.")
@@ -249,15 +214,11 @@ class ServiceArgs(TimedArgs):
     prefill_instances: int | None = option(None, "Separated: how many of them.")
     decode_instances: int | None = option(None, "Separated: how many of them.")
     price_per_hour: float | None = option(
-        None, "Of one device, in any currency: the cost of a million output tokens follows.", above=0, most=1e9
+        None, "Price of a device: adds the cost of a million tokens.", above=0, most=1e9
     )
     num_prompts: int = option(1000, "Requests that are played and measured.", min=1)
     burstiness: float = option(
-        1.0,
-        "1 is Poisson, less is burstier, as vllm bench serve has it.",
-        above=0,
-        most=1e9,
-        excludes=("max_concurrency",),
+        1.0, "Arrivals: 1 is Poisson, less is burstier.", above=0, most=1e9, excludes=("max_concurrency",)
     )
     seed: int = option(0, "Of the lengths and arrivals that are played.", min=0)
 
@@ -272,29 +233,19 @@ class PlanArgs(ServiceArgs):
     """The options of `dsjax plan`."""
 
     explain: str | None = option(
-        None,
-        "plan: every figure of the rows and of the winner; or the derivation of one of its figures, and what moves it.",
-        choices=EXPLAINED,
-        excludes=("json_file",),
+        None, "plan: every figure; or one figure's derivation.", choices=EXPLAINED, excludes=("json_file",)
     )
     sweep: list[str] | None = option(
         None,
-        "latency, bandwidth, loss-of-hosts, hosts or concurrency, or at your own points: latency=1,10,100; hosts=8:400,16:800 "
-        "with so many requests in flight; repeatable.",
+        "latency, bandwidth, loss-of-hosts, hosts, concurrency; points: latency=1,10; hosts=8:400 (users); repeatable.",
     )
     plots: Path | None = option(None, "Folder for the sweeps' pictures.", needs={"sweep": ()})
     pareto: Path | None = option(None, "Write the Pareto front: .html, or a picture.")
     working_set: float | None = option(
-        None,
-        "Tokens of prompts that come back: what share of them the best deployment's cache and tiers have.",
-        above=0,
-        most=1e18,
-        excludes=("afd",),
+        None, "Tokens of prompts that come back: what share caches have.", above=0, most=1e18, excludes=("afd",)
     )
-    host_cache_gb: float = option(
-        0.0, "Host memory for pages, of each host.", least=0, most=1e9, needs={"working_set": ()}
-    )
-    disk_cache_gb: float = option(0.0, "Disk for pages, of each host.", least=0, most=1e9, needs={"working_set": ()})
+    host_cache_gb: float = option(0.0, "A host's memory for pages.", least=0, most=1e9, needs={"working_set": ()})
+    disk_cache_gb: float = option(0.0, "A host's disk for pages.", least=0, most=1e9, needs={"working_set": ()})
 
     def __post_init__(self):
         super().__post_init__()
@@ -311,18 +262,13 @@ class SimulateArgs(ServiceArgs):
     """The options of `dsjax plan simulate`."""
 
     warmup: int | None = option(
-        None, "requests left out at the start. Default: none with --request-rate inf, else a stay's.", min=0
+        None, "Requests left out at the start; default: a stay's, with --request-rate inf none.", min=0
     )
     random_range_ratio: float | None = option(
-        None,
-        "Lengths evenly between length × (1 - ratio) and length × (1 + ratio), as vllm bench serve draws them.",
-        least=0,
+        None, "Lengths × (1 - ratio) to × (1 + ratio), as vllm bench serve.", least=0
     )
     scheduler_recv_interval: int = option(
-        1,
-        "Steps of decodes between two looks for new prompts, SGLang's option of this name.",
-        min=1,
-        needs={"engine": ("sglang", "published")},
+        1, "Decode steps between looks for prompts.", min=1, needs={"engine": ("sglang", "published")}
     )
 
     def __post_init__(self):

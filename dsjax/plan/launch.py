@@ -66,7 +66,8 @@ def written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]
     return {name: _expression(r.get("value", "''"))(**facts) for name, r in rules.items() if _holds(r, facts)}
 
 
-def _said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
+def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
+    """Texts of the rules of `configs/engines/ENGINE.toml` whose condition holds."""
     rules = documented(engine).get(table, ())
     return [_template(rule["text"]).render(facts) for rule in rules if _holds(rule, facts)]
 
@@ -152,7 +153,7 @@ def launch(
             inside = inside.setdefault(name, {})
         inside[last] = value
     reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware, instance.options.precision)
-    made.lacks = [*([reason] if reason else []), *_said(engine, "lacks", facts), *_said("any", "lacks", facts)]
+    made.lacks = [*([reason] if reason else []), *said(engine, "lacks", facts), *said("any", "lacks", facts)]
     return made
 
 
@@ -218,7 +219,7 @@ def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, pr
         "precision": precision,
     }
     facts |= {"dp": mesh.dp_size, "tp": mesh.tp_size, "ep": mesh.ep_size}
-    reasons = _said("any", "unfit", facts) + _said(engine, "unfit", facts)
+    reasons = said("any", "unfit", facts) + said(engine, "unfit", facts)
     return f"{layout}: {reasons[0]}" if reasons else None
 
 

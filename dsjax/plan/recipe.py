@@ -17,30 +17,16 @@ from dsjax.options import flag_of
 from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading
-from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, LaunchCommand, facts_of, launch, script, written
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, launch, said, script, written
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
 from dsjax.plan.question import Question
 from dsjax.plan.recovery import recovery
 
-REPOSITORIES = {
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
-    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
-    "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
-    "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
-    "deepseek-v3.2-speciale": "deepseek-ai/DeepSeek-V3.2-Speciale",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-    "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
-}
+REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
-
-
 _MOST = 0.98
 """Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.memory`)."""
 _EXPERTS_AT = "EXPERTS"
@@ -81,7 +67,7 @@ def serve_options(
         "halved_from": decodes,
         "halves_prompts": prompts,
         "never": max(verified, room) + 1,
-        "balances": instance.places_by_load and dsjax_engine().balances,
+        "balances": instance.places_by_load,
     }
     chosen = {"--model": model, **_meshes(instance), **written("dsjax", "flags", facts)}
     return {flag: str(value) for flag, value in chosen.items()}
@@ -118,25 +104,16 @@ def command(options: dict[str, str]) -> str:
 
 def notes(candidate: Candidate) -> list[str]:
     """What the estimate counts on that the commands do not switch on."""
-    able, decode, apart = dsjax_engine(), candidate.decode, candidate.mode == "separated"
-    asked, rate = decode.options, candidate.throughput.high / candidate.count
-    remarks = {
-        "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead.": (
-            asked.dispatch == "deepep"
-        ),
-        **dict.fromkeys(_contradicted(candidate), True),
-        "As workers of their own, prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md.": apart,
-        f"Prefill belongs on the hosts of {candidate.prefill.cluster.hardware.name} and decode on those of "
-        f"{decode.cluster.hardware.name}: start them there.": apart and decode.cluster.prefill is not None,
-        "The estimate drafts with the MTP module, which is not an option of dsjax serve.": asked.drafts
-        and not able.drafts,
-        f"An engine process hands {_MOST_FRONT_ENDS:,.0f} tokens a second to its front ends at most, and this instance makes up to "
-        f"{rate:,.0f}: give --stream-interval 8, which sends them together.": not apart and rate > _MOST_FRONT_ENDS,
-        "The estimate places experts by their load, which is not an option of dsjax serve.": (
-            decode.layout.redundant and not able.balances and asked.engine.balances
-        ),
+    facts = {
+        "options": candidate.decode.options,
+        "one_phase": candidate.mode == "separated",
+        "hardware": candidate.decode.cluster.hardware,
+        "prefill_hardware": candidate.prefill.cluster.hardware,
+        "two_kinds": candidate.decode.cluster.prefill is not None,
+        "rate": candidate.throughput.high / candidate.count,
+        "most_front_ends": _MOST_FRONT_ENDS,
     }
-    return [text for text, holds in remarks.items() if holds]
+    return [*_contradicted(candidate), *said("dsjax", "lacks", facts)]
 
 
 def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
@@ -204,7 +181,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     if candidate.mode == "aggregated" and needed > 1:
         services[0]["options"]["--api-server-count"] = str(needed)
         services[0]["command"] = command(services[0]["options"])
-    said, together = notes(candidate), None if engine in LAUNCHED else one_process(services, candidate)
+    remarks, together = notes(candidate), None if engine in LAUNCHED else one_process(services, candidate)
     # No engine has released options for experts on devices of their own.
     others = () if candidate.decode.layout.experts else LAUNCHED if engine == "published" else (engine,)
     for name in (one for one in LAUNCHED if one in others):
@@ -215,7 +192,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
                 service |= {"command": one.commands()[0], "options": one.flags[0]}
                 service |= {"instances": one.instances, "devices_each": one.devices}
         if name == engine:
-            said = list(dict.fromkeys([*_contradicted(candidate), *(text for one in every for text in one.lacks)]))
+            remarks = list(dict.fromkeys([*_contradicted(candidate), *(text for one in every for text in one.lacks)]))
     return {
         "model": model,
         "cluster": question.cluster.name,
@@ -239,7 +216,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         "one_process": together,
         "expected": candidate.to_json(),
         "calibrated": calibrated(candidate),
-        "notes": said,
+        "notes": remarks,
     }
 
 
