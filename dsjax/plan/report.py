@@ -195,7 +195,13 @@ def _of_winner(winner: Candidate, made: Mapping[str, Any], engine: str) -> Itera
             f"{start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that"
         )
         if lost and engine == "dsjax":
-            yield f"  {_recovery(lost, '--expert-mesh' in service['options'])}"
+            time, compiling = lost["seconds"], lost["compiling_s"]
+            when = "for compiling" if "--expert-mesh" in service["options"] else "without --compile-ahead"
+            yield (
+                f"  a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and "
+                f"{compiling['value']:,.0f} more [{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
+                f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read"
+            )
     if made["one_process"] is not None:
         yield "or all of it in one process of one host:"
         yield _command(made["one_process"])
@@ -262,17 +268,6 @@ def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
         what = f"{usage.run.file} ({usage.run.mesh}, {usage.run.shape}, {usage.run.target}): "
         said = f"{what}{'taken' if usage.used else 'not used'}: {usage.text}"
         console.print(Text(said, "" if usage.used else "yellow"))
-
-
-def _recovery(lost: Mapping[str, Any], apart: bool) -> str:
-    """What the loss of a host costs an instance of several, in words. apart: experts have devices of their own."""
-    time, compiling = lost["seconds"], lost["compiling_s"]
-    when = "for compiling" if apart else "without --compile-ahead"
-    return (
-        f"a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and {compiling['value']:,.0f} more "
-        f"[{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
-        f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read"
-    )
 
 
 def sentence(reason: Forbidden) -> str:
