@@ -17,7 +17,7 @@ from rich.text import Text
 from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json, writing
-from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs
+from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs, parse_slos
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ def _answer(args: ServiceArgs) -> _Answer:
     from dsjax.plan.search import search
 
     question = args.question()
-    plan, slos, kept = search(question), args.slos(question.workload), []
+    plan, slos, kept = search(question), parse_slos(args.slo, question.workload), []
     if slos:
         from dsjax.plan.percentiles import within
 
@@ -106,12 +106,13 @@ def _answer(args: ServiceArgs) -> _Answer:
 def search_layouts(args: PlanArgs) -> None:
     """Find the layout for a cluster, a workload and objectives; `dsjax plan` alone does this."""
     from dsjax.plan.explain import explain
-    from dsjax.plan.report import show_sweep
+    from dsjax.plan.report import details, show_sweep
     from dsjax.plan.sweep import read_sweep, sweep
 
     points = [read_sweep(text) for text in args.sweep or ()]
     answer = _answer(args)
-    best, beside = answer.best, _published_beside(args, answer)
+    best, everything = answer.best, args.explain == "plan" or args.json_file is not None
+    beside = _published_beside(args, answer) if everything else None
     sweeps = [sweep(answer.question, best, *one) for one in points] if best else []
     _draw(args, answer.plan, sweeps)
     found = None
@@ -127,9 +128,9 @@ def search_layouts(args: PlanArgs) -> None:
     answer.show(console, args)
     if found:
         console.print(str(found), highlight=False, soft_wrap=True)
-    if beside:
-        console.print(Text("published: " + beside, "yellow"))
-    if args.explain:
+    if args.explain == "plan":
+        details(console, answer.plan, args.model, args.rows, beside)
+    elif args.explain:
         console.print(
             Text(explain(best, args.explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True
         )

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from dsjax.plan.candidate import Candidate, moved
 from dsjax.plan.figure import Draw, Figure, Kind, drawing
-from dsjax.plan.instance import Instance
 
-EXPLAINED = ("tpot", "ttft", "throughput", "memory")
+EXPLAINED = ("plan", "tpot", "ttft", "throughput", "memory")
+"""`plan` is `report.details`."""
 
 
 def explain(candidate: Candidate, what: str) -> str:
-    """The derivation of one of `EXPLAINED` for a candidate."""
+    """The derivation of `tpot`, `ttft`, `throughput` or `memory` of a candidate."""
     lines = [f"{what} of {candidate.name()}, batch {candidate.batch:g} a DP rank"]
     if what == "memory":
         memory = candidate.decode.memory
@@ -62,8 +62,8 @@ def _effects(compute: Callable[[], float]) -> list[str]:
         if max(abs(low - 1), abs(high - 1)) < 0.01:
             small.append(figure.name)
             continue
-        ends = f"{amount(figure, figure.unit)} [{amount(figure.low, figure.unit)} … {amount(figure.high, figure.unit)}]"
-        lines.append(f"  {low:.2f} … {high:.2f}  {figure.name}: {ends} ({Kind(figure.kinds).words()}: {figure.source})")
+        ends = _interval(figure, figure.unit, f": {figure.source}")
+        lines.append(f"  {low:.2f} … {high:.2f}  {figure.name}: {ends}")
     if small:
         lines.append(f"  within 1 %: {', '.join(sorted(small))}")
     return lines
@@ -72,19 +72,17 @@ def _effects(compute: Callable[[], float]) -> list[str]:
 def _compiled(candidate: Candidate) -> list[str]:
     """The steps that were compiled: what the planner says of the same rows and context, and the timeline's prediction."""
     lines = []
-    sides: dict[int, Instance] = {id(i): i for i in (candidate.prefill, candidate.decode)}
-    for instance in sides.values():
+    for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
         for run in instance.dry_runs:
-            predicted = f"its timeline {_interval(run.timeline)}" if run.timeline else "it has no timeline"
+            predicted = f"its timeline {_interval(run.timeline, 's')}" if run.timeline else "it has no timeline"
             said = amount(instance.compiled_step(run), "s")
             lines.append(f"{run.file}: {run.shape}: the planner says {said}; {predicted}")
     return lines
 
 
-def _interval(figure: Figure) -> str:
-    return (
-        f"{amount(figure, 's')} [{amount(figure.low, 's')} … {amount(figure.high, 's')}] ({Kind(figure.kinds).words()})"
-    )
+def _interval(figure: Figure, unit: str, source: str = "") -> str:
+    ends = f"{amount(figure, unit)} [{amount(figure.low, unit)} … {amount(figure.high, unit)}]"
+    return f"{ends} ({Kind(figure.kinds).words()}{source})"
 
 
 def amount(value: float, unit: str) -> str:

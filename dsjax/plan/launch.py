@@ -1,6 +1,7 @@
-"""How other engines start what was priced: vLLM, SGLang and TensorRT-LLM, in flags that their own documentation has.
+"""How vLLM, SGLang and TensorRT-LLM start what was priced.
 
-The flags that each engine knows, with where each is documented, are data (`configs/engines`); a flag that is not there is not written.
+The options of each engine, with their sources, values and conditions, are data: `configs/engines/ENGINE.toml`, whose expressions are over
+`facts_of` an instance.
 """
 
 from __future__ import annotations
@@ -15,38 +16,68 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jinja2
+
 from dsjax.hardware import Hardware
+from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
-HEAD = "$HEAD"
-"""Address of an instance's first host, which a shell fills in."""
-ADDRESS = "$ADDRESS"
-"""The host's own address, on which an engine listens: no engine of these asks all that reach a host who they are by default."""
 KEY = "$API_KEY"
 """The key that clients must show, for engines that know one; it is in the environment and in no file."""
-KEY_ENVIRONMENT = {"vllm": "VLLM_API_KEY"}
-"""Where an engine reads the key from the environment itself."""
+FOR_SHELL = {"head": "$HEAD", "address": "$ADDRESS", "key": KEY}
+"""What a shell fills in. An engine listens on the host's own address: by default none of these asks for a key."""
 PORTS = {"prefill and decode": 8000, "prefill": 8001, "decode": 8002}
+WINDOW = 1000
+"""Steps whose loads a balancer looks at: vLLM's default, and what the published recipes for DeepSeek-R1 give."""
+
+
+def comment(text: str) -> str:
+    """A text as lines of comment in YAML or a shell; what a user has named may have several."""
+    return "\n".join(f"# {line}".rstrip() for line in text.splitlines() or [""])
+
+
+_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+_JINJA.filters |= {"json": json.dumps, "comment": comment, "indented": functools.partial(json.dumps, indent=2)}
+_template = functools.cache(_JINJA.from_string)
+_expression = functools.cache(functools.partial(_JINJA.compile_expression, undefined_to_none=False))
+
+
+def _read(name: str) -> str:
+    return (importlib.resources.files("configs") / "engines" / name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def documented(engine: str) -> Mapping[str, Any]:
-    """`configs/engines/ENGINE.toml`: `name`, `version`, `program`, `sources`, `flags` and `keys` of a configuration file."""
-    path = importlib.resources.files("configs") / "engines" / f"{engine}.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    """`configs/engines/ENGINE.toml`."""
+    return tomllib.loads(_read(f"{engine}.toml"))
+
+
+def _holds(rule: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
+    return "if" not in rule or bool(_expression(rule["if"])(**facts))
+
+
+def written(engine: str, table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Name → value of the options of `configs/engines/ENGINE.toml` whose condition holds."""
+    rules = documented(engine).get(table, {})
+    return {name: _expression(r.get("value", "''"))(**facts) for name, r in rules.items() if _holds(r, facts)}
+
+
+def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
+    """Texts of the rules of `configs/engines/ENGINE.toml` whose condition holds."""
+    rules = documented(engine).get(table, ())
+    return [_template(rule["text"]).render(facts) for rule in rules if _holds(rule, facts)]
 
 
 @dataclass
 class LaunchCommand:
     """One instance of a service in another engine's words.
 
-    flags: flag → value, the same on all its hosts; a flag without a value is "". each_host: those that differ, one mapping a host.
-    environment: variable → value, on all hosts.
-    config: the configuration file that TensorRT-LLM reads beside its flags. lacks: what the estimate counts on and the command cannot say.
+    flags: for each command, flag → value; `""` without one. environment: variable → value. config: the configuration file that
+    TensorRT-LLM reads beside its flags. lacks: what the estimate counts on and the command cannot say.
     """
 
     engine: str
@@ -55,56 +86,33 @@ class LaunchCommand:
     instances: int
     hosts: int
     devices: int
-    flags: dict[str, str] = field(default_factory=dict)
-    each_host: list[dict[str, str]] = field(default_factory=list)
+    flags: list[dict[str, str]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     lacks: list[str] = field(default_factory=list)
 
-    def put(self, flag: str, value: object = "", host: int | None = None) -> None:
-        """One more flag, of one host only if given."""
-        if flag not in documented(self.engine)["flags"]:
-            raise KeyError(f"{flag} is not a documented flag of {self.engine}")
-        (self.flags if host is None else self.each_host[host])[flag] = str(value)
-
-    def put_variable(self, name: str, value: object) -> None:
-        """One more environment variable."""
-        if name not in documented(self.engine).get("environment", {}):
-            raise KeyError(f"{name} is not a documented environment variable of {self.engine}")
-        self.environment[name] = str(value)
-
-    def key(self, path: str, value: object) -> None:
-        """One more entry of the configuration file: `moe_config.backend`."""
-        if path not in documented(self.engine)["keys"]:
-            raise KeyError(f"{path} is not a documented key of {self.engine}")
-        *above, last = path.split(".")
-        inside = self.config
-        for name in above:
-            inside = inside.setdefault(name, {})
-        inside[last] = value
+    @property
+    def word(self) -> str:
+        """The role in one word: prefill or decode."""
+        return self.role.split()[0]
 
     @property
     def file(self) -> str:
         """Name of the configuration file."""
-        return f"{self.role.split()[0]}.yaml"
+        return f"{self.word}.yaml"
 
     def commands(self) -> list[str]:
-        """One line for a shell on each host of one instance; `HEAD`, `ADDRESS` and `KEY` are for the shell to fill in."""
-        hosts = self.each_host or [{}]
-        program = shlex.split(documented(self.engine)["program"])
-        target = [] if "--model-path" in self.flags else [self.model]
-        lines = []
-        for more in hosts:
-            words = [*program, *target, *(word for pair in (self.flags | more).items() for word in pair if word)]
-            variables = [f"{name}={value}" for name, value in self.environment.items()]
-            words = ["env", *variables, *words] if variables else words
+        """One line for a shell on each host of one instance, or one for all hosts; the shell fills in `FOR_SHELL`."""
+        about, lines = documented(self.engine), []
+        variables = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
+        across = about.get("across_hosts") if self.hosts > 1 else None
+        for flags in self.flags:
+            words = [*(variables if self.environment else []), *shlex.split(about["program"])]
+            words += [] if "--model-path" in flags else [self.model]
+            words += [word for pair in flags.items() for word in pair if word]
             line = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
-            lines.append(line if self.engine != "tensorrt-llm" or self.hosts == 1 else self._under_slurm(line))
+            lines.append(f"{_template(across).render(vars(self))} {line}" if across else line)
         return lines
-
-    def _under_slurm(self, line: str) -> str:
-        tasks = f"--nodes={self.hosts} --ntasks={self.devices} --ntasks-per-node={self.devices // self.hosts}"
-        return f"srun {tasks} --mpi=pmix trtllm-llmapi-launch {line}"
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
@@ -119,100 +127,100 @@ class LaunchCommand:
         }
 
 
+def launch(
+    engine: str, model: str, instance: Instance, batch: float, tokens: float, role: str, instances: int
+) -> LaunchCommand:
+    """One service of a plan as an engine starts it.
+
+    batch: running requests of a DP rank. tokens: prompt tokens of a DP rank in a step. role: `prefill and decode`, `prefill` or
+    `decode`. instances: of the layout; copies of the experts are instances of their own here.
+    """
+    layout, cluster = instance.layout.unit, instance.cluster
+    hosts = math.ceil(layout.devices / cluster.devices_per_host)
+    made = LaunchCommand(engine, model, role, instances * instance.layout.mesh.expert_copies, hosts, layout.devices)
+    facts = facts_of(instance, batch, tokens, role) | FOR_SHELL
+    facts |= {"model": model, "hosts": hosts, "devices": made.devices, "file": made.file, "port": PORTS[role]}
+    whole = facts["ep"] == made.devices > 1
+    facts |= {"whole": whole, "deepep": whole and facts["dp"] > 1 and not instance.options.engine.gathers}
+    for rank in range(1 if "across_hosts" in documented(engine) else hosts):
+        flags = written(engine, "flags", facts | {"rank": rank})
+        made.flags.append({flag: str(value) for flag, value in flags.items()})
+    made.environment = {name: str(value) for name, value in written(engine, "environment", facts).items()}
+    for path, value in written(engine, "keys", facts).items():
+        *above, last = path.split(".")
+        inside = made.config
+        for name in above:
+            inside = inside.setdefault(name, {})
+        inside[last] = value
+    reason = unfit(engine, instance.layout, cluster.devices_per_host, cluster.hardware, instance.options.precision)
+    made.lacks = [*([reason] if reason else []), *said(engine, "lacks", facts), *said("any", "lacks", facts)]
+    return made
+
+
+def facts_of(instance: Instance, batch: float, step_tokens: float, role: str) -> dict[str, Any]:
+    """What the expressions of `configs/engines` may name: the instance's parts, and what a step was priced with.
+
+    Requests (`seqs`) and tokens are of a DP rank. share: of a device's memory that weights and caches take; free: of what is free once
+    the weights are there.
+    """
+    work, memory, options, mesh = instance.workload, instance.memory, instance.options, instance.layout.unit.mesh
+    decodes, prefills = role != "prefill", role != "decode"
+    longest = [
+        (k.input.mean * (1 + 3 * k.input.variation), k.output.mean * (1 + 3 * k.output.variation)) for k in work.kinds
+    ]
+    prompt, length = math.ceil(max(one for one, _ in longest)), math.ceil(max(map(sum, longest)))
+    seqs = max(1, math.ceil(batch if decodes else step_tokens / work.computed))
+    verified, tokens = seqs * (1 + options.drafts), math.ceil(step_tokens) * prefills
+    kept, weights = memory.device - memory.reserve, memory.weights_total
+    overlaps = (decodes and instance.overlapped(batch)) or (prefills and instance.halved(step_tokens))
+    return {
+        "config": instance.config,
+        "hardware": instance.cluster.hardware,
+        "layout": instance.layout,
+        "options": options,
+        "engine": options.engine,
+        "precision": options.precision,
+        "prefix_hit": work.prefix_hit,
+        "drafts": options.drafts,
+        "window": WINDOW,
+        "step_interval": STEP_INTERVAL,
+        "dp": mesh.dp_size,
+        "tp": mesh.tp_size,
+        "ep": mesh.ep_size,
+        "host": instance.cluster.devices_per_host,
+        "role": role,
+        "one_phase": not (decodes and prefills),
+        "prompt": prompt,
+        "longest": length,
+        "length": min(length + 1, instance.config.max_position_embeddings),
+        "seqs": seqs,
+        "verified": verified,
+        "step_tokens": math.ceil(step_tokens),
+        "tokens": tokens,
+        "batched": max(verified, tokens + verified * decodes),
+        "share": math.floor(kept / memory.device * 100) / 100,
+        "free": max(0.01, math.floor((kept - weights) / (memory.device - weights) * 100) / 100),
+        "overlaps": not instance.layout.experts and overlaps,
+    }
+
+
 def unfit(engine: str, layout: InstanceLayout, host: int, hardware: Hardware, precision: Precision) -> str | None:
     """Why an engine cannot run a layout, as far as its documentation says; None where it can.
 
     host: devices of one. hardware: the device, on which TensorRT-LLM's expert kernels depend.
     """
     mesh = layout.unit.mesh
-    if layout.mesh.pp_size > 1:
-        return f"{layout.mesh}: for {engine} no command is written with pipeline stages"
-    if "etp" in mesh.axes:
-        return f"{layout.mesh}: for {engine} no command is written in which DP ranks share an expert's width"
-    hybrid = mesh.splits_expert_width and mesh.ep_size > 1
-    if engine == "vllm" and hybrid:
-        return f"{layout.mesh}: vLLM spreads experts over all devices of an instance or cuts all of them, not both"
-    if engine == "vllm" and mesh.tp_size > host and mesh.dp_size > 1:
-        return f"{layout.mesh}: vLLM's documentation has data parallelism beside tensor parallelism of one host only"
-    if engine != "tensorrt-llm":
-        return None
-    if mesh.tp_size > 1 and mesh.dp_size > 1:
-        return f"{layout.mesh}: attention is data parallel over all devices of a TensorRT-LLM instance, or over none"
-    wide = hardware.links_hosts and precision.expert < 1
-    if layout.redundant and not wide:
-        return f"{layout}: TensorRT-LLM's guide has redundant experts (WIDEEP with a load balancer) for NVFP4 on GB200 only"
-    return None
-
-
-class Limits:
-    """What a step was priced with: requests and tokens of a DP rank, the longest request, memory, and overlaps."""
-
-    def __init__(self, instance: Instance, batch: float, tokens: float, role: str):
-        work, memory = instance.workload, instance.memory
-        longest = (
-            k.input.mean * (1 + 3 * k.input.variation) + k.output.mean * (1 + 3 * k.output.variation)
-            for k in work.kinds
-        )
-        self.length = min(math.ceil(max(longest)) + 1, instance.config.max_position_embeddings)
-        self.step_tokens = math.ceil(tokens)
-        self.prompt = math.ceil(max(k.input.mean * (1 + 3 * k.input.variation) for k in work.kinds))
-        self.seqs = max(1, math.ceil(tokens / work.computed if role == "prefill" else batch))
-        self.tokens = 0 if role == "decode" else math.ceil(tokens)
-        kept = memory.device - memory.reserve
-        self.share = math.floor(kept / memory.device * 100) / 100
-        # Of what is free once the weights are there.
-        self.free = max(
-            0.01, math.floor((kept - memory.weights_total) / (memory.device - memory.weights_total) * 100) / 100
-        )
-        decodes, prefills = role != "prefill", role != "decode"
-        overlaps = (decodes and instance.overlapped(batch)) or (prefills and instance.halved(tokens))
-        self.overlaps = not instance.layout.experts and overlaps
-        self.cuts = bool(self.tokens) and self.tokens < self.prompt
-
-
-def front(engine: str, launches: list[LaunchCommand]) -> str | None:
-    """The command in front of prefill and decode instances; None where nothing is needed, or the engine has none to offer.
-
-    Addresses are `$PREFILL_0`, `$DECODE_0` and so on, of each instance's first host.
-    """
-    if len(launches) < 2:
-        return None
-    urls = {
-        one.role: [f"${one.role.upper()}_{number}:{PORTS[one.role]}" for number in range(one.instances)]
-        for one in launches
+    facts = {
+        "engine": engine,
+        "layout": layout,
+        "mesh": mesh,
+        "host": host,
+        "hardware": hardware,
+        "precision": precision,
     }
-    if engine == "sglang":
-        words = [f'--{role} "http://{url}"' for role, all_of in urls.items() for url in all_of]
-        return " ".join(
-            ["python3 -m sglang_router.launch_router --pd-disaggregation", *words, f'--host "{ADDRESS}" --port 8000']
-        )
-    if engine == "tensorrt-llm":
-        names = {"prefill": "context_servers", "decode": "generation_servers"}
-        lines = [f"hostname: {ADDRESS}", "port: 8000", "backend: pytorch"]
-        for role, all_of in urls.items():
-            lines += [f"{names[role]}:", f"  num_instances: {len(all_of)}", "  urls:"]
-            lines += [f'    - "{url}"' for url in all_of]
-        body = "\n".join(lines)
-        return f"cat > front.yaml <<EOF\n{body}\nEOF\ntrtllm-serve disaggregated -c front.yaml"
-    return None
-
-
-def _key_lines(engine: str, launches: list[LaunchCommand]) -> tuple[str, list[str]]:
-    """A comment for the script, and the lines that refuse to start an engine without a key where it can ask for one."""
-    variable = KEY_ENVIRONMENT.get(engine)
-    if not variable and all(KEY not in one.flags.values() for one in launches):
-        return (
-            "# This engine asks nobody for a key here: give an ADDRESS that only the cluster's own hosts and your gateway reach.",
-            [],
-        )
-    needed = ': "${API_KEY:?give the key that clients must show, for instance what openssl rand -hex 32 prints}"'
-    export = [f'export {variable}="$API_KEY"'] if variable else []
-    return "# API_KEY: the key that clients must show.", [needed, *export]
-
-
-def comment(text: str) -> str:
-    """A text as lines of comment in YAML or a shell; what a user has named may have several."""
-    return "\n".join(f"# {line}".rstrip() for line in text.splitlines() or [""])
+    facts |= {"dp": mesh.dp_size, "tp": mesh.tp_size, "ep": mesh.ep_size}
+    reasons = said("any", "unfit", facts) + said(engine, "unfit", facts)
+    return f"{layout}: {reasons[0]}" if reasons else None
 
 
 def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], command: str) -> str:
@@ -220,36 +228,17 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
 
     made: the recipe. command: what it was planned with.
     """
-    about, (about_keys, keys) = documented(engine), _key_lines(engine, launches)
-    lines = [
-        "#!/bin/sh",
-        comment(command),
-        f"# {about['name']} {about['version']}; flags from:",
-        *(f"#   {source}" for source in about["sources"].values()),
-        *(comment(f"Note: {note}") for note in made["notes"]),
-        "# HEAD: address of an instance's first host. HOST: its number among the instance's hosts, from 0.",
-        "# ADDRESS: this host's own address, on which the engine listens; loopback if it is not given.",
-        about_keys,
-        "set -eu",
-        'HEAD="${HEAD:-127.0.0.1}"',
-        'ADDRESS="${ADDRESS:-127.0.0.1}"',
-        'case "${1:-} ${2:-0}" in',
-    ]
-    for one in launches:
-        lines.append(
-            f"# {one.role}: {one.instances} instance{'s' * (one.instances > 1)} of {one.devices} devices on {one.hosts} "
-            f"host{'s' * (one.hosts > 1)} each"
-        )
-        config = json.dumps(one.config, indent=2) if one.config else ""
-        for number, line in enumerate(one.commands()):
-            lines.append(f"'{one.role.split()[0]} {number}')" if len(launches) > 1 else f"'serve {number}')")
-            if config:  # JSON is YAML too
-                lines += [f"cat > {one.file} <<'EOF'", config, "EOF"]
-            lines += [*keys, f"exec {line}", ";;"]
-    joins = front(engine, launches)
-    if joins:
-        lines += ["'front 0')", joins, ";;"]
-    roles = [one.role.split()[0] for one in launches] if len(launches) > 1 else ["serve"]
-    usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if joins else [])])
-    lines += ["*)", f"echo 'usage: sh FILE {usage}' >&2", "exit 2", ";;", "esac"]
-    return "\n".join(lines) + "\n"
+    about, front = documented(engine), None
+    if (
+        len(launches) > 1 and "front" in about
+    ):  # the shell knows addresses of first hosts as $PREFILL_0, $DECODE_0 and so on
+        urls = {
+            one.role: [f"${one.role.upper()}_{number}:{PORTS[one.role]}" for number in range(one.instances)]
+            for one in launches
+        }
+        front = _template(about["front"]).render(urls=urls)
+    roles = [one.word for one in launches] if len(launches) > 1 else ["serve"]
+    usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
+    asks = "key" in about or any(KEY in flags.values() for one in launches for flags in one.flags)
+    given = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
+    return _template(_read("script.sh")).render(command=command, notes=made["notes"], **given)

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -23,6 +24,7 @@ from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.cold_start import files_precision
 from dsjax.plan.launch import comment
+from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.moves import processes_of
 from dsjax.plan.question import Question
@@ -31,7 +33,6 @@ from dsjax.plan.recipe import REPOSITORIES, recipe, write_json_recipe
 DOMAIN_FILE, EXPERTS_FILE = "computedomain.yaml", "experts.yaml"
 ROOM = 1.25
 """The volume's size ÷ that of a model's files: compiled programs lie beside them."""
-_PROBED = {"--host": "0.0.0.0", "--port": "8000"}
 _TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
 """Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
 _START_SECONDS = 600
@@ -55,19 +56,11 @@ def fill(template: str, **values: Any) -> str:
     Raises:
         UserError: a value would be more than a word of the YAML.
     """
-    folder = _deploy() / "templates"
-    loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(
-        loader=loader,
-        undefined=jinja2.StrictUndefined,
-        finalize=_checked,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "json": lambda value: Markup(json.dumps(value)),
-        "comment": lambda text: Markup(comment(text)),
-    }
+    loader = jinja2.FunctionLoader(lambda name: (_deploy() / "templates" / name).read_text(encoding="utf-8"))
+    how = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, finalize=_checked, **how)
+    environment.filters["json"] = lambda value: Markup(json.dumps(value))
+    environment.filters["comment"] = lambda text: Markup(comment(text))
     return environment.get_template(template).render(values)
 
 
@@ -99,26 +92,23 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
             "were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
         )
     service = made["one_process"] or made["services"][0]
-    pods, start = _pods(cluster, service), service["cold_start_s"]
-    hosts, devices, engines = pods["hosts"], pods["devices"], service["instances"]
-    options = service["options"] | (_where_experts_are(experts) if experts else {})
-    said = [f"Note: {note}" for note in made["notes"]]
-    images = [("dsjax", cluster)]
+    pods, start, engines = _pods(cluster, service), service["cold_start_s"], service["instances"]
+    hosts, devices, options = pods["hosts"], pods["devices"], service["options"]
+    said, sides, files = [f"Note: {note}" for note in made["notes"]], {"dsjax": cluster}, {}
+    if pods["domain"]:
+        files[DOMAIN_FILE] = fill(DOMAIN_FILE, name="dsjax", nodes=engines * hosts)
     if experts:
-        images.append(("dsjax-experts", cluster.experts or cluster))
+        sides["dsjax-experts"] = cluster.experts or cluster
+        options = options | _where_experts_are(experts)
+        files[EXPERTS_FILE] = _expert_pods(cluster, experts)
         said.insert(
             0,
             f"Beside each engine, which has attention: {len(experts)} process{'es' * (len(experts) > 1)} with experts ({EXPERTS_FILE}) of "
             f"{experts[0]['devices_each']} devices each.",
         )
-    for side in {id(one): one for _, one in images}.values():
-        for key, value in ({} if side.hardware.key in _TPU else _label_of(side, cluster)).items():
+    for side in {id(one): one for one in sides.values() if one.hardware.key not in _TPU}.values():
+        for key, value in _label_of(side, cluster).items():
             said.append(f"Nodes with {side.hardware.name} must say so: kubectl label node NAME {key}={value}")
-    files = {}
-    if pods["domain"]:
-        files[DOMAIN_FILE] = fill(DOMAIN_FILE, name="dsjax", nodes=engines * hosts)
-    if experts:
-        files[EXPERTS_FILE] = _expert_pods(cluster, experts)
     files["kustomization.yaml"] = fill(
         "overlay.yaml",
         command=command,
@@ -126,13 +116,10 @@ def overlay(model: str, question: Question, candidate: Candidate, base: str, com
         f"each; weights are read in about {start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}].",
         notes=said,
         resources=[base, *files],
-        images=[{"name": name, "newName": "dsjax", "newTag": one.hardware.platform} for name, one in images],
+        images=[{"name": name, "newName": "dsjax", "newTag": one.hardware.platform} for name, one in sides.items()],
         replicas=engines,
-        hosts=hosts,
-        args=_serve(_PROBED | {"--shutdown-timeout": "600"}, options),
-        pod_resources=pods["resources"],
-        rdma=pods["rdma"],
-        domain=pods["domain"],
+        args=_serve(options, {"--shutdown-timeout": "600"}),
+        pod=pods,
         experts=bool(experts),
         node_selector=_node_selector(cluster, service["devices_each"], cluster),
         model=REPOSITORIES.get(model, model),
@@ -150,11 +137,10 @@ def write_overlay(folder: Path, model: str, question: Question, candidate: Candi
         (folder / name).unlink(missing_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    if beside_base:
-        return
-    write_json_recipe(folder / "recipe.json", model, question, candidate)
-    with importlib.resources.as_file(_deploy() / "base") as base:
-        shutil.copytree(base, folder / "base", dirs_exist_ok=True)
+    if not beside_base:
+        write_json_recipe(folder / "recipe.json", model, question, candidate)
+        with importlib.resources.as_file(_deploy() / "base") as base:
+            shutil.copytree(base, folder / "base", dirs_exist_ok=True)
 
 
 def _where_experts_are(experts: list[dict[str, Any]]) -> dict[str, str]:
@@ -179,15 +165,16 @@ def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
         EXPERTS_FILE,
         instances=one["instances"],
         processes=processes,
-        args=[_serve(_PROBED, given) for given in groups],
-        resources=pod_resources(own.hardware.platform, one["devices_each"]),
+        args=[_serve(given) for given in groups],
+        resources=_pod_resources(own.hardware.platform, one["devices_each"]),
         node_selector=_node_selector(own, one["devices_each"], cluster),
     )
 
 
-def _serve(server: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
+def _serve(options: Mapping[str, str], server: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """`dsjax serve`'s arguments; the model is the ConfigMap's."""
-    return ["serve", *_words({**server, "--log-json": "", **options, "--model": "$(MODEL)"})]
+    probed = {"--host": "0.0.0.0", "--port": "8000"}
+    return ["serve", *_words({**probed, **server, "--log-json": "", **options, "--model": "$(MODEL)"})]
 
 
 def _words(options: Mapping[str, str]) -> list[str]:
@@ -196,7 +183,7 @@ def _words(options: Mapping[str, str]) -> list[str]:
 
 
 def _pods(cluster: Cluster, service: Mapping[str, Any]) -> dict[str, Any]:
-    """Hosts of an engine, which have equal parts of its devices, and what each one's pod asks for."""
+    """`pods_of` an engine, whose hosts have equal parts of its devices."""
     hosts = processes_of(cluster, service["devices_each"])
     is_beyond = hosts > 1 and hosts * cluster.devices_per_host > cluster.domain
     rdma = is_beyond and cluster.hardware.platform == "cuda" and cluster.network in ("InfiniBand", "RoCE")
@@ -207,17 +194,18 @@ def _pods(cluster: Cluster, service: Mapping[str, Any]) -> dict[str, Any]:
 def pods_of(platform: str, hosts: int, devices: int, rdma: bool, domain: bool) -> dict[str, Any]:
     """An engine's pods as the templates take them. devices: of one host. rdma: GPUs beyond NVLink's reach, which need the network cards.
     domain: hosts that share memory over NVLink, for which NVIDIA's driver wants a ComputeDomain."""
-    resources = pod_resources(platform, devices, rdma, domain)
+    resources = _pod_resources(platform, devices, rdma, domain)
     return {"hosts": hosts, "devices": devices, "resources": resources, "rdma": rdma, "domain": domain}
 
 
-def pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool = False) -> dict[str, Any]:
+def _pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool = False) -> dict[str, Any]:
     """Requests of one pod: devices, host memory and cores; the network cards, as a device plugin offers them; a ComputeDomain's channel."""
     kind = "google.com/tpu" if platform == "tpu" else "nvidia.com/gpu"
     given = {kind: str(devices)} | ({"rdma/ib": "1"} if rdma else {})
     host = {"cpu": str(4 + 2 * devices), "memory": f"{_HOST_MEMORY + devices * _DEVICE_MEMORY}Gi"}
-    claims = {"claims": [{"name": "compute-domain-channel"}]} if domain else {}
-    return {"requests": host | given, "limits": given} | claims
+    return {"requests": host | given, "limits": given} | (
+        {"claims": [{"name": "compute-domain-channel"}]} if domain else {}
+    )
 
 
 def needs_compute_domain(hardware: Hardware, hosts: int) -> bool:
@@ -243,8 +231,6 @@ def _label_of(side: Cluster, cluster: Cluster) -> dict[str, str]:
 
 def checkpoint_bytes(candidate: Candidate) -> float:
     """Bytes of the whole model as it is kept: one device of a mesh of one has all of it."""
-    from dsjax.plan.layout import parse_layout
-
     instance = candidate.decode
     whole = parse_layout("dp=1", 0, instance.config)
     return sum(weight_bytes(instance.config, whole, files_precision(instance), mtp=True).values())
@@ -289,19 +275,10 @@ def planned_graph(name: str, model: str, question: Question, candidate: Candidat
         for service in made["services"]
     ]
     about = [command, cluster.description, *(f"Note: {note}" for note in made["notes"])]
-    lengths = round(work.input.mean), round(work.output.mean)
-    return graph(name, about, repository, sides, volume(candidate), *lengths)
+    return graph(name, about, repository, sides, volume(candidate), round(work.input.mean), round(work.output.mean))
 
 
-def graph(
-    name: str,
-    about: list[str],
-    model: str,
-    sides: list[dict[str, Any]],
-    volume: str,
-    input_tokens: int,
-    output_tokens: int,
-) -> str:
+def graph(name: str, about: list[str], model: str, sides: list[dict[str, Any]], volume: str, *lengths: int) -> str:
     """Volume, download, DynamoGraphDeployment and benchmark, for `kubectl apply`.
 
     Args:
@@ -309,27 +286,18 @@ def graph(
         about: comments at the top. model: the Hugging Face repository. volume: of the model's, such as `800Gi`.
         sides: `pods_of` each, with `kind` (Dynamo's types: `worker`, which does both, or `prefill` and `decode`), `workers` (engines)
             and the `options` of `dsjax dynamo`.
-        input_tokens, output_tokens: of the benchmark's requests.
-    """  # fmt: skip
+        lengths: prompt and output tokens of the benchmark's requests.
+    """
     folder = f"/models/{model.rpartition('/')[2].lower()}"
     for side in sides:
         given = {"--model": folder, "--served-model-name": model, "--shutdown-timeout": "600", **side["options"]}
         if side["kind"] != "worker":  # the other side's workers are on other hosts
             given |= {"--disaggregation-mode": side["kind"], "--transfer-host": "$(POD_IP)"}
         side["args"] = _words(given)
-    return fill(
-        "dynamo.yaml",
-        name=name,
-        about=about,
-        model=model,
-        folder=folder,
-        volume=volume,
-        sides=sides,
-        devices=sum(side["workers"] * side["hosts"] * side["devices"] for side in sides),
-        nodes=sum(side["workers"] * side["hosts"] for side in sides if side["domain"]),
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-    )
+    devices = sum(side["workers"] * side["hosts"] * side["devices"] for side in sides)
+    nodes = sum(side["workers"] * side["hosts"] for side in sides if side["domain"])
+    given = {"name": name, "about": about, "model": model, "folder": folder, "volume": volume, "sides": sides}
+    return fill("dynamo.yaml", **given, devices=devices, nodes=nodes, input_tokens=lengths[0], output_tokens=lengths[1])
 
 
 def deployment_name(file: Path) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
+from dsjax.plan.report import table
 from dsjax.plan.search import Plan
 from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.outcome import SimulationOutcome
@@ -146,37 +146,34 @@ def within(
 
 
 def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, burstiness: float) -> Kept:
-    def play(load: OfferedLoad) -> tuple[SimulationOutcome, tuple[Slo, ...]]:
+    def play(load: OfferedLoad) -> Kept:
         outcome = simulate(candidate, load, Objective(), num_requests=num_requests, seed=seed)
-        return outcome, tuple(slo for slo in slos if slo.simulated_seconds(outcome) > slo.seconds)
+        return Kept(candidate, outcome, tuple(slo for slo in slos if slo.simulated_seconds(outcome) > slo.seconds))
 
     work = candidate.decode.workload
     if work.rate is not None or work.concurrency is not None:
-        return Kept(candidate, *play(loads(candidate, burstiness)[0]))
-    most = candidate.throughput / work.output.mean
+        return play(loads(candidate, burstiness)[0])
     low, high, best = 0.0, 1.0, None
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        outcome, broken = play(OfferedLoad(share * most, None, burstiness))
-        low, high = (low, share) if broken else (share, high)
-        best = Kept(candidate, outcome, broken) if not broken or best is None or best.broken else best
+        one = play(OfferedLoad(share * candidate.throughput / work.output.mean, None, burstiness))
+        low, high = (low, share) if one.broken else (share, high)
+        best = one if not one.broken or best is None or best.broken else best
     return best
 
 
 def show_within(console: Console, kept: list[Kept], slos: list[Slo]) -> None:
     """What was played, and where no load keeps a bound."""
-    table = Table(title="percentiles, played: the largest load that keeps them", title_justify="left")
-    table.add_column("deployment")
-    for name in ("load", "tokens/s", *(str(slo) for slo in slos)):
-        table.add_column(name, justify="right")
+    rows = []
     for one in kept:
-        cells = [f"{slo.simulated_seconds(one.outcome) * 1e3:,.0f}{' ✗' if slo in one.broken else ''}" for slo in slos]
-        table.add_row(one.candidate.name(), str(one.outcome.load), f"{one.outcome.tokens_per_s:,.0f}", *cells)
-    console.print(table)
+        cells = [f"{slo.simulated_seconds(one.outcome) * 1e3:,.0f}{' ✗' * (slo in one.broken)}" for slo in slos]
+        rows.append([one.candidate.name(), str(one.outcome.load), f"{one.outcome.tokens_per_s:,.0f}", *cells])
+    names = ("<deployment", "load", "tokens/s", *map(str, slos))
+    console.print(table("percentiles, played: the largest load that keeps them", names, rows))
     if kept and all(one.broken for one in kept):
         nearest = min(kept, key=lambda one: max(slo.simulated_seconds(one.outcome) / slo.seconds for slo in one.broken))
         broken = ", ".join(f"{slo} ({slo.simulated_seconds(nearest.outcome) * 1e3:,.0f} ms)" for slo in nearest.broken)
-        name = nearest.candidate.name()
-        console.print(
-            Text(f"none of those played keeps every percentile; {name} comes nearest, without {broken}", "yellow")
+        said = (
+            f"none of those played keeps every percentile; {nearest.candidate.name()} comes nearest, without {broken}"
         )
+        console.print(Text(said, "yellow"))

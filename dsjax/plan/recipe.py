@@ -14,33 +14,18 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
 from dsjax.options import flag_of
+from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading, recovery
-from dsjax.plan.engine import dsjax_engine
 from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
-from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
-from dsjax.plan.launch_flags import launch
+from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, launch, said, script, written
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
-from dsjax.plan.precision import BF16, FP8_BLOCK
 from dsjax.plan.question import Question
 
-REPOSITORIES = {
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
-    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
-    "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
-    "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
-    "deepseek-v3.2-speciale": "deepseek-ai/DeepSeek-V3.2-Speciale",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-    "moonlight": "moonshotai/Moonlight-16B-A3B-Instruct",
-}
+REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
-
-
 _MOST = 0.98
 """Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.memory`)."""
 _EXPERTS_AT = "EXPERTS"
@@ -66,64 +51,25 @@ def serve_options(
 
     prefill_only: an instance that makes no more than first tokens, of as many prompts at once as fill its step.
     """
-    work, options = instance.workload, instance.options
-    longest = (
-        one.input.mean * (1 + 3 * one.input.variation) + one.output.mean * (1 + 3 * one.output.variation)
-        for one in work.kinds
-    )
-    length = math.ceil(max(longest))
-    if prefill_only:
-        batch = prefill_tokens / work.computed
-    seqs = max(1, math.ceil(batch))
-    # Decodes are in the budget of a step too; a prompt is taken whole where the step that was priced has room for it.
-    tokens = math.ceil(prefill_tokens) + (0 if prefill_only else seqs)
-    chosen = {
-        "--model": model,
-        **_meshes(instance),
-        "--max-num-seqs": str(seqs),
-        "--max-model-len": str(min(length + 1, instance.config.max_position_embeddings)),
-        "--max-num-batched-tokens": str(max(seqs, tokens)),
-        "--prefill-chunk": str(max(1, min(math.ceil(prefill_tokens), length))),
-    }
-    share = memory_share(instance, seqs * length)
-    pp = instance.layout.mesh.pp_size
-    if pp > 1:  # a step has the requests of one of the batches that the stages take in turn
-        chosen["--max-num-seqs"] = str(seqs * pp)
-        chosen["--max-num-batched-tokens"] = str(max(seqs * pp, tokens))
-    if share > EngineArgs.gpu_memory_utilization:
-        chosen["--gpu-memory-utilization"] = f"{share:g}"
-    if options.drafts:
-        chosen["--speculative-config"] = json.dumps({"method": "mtp", "num_speculative_tokens": options.drafts})
-    if options.precision.expert < 1:
-        chosen["--weights"] = options.precision.name
-    elif options.precision.linear == FP8_BLOCK:
-        chosen["--weights"] = "fp8"
-    if options.precision.cache < BF16:
-        chosen["--kv-cache-dtype"] = "fp8"
-    if instance.layout.expert_mesh.ep_size > 1 and options.precision.wire < 2:
-        chosen["--dispatch-wire"] = "fp8"
-    if options.dispatch != "deepep" and not instance.layout.experts:
-        chosen["--dispatch"] = options.dispatch
-    if instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2):
-        chosen["--mla-prefill"] = EngineArgs.mla_decode
-    if instance.layout.fused:
-        chosen["--enable-shared-experts-fusion"] = ""
+    work, layout = instance.workload, instance.layout
+    facts = facts_of(instance, batch, prefill_tokens, "prefill" if prefill_only else "prefill and decode")
+    seqs, verified = facts["seqs"], facts["verified"]
+    room = facts["step_tokens"] + (0 if prefill_only else seqs)
     decodes, prompts = instance.halved_from(seqs), instance.halved(prefill_tokens)
-    if prompts or (decodes is not None and not prefill_only):
-        chosen["--enable-dbo"] = ""
-        if instance.layout.experts and options.afd_stages != EngineArgs.num_afd_stages:
-            chosen["--num-afd-stages"] = str(options.afd_stages)
-        never = max(seqs * (1 + options.drafts), tokens) + 1
-        chosen["--dbo-decode-token-threshold"] = str(never if decodes is None else decodes)
-        chosen["--dbo-prefill-token-threshold"] = str(
-            min(math.ceil(prefill_tokens), EngineArgs.dbo_prefill_token_threshold) if prompts else never
-        )
-    if instance.layout.redundant and instance.places_by_load and dsjax_engine().balances:
-        chosen["--enable-eplb"] = ""
-        chosen["--eplb-config"] = json.dumps({"num_redundant_experts": instance.layout.redundant})
-    elif instance.layout.redundant:
-        chosen["--redundant-experts"] = str(instance.layout.redundant)
-    return chosen
+    facts |= {
+        "args": EngineArgs,
+        "stages": layout.mesh.pp_size,
+        "room": room,
+        "memory_share": memory_share(instance, seqs * facts["longest"]),
+        "absorbs": instance.step_models()[0].absorbs(work.computed, work.cached, work.cached + (work.computed + 1) / 2),
+        "halves": prompts or (decodes is not None and not prefill_only),
+        "halved_from": decodes,
+        "halves_prompts": prompts,
+        "never": max(verified, room) + 1,
+        "balances": instance.places_by_load,
+    }
+    chosen = {"--model": model, **_meshes(instance), **written("dsjax", "flags", facts)}
+    return {flag: str(value) for flag, value in chosen.items()}
 
 
 def _meshes(instance: Instance) -> dict[str, str]:
@@ -157,53 +103,35 @@ def command(options: dict[str, str]) -> str:
 
 def notes(candidate: Candidate) -> list[str]:
     """What the estimate counts on that the commands do not switch on."""
-    remarks = []
-    able = dsjax_engine()
-    if candidate.decode.options.dispatch == "deepep":
-        remarks.append(
-            "The estimate has DeepEP's kernels for dispatch; --dispatch auto reckons with dsjax serve's own instead."
-        )
-    remarks += _contradicted(candidate)
-    if candidate.mode == "separated":
-        remarks.append(
-            "As workers of their own, prefill and decode find each other through NVIDIA Dynamo's frontend: docs/dynamo.md."
-        )
-        if candidate.decode.cluster.prefill is not None:
-            sides = candidate.prefill.cluster.hardware.name, candidate.decode.cluster.hardware.name
-            remarks.append(
-                f"Prefill belongs on the hosts of {sides[0]} and decode on those of {sides[1]}: start them there."
-            )
-    if candidate.decode.options.drafts and not able.drafts:
-        remarks.append("The estimate drafts with the MTP module, which is not an option of dsjax serve.")
-    if candidate.mode == "aggregated" and (rate := candidate.throughput.high / candidate.count) > _MOST_FRONT_ENDS:
-        remarks.append(
-            f"An engine process hands {_MOST_FRONT_ENDS:,.0f} tokens a second to its front ends at most, and this instance makes up to "
-            f"{rate:,.0f}: give --stream-interval 8, which sends them together."
-        )
-    if candidate.decode.layout.redundant and not able.balances and candidate.decode.options.engine.balances:
-        remarks.append("The estimate places experts by their load, which is not an option of dsjax serve.")
-    return remarks
+    facts = {
+        "options": candidate.decode.options,
+        "one_phase": candidate.mode == "separated",
+        "hardware": candidate.decode.cluster.hardware,
+        "prefill_hardware": candidate.prefill.cluster.hardware,
+        "two_kinds": candidate.decode.cluster.prefill is not None,
+        "rate": candidate.throughput.high / candidate.count,
+        "most_front_ends": _MOST_FRONT_ENDS,
+    }
+    return [*_contradicted(candidate), *said("dsjax", "lacks", facts)]
 
 
 def published_beside(candidate: Candidate | None, other: Candidate | None) -> str | None:
     """What engines with published kernels and overlaps would give beside a runnable plan, and by what; None where there is nothing."""
     if other is None:
         return None
-    reasons = ["DeepEP's kernels for dispatch"] if other.decode.layout.mesh.ep_size > 1 else []
-    if other.decode.layout.experts:
-        reasons = ["rows that go from device to device"]
-    if other.mode == "separated":
-        reasons.append("prefill and decode on instances of their own")
-    if (batches := other.decode.batches_in_turn(other.batch)) > 1:
-        apart = other.decode.layout.experts > 0
-        reasons.append(f"{batches} micro-batches in turn" if apart else "two half batches that overlap")
-    if other.decode.layout.redundant:
-        reasons.append("experts placed by their load")
-    rate = other.throughput
+    layout, batches, rate = other.decode.layout, other.decode.batches_in_turn(other.batch), other.throughput
+    reasons = {
+        "DeepEP's kernels for dispatch": layout.mesh.ep_size > 1 and not layout.experts,
+        "rows that go from device to device": layout.experts,
+        "prefill and decode on instances of their own": other.mode == "separated",
+        f"{batches} micro-batches in turn" if layout.experts else "two half batches that overlap": batches > 1,
+        "experts placed by their load": layout.redundant,
+    }
+    by = ", ".join(text for text, holds in reasons.items() if holds)
     more = "" if candidate is None else f", {rate / candidate.throughput:.2f} × as many"
     return (
         f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate:,.0f} tokens/s "
-        f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}" + (f", by {', '.join(reasons)}." if reasons else ".")
+        f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}{', by ' if by else ''}{by}."
     )
 
 
@@ -243,7 +171,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
 
     Commands are dsjax's, or those of the engine that was planned for; of `published` each service has those of all engines beside them.
     """
-    engine = question.options.engine.name
+    engine, work, objective = question.options.engine.name, question.workload, question.objective
     services = [_service(model, *service) for service in _roles(candidate)]
     if services[-1]["options"].get("--afd-role"):
         services += _expert_services(services[-1], candidate.decode)
@@ -252,21 +180,18 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     if candidate.mode == "aggregated" and needed > 1:
         services[0]["options"]["--api-server-count"] = str(needed)
         services[0]["command"] = command(services[0]["options"])
-    said = notes(candidate)
-    together = one_process(services, candidate) if engine not in LAUNCHED else None
-    others = LAUNCHED if engine == "published" else (engine,) if engine in LAUNCHED else ()
-    if candidate.decode.layout.experts:
-        others = ()  # none has released options for it
-    for name in others:
-        for service, one in zip(services, launches(name, model, candidate), strict=True):
+    remarks, together = notes(candidate), None if engine in LAUNCHED else one_process(services, candidate)
+    # No engine has released options for experts on devices of their own.
+    others = () if candidate.decode.layout.experts else LAUNCHED if engine == "published" else (engine,)
+    for name in (one for one in LAUNCHED if one in others):
+        every = launches(name, model, candidate)
+        for service, one in zip(services, every, strict=True):
             service.setdefault("launches", {})[name] = one.to_json()
             if name == engine:
-                service |= {"command": one.commands()[0], "options": one.flags | (one.each_host or [{}])[0]}
+                service |= {"command": one.commands()[0], "options": one.flags[0]}
                 service |= {"instances": one.instances, "devices_each": one.devices}
-    if engine in LAUNCHED:
-        every = (note for one in launches(engine, model, candidate) for note in one.lacks)
-        said = list(dict.fromkeys([*_contradicted(candidate), *every]))
-    work, objective = question.workload, question.objective
+        if name == engine:
+            remarks = list(dict.fromkeys([*_contradicted(candidate), *(text for one in every for text in one.lacks)]))
     return {
         "model": model,
         "cluster": question.cluster.name,
@@ -289,7 +214,8 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
         "services": services,
         "one_process": together,
         "expected": candidate.to_json(),
-        "notes": said,
+        "calibrated": calibrated(candidate),
+        "notes": remarks,
     }
 
 
@@ -309,54 +235,41 @@ def read_recipe(file: Path) -> dict[str, Any]:
         made = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a recipe: {error}; expected what dsjax plan recipe wrote") from error
-    if not isinstance(made, dict) or not {"services", "expected", "workload"} <= made.keys():
+    if not isinstance(made, dict) or not {"services", "expected", "calibrated", "workload"} <= made.keys():
         raise UserError(f"{file} is no recipe; expected what dsjax plan recipe wrote")
     return made
 
 
 def _service(model: str, instance: Instance, batch: float, tokens: float, role: str, count: int) -> dict[str, Any]:
-    if role == "decode":
-        tokens = min(tokens, _BESIDE_DECODES)
+    tokens = min(tokens, _BESIDE_DECODES) if role == "decode" else tokens
     options = serve_options(model, instance, batch, tokens, role == "prefill")
-    if role in ("prefill", "decode"):
-        options["--disaggregation-mode"] = role
+    options |= {"--disaggregation-mode": role} if role in ("prefill", "decode") else {}
+    devices = instance.layout.mesh.num_devices if "--afd-role" in options else instance.layout.devices
+    lost = recovery(instance)
+    start = {"weight_bytes_per_host": host_bytes(instance), "cold_start_s": cold_start(instance).to_json()}
+    return _started(role, count, devices, options) | start | {"recovery": lost and lost.to_json()}
+
+
+def _started(role: str, instances: int, devices: int, options: dict[str, str]) -> dict[str, Any]:
     return {
         "role": role,
-        "instances": count,
-        "devices_each": instance.layout.mesh.num_devices if "--afd-role" in options else instance.layout.devices,
+        "instances": instances,
+        "devices_each": devices,
         "command": command(options),
         "options": options,
-        "weight_bytes_per_host": host_bytes(instance),
-        "cold_start_s": cold_start(instance).to_json(),
-        "recovery": (lost := recovery(instance)) and lost.to_json(),
     }
 
 
 def _expert_services(attention: Mapping[str, Any], instance: Instance) -> list[dict[str, Any]]:
-    """The processes with experts that one with attention calls, each with its rank where there are several."""
-    parts = attention["options"]["--afd-address"].count(",") + 1
-    ranks = [{"--afd-server-rank": str(rank)} for rank in range(parts)] if parts > 1 else [{}]
-    return [_expert_service(attention, instance, own, parts) for own in ranks]
-
-
-def _expert_service(
-    attention: Mapping[str, Any], instance: Instance, own: dict[str, str], parts: int
-) -> dict[str, Any]:
-    """One of them: the same options, another role."""
-    options = attention["options"] | {"--afd-role": "expert"} | own
+    """The processes with experts that one with attention calls: the same options, another role, and a rank where there are several."""
     layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
-    devices, drafts = layout.experts // parts, instance.options.drafts > 0
-    size = devices * expert_side_bytes(instance.config, layout, files_precision(instance), drafts)
-    return {
-        "role": "experts",
-        "instances": attention["instances"],
-        "devices_each": devices,
-        "command": command(options),
-        "options": options,
-        "weight_bytes_per_host": size,
-        "cold_start_s": reading(cluster, size).to_json(),
-        "recovery": None,
-    }
+    parts = attention["options"]["--afd-address"].count(",") + 1
+    size = expert_side_bytes(instance.config, layout, files_precision(instance), instance.options.drafts > 0)
+    size *= layout.experts // parts
+    start = {"weight_bytes_per_host": size, "cold_start_s": reading(cluster, size).to_json(), "recovery": None}
+    ranks = [{"--afd-server-rank": str(rank)} for rank in range(parts)] if parts > 1 else [{}]
+    every = [attention["options"] | {"--afd-role": "expert"} | rank for rank in ranks]
+    return [_started("experts", attention["instances"], layout.experts // parts, one) | start for one in every]
 
 
 def _exchange_alike(services: list[dict[str, Any]]) -> None:
@@ -372,25 +285,22 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     """Both sides of a separated plan as one service, one process of `dsjax serve` on a host. None where the plan is aggregated, has more
     than one engine of a kind or wants more devices than a host has, or the sides differ in what such a process has one value of.
     """
-    cluster = candidate.decode.cluster
+    cluster, sides = candidate.decode.cluster, (candidate.prefill, candidate.decode)
     if candidate.mode != "separated" or cluster.prefill is not None or candidate.devices > cluster.devices_per_host:
         return None
-    if candidate.prefill_count != 1 or candidate.count != 1:  # each engine is then a process, behind Dynamo's frontend
+    if (candidate.prefill_count, candidate.count) != (1, 1):  # each engine is then a process, behind Dynamo's frontend
         return None
     prefill, decode = (dict(service["options"]) for service in services)
     together = {"--model": decode["--model"]}
-    for side, options in (("prefill", prefill), ("decode", decode)):
-        del options["--disaggregation-mode"]
-        together[f"--{side}-mesh"] = options.pop("--mesh")
-    balanced = [side.pop("--enable-eplb", None) is not None for side in (prefill, decode)]
-    copies = [side.layout.redundant for side in (candidate.prefill, candidate.decode)]
-    for side in (prefill, decode):
-        side.pop("--eplb-config", None)
-        side.pop("--redundant-experts", None)
-    if any(balanced):  # then both sides' experts follow the load, also those that have no copies
+    together |= {"--prefill-mesh": prefill.pop("--mesh"), "--decode-mesh": decode.pop("--mesh")}
+    copies = [side.layout.redundant for side in sides]
+    if "--enable-eplb" in prefill | decode:  # then both sides' experts follow the load, also those that have no copies
         together["--enable-eplb"] = ""
     if copies[1]:
         together["--redundant-experts"] = str(copies[1])
+    for options in (prefill, decode):
+        for flag in ("--disaggregation-mode", "--enable-eplb", "--eplb-config", "--redundant-experts"):
+            options.pop(flag, None)
     own = {"redundant_experts": copies[0]} if copies[0] != copies[1] else {}
     for field in dataclasses.fields(PrefillConfig):
         flag = flag_of(field)
@@ -400,18 +310,13 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     if own:
         together["--prefill-config"] = json.dumps(own)
     share = "--gpu-memory-utilization"  # JAX takes the same of every device of a process
-    shares = [side[share] for side in (prefill, decode) if share in side]
-    for side in (prefill, decode) if shares else ():
-        side[share] = max(shares, key=float)
+    shares = [options[share] for options in (prefill, decode) if share in options]
+    if shares:
+        prefill[share] = decode[share] = max(shares, key=float)
     if prefill != decode:
         return None
-    options, sides = together | decode, (candidate.prefill, candidate.decode)
-    return {
-        "role": "prefill and decode",
-        "instances": 1,
-        "devices_each": candidate.devices,
-        "command": command(options),
-        "options": options,
+    made = _started("prefill and decode", 1, candidate.devices, together | decode)
+    return made | {
         "weight_bytes_per_host": sum(map(host_bytes, sides)),
         "cold_start_s": cold_start(*sides).to_json(),
     }

@@ -1,18 +1,17 @@
-"""A plan on the terminal, and as JSON."""
+"""A plan on the terminal, a first screen or all of it (`--explain plan`), and as JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsjax.plan.calibration import calibrated
+from dsjax.plan.calibration import calibrated, unseen
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.cluster import Cluster
 from dsjax.plan.comparison import ratio_of
 from dsjax.plan.dry_runs import DryRunUsage
 from dsjax.plan.figure import TWO_LINES, Kind
@@ -25,23 +24,28 @@ if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays n
     from dsjax.plan.simulation.outcome import SimulationOutcome
 
 
+_COMMAND = "green"
+"""Style of a line for a shell, which no line break may cut."""
+
+
 def to_json(
     plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[SimulationOutcome] = ()
 ) -> dict[str, Any]:
-    """`{"cluster", "devices", "layouts_considered", "layouts_too_large", "ranked", "missed", "frontier", "frontier_late",
-    "forbidden", "winner", "calibrated", "sweeps", "simulation", "compiled"}`."""
-    question, shared = plan.question, {}
+    """Stable fields of a plan, which `docs/plan.md` lists."""
+    question, shared, winner = plan.question, {}, plan.winner
+
+    def row(candidate: Candidate) -> dict[str, Any]:
+        first = bottlenecks(candidate, shared)[0]
+        return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
+
     return {
         "model": model,
         "cluster": question.cluster.name,
         "devices": question.devices + (question.cluster.prefill.num_devices if question.cluster.prefill else 0),
         "layouts_considered": len(plan.considered),
         "layouts_too_large": len(plan.too_large),
-        "ranked": [_with_bottleneck(c, shared) for c in plan.ranked[:rows]],
-        "missed": [
-            {**_with_bottleneck(c, shared), "misses": c.misses(question.bounds)}
-            for c in plan.missed[: 0 if plan.winner else rows]
-        ],
+        "ranked": [row(c) for c in plan.ranked[:rows]],
+        "missed": [{**row(c), "misses": c.misses(question.bounds)} for c in plan.missed[: 0 if winner else rows]],
         "frontier": [c.to_json() for c in plan.frontier],
         "frontier_late": [c.to_json() for c in plan.late],
         "forbidden": [
@@ -55,238 +59,247 @@ def to_json(
             }
             for f in forbidden(plan)
         ],
-        "winner": recipe(model, question, plan.winner) if plan.winner else None,
-        "calibrated": calibrated(plan.winner) if plan.winner else None,
+        "winner": recipe(model, question, winner) if winner else None,
+        "calibrated": calibrated(winner) if winner else None,
         "sweeps": [s.to_json() for s in sweeps],
         "simulation": [o.to_json() for o in outcomes],
         "compiled": [u.to_json() for u in plan.usages],
     }
 
 
-def _beside(cluster: Cluster) -> str:
+def table(title: str | None, names: Iterable[str], rows: Iterable[Sequence[str]], **how: Any) -> Table:
+    """A table of these columns: text where the name begins with `<`, else figures."""
+    made = Table(title=title, title_justify="left", **how)
+    for name in names:
+        made.add_column(name.lstrip("<"), justify="left" if name.startswith("<") else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def show(console: Console, plan: Plan, model: str, rows: int) -> None:
+    """The first screen: the question, the best rows, the winner's commands and what limits it; or what forbids a winner."""
+    show_usages(console, plan.usages)
+    _print(console, _first_screen(plan, model, rows))
+
+
+def details(console: Console, plan: Plan, model: str, rows: int, beside: str | None) -> None:
+    """The rest of a plan: every figure of the rows, and the winner's memory, cost, start and notes. beside: what published kernels give."""
+    _print(console, _rows(plan, rows))
+    if plan.winner is not None:
+        engine = plan.question.options.engine.name
+        _print(console, _of_winner(plan.winner, recipe(model, plan.question, plan.winner), engine))
+    if beside:
+        console.print(Text(f"published: {beside}", "yellow"))
+
+
+def _print(console: Console, lines: Iterable[str | Text | Table]) -> None:
+    for line in lines:
+        shown = Text(line) if isinstance(line, str) else line
+        console.print(shown, soft_wrap=shown.style == _COMMAND)
+
+
+def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Table]:
+    question, winner, cluster = plan.question, plan.winner, plan.question.cluster
+    yield (
+        f"{model} in {question.options.precision.name} on {cluster.name} ({question.devices} {cluster.hardware.name}{_beside(plan)}): "
+        f"{len(plan.considered)} layouts, {len(plan.too_large)} too large"
+    )
+    yield question.words
+    yield from map(sentence, forbidden(plan))
+    if shown := _shown(plan, rows):
+        differ = len({one.devices for one in shown}) > 1
+        names = ("<", "<deployment", *[f"{_device(plan)}s"] * differ, "TTFT s", "TPOT ms", "tokens/s", "interval")
+        cells = [
+            (mark, one.name() + _compiled(one), *[str(one.devices)] * differ)
+            + (f"{one.ttft:,.2f}", f"{one.tpot * 1e3:,.1f}", f"{one.throughput:,.0f}")
+            + (f"{one.throughput.low:,.0f}–{one.throughput.high:,.0f}",)
+            for mark, one in zip(_marks(plan, shown), shown, strict=True)
+        ]
+        made = table(None, names, cells, box=None, padding=(0, 1, 0, 0))
+        made.columns[1].no_wrap, made.columns[1].overflow = False, "fold"
+        yield made
+        held = "✓ meets the objectives even at the intervals' ends, ~ in the middle; " if question.bounded else ""
+        yield Text(f"{held}≈ as row 1", "dim")
+    if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
+        yield Text("Rows marked compiled count what XLA's program does beyond the published kernels.", "dim")
+    if winner is None:
+        return
+    rate, tpot = _corrected(winner)
+    sure = "never measured" if unseen(winner) else "corrected"  # by blind predictions, or by the worst of them
+    yield f"winner, {sure}: {rate['text']}, TPOT {tpot['text']}"
+    moves = ", ".join(str(one) for one in bottlenecks(winner)[:3] if one.gain > 1.01)
+    yield f"limits: {f'{moves} with twice as much' if moves else 'nothing alone, by more than 1 %'}"
+    made = recipe(model, question, winner)
+    services = made["services"] if made["one_process"] is None else [made["one_process"]]
+    yield from map(_command, services)
+    hosts = "other hosts' commands, " * any(_other_hosts(service, question.options.engine.name) for service in services)
+    notes = len(made["notes"])
+    said = f"{notes} note{'s' * (notes > 1)}, " if notes else ""
+    yield Text(f"{said}{hosts}memory, cold start, every figure: --explain plan", "dim")
+
+
+def _rows(plan: Plan, rows: int) -> Iterator[str | Text | Table]:
+    question, device, shared, shown = plan.question, _device(plan), {}, _shown(plan, rows)
+    cells = [
+        (
+            mark,
+            f"{one.name()}\n{one.decode.layout.kind}{_in_batches(one)}{_compiled(one)}",
+            str(one.devices),
+            f"{one.decode.requests(one.batch):g}",
+            one.ttft.text(1, 2, TWO_LINES),
+            one.tpot.text(1e3, 1, TWO_LINES),
+            one.throughput.text(1, 0, TWO_LINES),
+            one.per_device.text(1, 0, TWO_LINES),
+            f"{one.per_user:.1f}",
+            str(bottlenecks(one, shared)[0]),
+        )
+        for mark, one in zip(_marks(plan, shown), shown, strict=True)
+    ]
+    title = "meet the objectives, best first" if question.bounded else "most tokens a second first"
+    names = ("<", "<deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user")
+    yield f"{question.cluster.description}; a row's second lines: kind of layout, intervals"
+    yield table(
+        title if plan.winner else "none meets the objectives; nearest first", (*names, "<first bottleneck"), cells
+    )
+    yield Text(
+        "TTFT is that of steady state. Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as "
+        "much of it.",
+        "dim",
+    )
+
+
+def _of_winner(winner: Candidate, made: Mapping[str, Any], engine: str) -> Iterator[str | Text]:
+    memory, tokens, cost = winner.decode.memory, winner.decode.cache_tokens, winner.cost
+    yield (
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {memory.reserve / 1e9:.1f} GB set aside, room for {tokens:,.0f} "
+        f"cached tokens [{tokens.low:,.0f} … {tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests"
+    )
+    if cost:
+        price = winner.decode.cluster.hardware.price_per_hour
+        yield f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour"
+    for one in _corrected(winner):
+        based = f"× {one['correction']:.2f}; {one['predictions']}: {one['by']}"
+        yield f"corrected by blind predictions, 90 %: {one['text']} ({based})"
+    if unlike := unseen(winner):
+        yield f"nothing like it was measured: no blind prediction had {', '.join(unlike)}; these are the widest ends that there are"
+    yield (
+        f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
+        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends"
+    )
+    yield f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts"
+    for service in made["services"]:
+        start, lost, others = service["cold_start_s"], service["recovery"], _other_hosts(service, engine)
+        yield _command(service)
+        if others:
+            yield f"  … and on its {others} other host{'s' * (others > 1)}: plan recipe FILE.sh has each"
+        yield (
+            f"  {service['role']}; cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in "
+            f"{start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that"
+        )
+        if lost and engine == "dsjax":
+            time, compiling = lost["seconds"], lost["compiling_s"]
+            when = "for compiling" if "--expert-mesh" in service["options"] else "without --compile-ahead"
+            yield (
+                f"  a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and "
+                f"{compiling['value']:,.0f} more [{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
+                f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read"
+            )
+    if made["one_process"] is not None:
+        yield "or all of it in one process of one host:"
+        yield _command(made["one_process"])
+    yield from (Text(f"note: {note}", "yellow") for note in made["notes"])
+
+
+def _shown(plan: Plan, rows: int) -> list[Candidate]:
+    return list(plan.ranked[:rows] if plan.winner else plan.missed[:rows])
+
+
+def _command(service: Mapping[str, Any]) -> Text:
+    many = f"  # {service['instances']} of these" if service["instances"] > 1 else ""
+    return Text(service["command"] + many, _COMMAND)
+
+
+def _other_hosts(service: Mapping[str, Any], engine: str) -> int:
+    """Hosts of one instance that start with commands of their own."""
+    return len(service.get("launches", {}).get(engine, {}).get("commands", "1")) - 1
+
+
+def _device(plan: Plan) -> str:
+    return "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
+
+
+def _beside(plan: Plan) -> str:
     """Hosts of another kind: that compute prompts, or that have experts."""
-    first, experts = cluster.prefill, cluster.experts
+    first, experts = plan.question.cluster.prefill, plan.question.cluster.experts
     if experts is not None:
         return f", and {experts.num_devices} {experts.hardware.name} for experts"
     return "" if first is None else f" that decode, and {first.num_devices} {first.hardware.name} for prefill"
 
 
-def _with_bottleneck(candidate: Candidate, shared: dict) -> dict[str, Any]:
-    first = bottlenecks(candidate, shared)[0]
-    return {**candidate.to_json(), "bottleneck": {"resource": first.resource, "gain_if_doubled": first.gain}}
+def _marks(plan: Plan, shown: Sequence[Candidate]) -> list[str]:
+    """Of each row its number, whether it meets the objectives, and whether its tokens/s can be told from the first row's."""
+    question, marks = plan.question, []
+    for number, one in enumerate(shown, 1):
+        sure = "✓" if one.meets(question.bounds, sure=True) else "~" if one.meets(question.bounds) else "✗"
+        alike = number > 1 and not ratio_of(shown[0], one, "throughput").told_apart
+        marks.append(f"{number}{f' {sure}' * question.bounded}{' ≈' * alike}")
+    return marks
 
 
-def show(console: Console, plan: Plan, model: str, rows: int) -> None:
-    """The ranked table, the first bottlenecks, and the winner's commands; or what forbids a winner."""
-    question = plan.question
-    console.print(
-        f"[bold]{model}[/bold] on [bold]{question.cluster.name}[/bold] ({question.cluster.description}; {question.devices} devices"
-        f"{_beside(question.cluster)}), "
-        f"{question.options.precision.name}: {len(plan.considered)} layouts, {len(plan.too_large)} of them too large for "
-        "memory and one request",
-        highlight=False,
-    )
-    console.print(plan.question.words, highlight=False)
-    show_usages(console, plan.usages)
-    if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
-        console.print(
-            "Rows marked compiled count what XLA's program does beyond the published kernels; the others do not. Compare like "
-            "with like, or give --mesh.",
-            style="dim",
-        )
-    if plan.winner:
-        _table(
-            console,
-            "meet the objectives, best first" if plan.question.bounded else "most tokens a second first",
-            plan,
-            plan.ranked[:rows],
-        )
-        _show_winner(console, plan, model)
-        return
-    for reason in forbidden(plan):
-        console.print(Text(sentence(reason)), highlight=False)
-    if plan.missed:
-        _table(console, "none meets the objectives; nearest first", plan, plan.missed[:rows])
+def _in_batches(candidate: Candidate) -> str:
+    batches = candidate.decode.batches_in_turn(candidate.batch)
+    return "" if batches == 1 else f", { {2: 'two', 3: 'three'}.get(batches, batches) } batches"
+
+
+def _compiled(candidate: Candidate) -> str:
+    return ", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""
+
+
+def _corrected(winner: Candidate) -> list[dict[str, Any]]:
+    """The winner's rate and TPOT as blind predictions correct them, each with its text."""
+    held, found = calibrated(winner), []
+    for name, factor, digits, unit in (("output_tokens_per_s", 1, 0, "tokens/s"), ("tpot_s", 1e3, 1, "ms")):
+        value, low, high = (f"{held[name][end] * factor:,.{digits}f}" for end in ("corrected", "low", "high"))
+        found.append({**held[name], "text": f"{value} {unit} [{low}–{high}]"})
+    return found
 
 
 def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
     """What was taken of each dry run, or why nothing was."""
     for usage in usages:
         what = f"{usage.run.file} ({usage.run.mesh}, {usage.run.shape}, {usage.run.target}): "
-        console.print(
-            Text(what + ("taken: " if usage.used else "not used: ") + usage.text, "" if usage.used else "yellow")
-        )
-
-
-def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
-    device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
-    objective, shared = plan.question.bounds, {}
-    alike = {
-        number
-        for number, one in enumerate(candidates[1:], 2)
-        if not ratio_of(candidates[0], one, "throughput").told_apart
-    }
-    table = Table(title=title, title_justify="left")
-    for name in (
-        "", "deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user", "first bottleneck"
-    ):  # fmt: skip
-        table.add_column(
-            name, justify="left" if name in ("", "deployment", "first bottleneck") else "right", no_wrap=True
-        )
-    for number, candidate in enumerate(candidates, 1):
-        sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
-        table.add_row(
-            (f"{number} {sure}" if plan.question.bounded else f"{number}") + (" ≈" if number in alike else ""),
-            f"{candidate.name()}\n{candidate.decode.layout.kind}"
-            + _in_batches(candidate)
-            + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
-            str(candidate.devices),
-            f"{candidate.decode.requests(candidate.batch):g}",
-            candidate.ttft.text(1, 2, TWO_LINES),
-            candidate.tpot.text(1e3, 1, TWO_LINES),
-            candidate.throughput.text(1, 0, TWO_LINES),
-            candidate.per_device.text(1, 0, TWO_LINES),
-            f"{candidate.per_user:.1f}",
-            str(bottlenecks(candidate, shared)[0]),
-        )
-    console.print(table)
-    holds = (
-        "✓ holds at the unfavourable end of the interval, ~ at the middle estimate, ✗ does not; second lines: interval, kind. "
-        if plan.question.bounded
-        else "Second lines: interval, kind. "
-    )
-    console.print(
-        f"{holds}≈: its tokens/s cannot be told from the first row's (dsjax plan compare says why). TTFT is that of steady state. "
-        "Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
-        style="dim",
-    )
-
-
-_WORDS = {2: "two", 3: "three"}
-
-
-def _in_batches(candidate: Candidate) -> str:
-    batches = candidate.decode.batches_in_turn(candidate.batch)
-    return "" if batches == 1 else f", {_WORDS.get(batches, batches)} batches"
-
-
-def _show_winner(console: Console, plan: Plan, model: str) -> None:
-    winner = plan.winner
-    console.print(f"[bold]winner[/bold]: {winner.name()}, {winner.mode}", highlight=False)
-    memory = winner.decode.memory
-    console.print(
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {memory.reserve / 1e9:.1f} GB set aside at the "
-        f"greatest memory fraction that fits, room for {winner.decode.cache_tokens:,.0f} cached tokens "
-        f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; "
-        f"at most {winner.decode.max_batch} requests",
-        highlight=False,
-    )
-    if winner.cost:
-        cost, price = winner.cost, winner.decode.cluster.hardware.price_per_hour
-        console.print(
-            f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
-            highlight=False,
-        )
-    held = calibrated(winner)
-    rate, tpot = held["output_tokens_per_s"], held["tpot_s"]
-    console.print(
-        f"corrected by blind predictions, with 90 % intervals: {rate['corrected']:,.0f} tokens/s [{rate['low']:,.0f} … "
-        f"{rate['high']:,.0f}] (× {rate['correction']:.2f}; {rate['predictions']}: {rate['by']}), TPOT "
-        f"{tpot['corrected'] * 1e3:,.1f} ms [{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f}] "
-        f"(× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
-        highlight=False,
-    )
-    if held["unseen"]:
-        console.print(
-            f"nothing like it was measured: no blind prediction had {', '.join(held['unseen'])}; these are the widest ends that there are",
-            highlight=False,
-        )
-    console.print(
-        f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
-        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
-        highlight=False,
-    )
-    moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]
-    console.print(
-        "twice as much of one thing would give: " + ("; ".join(moves) or "nothing alone, by more than 1 %"),
-        highlight=False,
-    )
-    console.print(
-        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts and what each assumption moves",
-        highlight=False,
-    )
-    made = recipe(model, plan.question, winner)
-    for service in made["services"]:
-        console.print(f"{service['instances']} × {service['role']}:", highlight=False)
-        console.print(Text("  " + service["command"], "green"), soft_wrap=True)
-        hosts = max((len(one["commands"]) for one in service.get("launches", {}).values()), default=1)
-        if hosts > 1 and plan.question.options.engine.name in service["launches"]:
-            console.print(
-                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: plan recipe FILE.sh has each",
-                highlight=False,
-            )
-        start = service["cold_start_s"]
-        console.print(
-            f"  cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in {start['value']:,.0f} s "
-            f"[{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that",
-            highlight=False,
-        )
-        if service["recovery"] and plan.question.options.engine.name == "dsjax":
-            console.print("  " + _recovery(service["recovery"], "--expert-mesh" in service["options"]), highlight=False)
-    if made["one_process"] is not None:
-        console.print("or all of it in one process of one host:", highlight=False)
-        console.print(Text("  " + made["one_process"]["command"], "green"), soft_wrap=True)
-    for note in made["notes"]:
-        console.print(Text("note: " + note, "yellow"))
-
-
-def _recovery(lost: Mapping[str, Any], apart: bool) -> str:
-    """What the loss of a host costs an instance of several, in words. apart: experts have devices of their own."""
-    time, compiling = lost["seconds"], lost["compiling_s"]
-    when = "for compiling" if apart else "without --compile-ahead"
-    return (
-        f"a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and {compiling['value']:,.0f} more "
-        f"[{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
-        f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read"
-    )
+        said = f"{what}{'taken' if usage.used else 'not used'}: {usage.text}"
+        console.print(Text(said, "" if usage.used else "yellow"))
 
 
 def sentence(reason: Forbidden) -> str:
     """Why, and at what hardware it would hold."""
-    remedies = ", or ".join(f"{_rounded_up(r.factor)} × {r.resource}" for r in reason.remedies[:4])
-    would = (
-        f"It would hold with {remedies}."
-        if remedies
-        else "No multiple up to 64 of a resource, nor 8 × the hosts or devices, does."
-    )
-    if not remedies and reason.floor is not None:
-        left = f"{reason.floor:,.0f} tokens/s" if reason.bound == "throughput" else f"{reason.floor * 1e3:,.1f} ms"
+    r, remedies = reason, ", or ".join(f"{_rounded_up(r.factor)} × {r.resource}" for r in reason.remedies[:4])
+    would = "No multiple up to 64 of a resource, nor 8 × the hosts or devices, does."
+    if remedies:
+        would = f"It would hold with {remedies}."
+    elif r.floor is not None:
+        left = f"{r.floor:,.0f} tokens/s" if r.bound == "throughput" else f"{r.floor * 1e3:,.1f} ms"
         would += f" With 64 × everything it is {left}: launches, host and other fixed costs remain."
-    if reason.bound == "memory" and not reason.wanted:
+    if r.bound == "memory" and not r.wanted:
         return NO_LAYOUT[0].upper() + NO_LAYOUT[1:] + "."
-    if reason.bound == "memory":
-        return (
-            f"memory forbids it: the smallest layout ({reason.by}) needs {reason.wanted / 1e9:.1f} GB a device for weights, one "
-            f"request and what is set aside; a device has {reason.best / 1e9:.1f} GB. {would}"
-        )
-    if reason.bound == "concurrency":
-        held = f"caches hold {reason.best:g} at most, with {reason.by}"
-        return f"memory forbids it: {reason.wanted:g} requests at once wanted, {held}. {would}"
-    if reason.bound == "devices" and not reason.by:
+    if r.bound == "devices" and not r.by:
         return "memory forbids it: the hosts for prefill have room for the weights and one request in no layout."
-    if reason.bound == "devices":
+    if r.bound == "devices":
         return (
-            f"prefill and decode do not fit beside each other: {reason.by} takes {reason.wanted:g} devices, the smallest instances for "
-            f"which there is memory; {reason.best:g} are at hand. {would} --mode aggregated has both in one instance."
+            f"prefill and decode do not fit beside each other: {r.by} takes {r.wanted:g} devices, the smallest instances for "
+            f"which there is memory; {r.best:g} are at hand. {would} --mode aggregated has both in one instance."
         )
-    if reason.bound == "throughput":
-        return f"throughput forbids it: {reason.wanted:,.0f} tokens/s wanted, {reason.best:,.0f} at best, by {reason.by}. {would}"
-    if reason.bound == "together":
-        return f"each objective can be met, but not together; nearest is {reason.by}. {would}"
-    return (
-        f"{reason.bound.upper()} forbids it: {reason.wanted * 1e3:,.10g} ms wanted, {reason.best * 1e3:,.1f} ms at best, by {reason.by}. "
-        f"{would}"
-    )
+    said = {
+        "memory": f"memory forbids it: the smallest layout ({r.by}) needs {r.wanted / 1e9:.1f} GB a device for weights, one request "
+        f"and what is set aside; a device has {r.best / 1e9:.1f} GB.",
+        "concurrency": f"memory forbids it: {r.wanted:g} requests at once wanted, caches hold {r.best:g} at most, with {r.by}.",
+        "throughput": f"throughput forbids it: {r.wanted:,.0f} tokens/s wanted, {r.best:,.0f} at best, by {r.by}.",
+        "together": f"each objective can be met, but not together; nearest is {r.by}.",
+    }
+    late = f"{r.bound.upper()} forbids it: {r.wanted * 1e3:,.10g} ms wanted, {r.best * 1e3:,.1f} ms at best, by {r.by}."
+    return f"{said.get(r.bound, late)} {would}"
 
 
 def _rounded_up(factor: float) -> str:
@@ -297,21 +310,17 @@ def _rounded_up(factor: float) -> str:
 
 def show_sweep(console: Console, sweep: Sweep) -> None:
     """A sweep as a table."""
-    table = Table(title=f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})", title_justify="left")
     priced = any(point.best and point.best.cost for point in sweep.points)
-    names = ("", "winner unchanged: tokens/s", "TPOT ms", "best there", "tokens/s", "TPOT ms", "objectives")
-    for name in (*names, "a million tokens") if priced else names:
-        table.add_column(name, justify="left" if name == "best there" else "right")
+    names = ("", "winner unchanged: tokens/s", "TPOT ms", "<best there", "tokens/s", "TPOT ms", "objectives")
+
+    def figures(one: Candidate | None, absent: str) -> list[str]:
+        return [one.throughput.text(1, 0, TWO_LINES), one.tpot.text(1e3, 1, TWO_LINES)] if one else [absent, ""]
+
+    rows = []
     for point in sweep.points:
-        same, best = point.same, point.best
-        cells = [
-            point.label,
-            same.throughput.text(1, 0, TWO_LINES) if same else "cannot run",
-            same.tpot.text(1e3, 1, TWO_LINES) if same else "",
-            best.name() if best else "nothing fits",
-            best.throughput.text(1, 0, TWO_LINES) if best else "",
-            best.tpot.text(1e3, 1, TWO_LINES) if best else "",
-            "met" if point.met else "not met",
-        ]
-        table.add_row(*cells, *([best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] if priced else []))
-    console.print(table)
+        best, met = point.best, "met" if point.met else "not met"
+        there = [best.name() if best else "nothing fits", *figures(best, ""), met]
+        cost = [best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] * priced
+        rows.append([point.label, *figures(point.same, "cannot run"), *there, *cost])
+    title = f"{sweep.quantity}, {sweep.unit} (now {sweep.now:g})"
+    console.print(table(title, names + ("a million tokens",) * priced, rows))

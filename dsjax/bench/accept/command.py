@@ -44,7 +44,7 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     from dsjax.bench.serve.client import run
     from dsjax.plan.measured_network import read_network
 
-    whole = load_checklist(what.criteria, quick=what.quick)
+    whole = _recipe(what) if what.recipe else load_checklist(what.criteria, quick=what.quick)
     checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)
     network = None if others.network is None else read_network(others.network).body
     try:
@@ -99,11 +99,20 @@ async def _accept(
         folder, command = Path(what.results), typed(sys.argv[1:])
         results = read_results(folder, ready.url, fresh=what.fresh)
         say(f"{ready.facts.model} at {ready.url}: {len(seconds)} measurements, {takes}")
-        report = Report(checklist, results, ready.url, ready.facts.model, what.criteria, what.quick, command)
+        report = Report(
+            checklist, results, ready.url, ready.facts.model, what.criteria or what.recipe, what.quick, command
+        )
         # It is written first so that a folder that cannot be is known before an hour of load.
         write = partial(report.write, folder)
         await run_measurements(checklist, bed, results, fresh=what.fresh, say=say, on_result=write)
     return report
+
+
+def _recipe(what: ListOptions) -> "Checklist":
+    from dsjax.bench.accept.predicted import predicted_checklist
+    from dsjax.plan.recipe import read_recipe
+
+    return predicted_checklist(read_recipe(Path(what.recipe)), quick=what.quick)
 
 
 def typed(words: Sequence[str]) -> str:

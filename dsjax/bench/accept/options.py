@@ -10,7 +10,8 @@ from dsjax.options import Checked, OptionError, check_url, option
 class ListOptions(Checked):
     """What is held against the server."""
 
-    criteria: str = option("", "required: bundled name (configs/acceptance) or a TOML file")
+    criteria: str = option("", "bundled name (configs/acceptance) or a TOML file; this or --recipe is required")
+    recipe: str = option("", "JSON of dsjax plan recipe: its predicted rate, TPOT and TTFT, with their intervals")
     only: str | None = option(None, "criteria or measurements, separated by commas; * stands for anything")
     quick: bool = option(False, "the same list with the short durations of the file: five minutes for h20-32")
     show_list: bool = option(
@@ -22,8 +23,10 @@ class ListOptions(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.criteria:
-            raise OptionError("--criteria is missing; give a TOML file, or a bundled name such as h20-32")
+        if bool(self.criteria) == bool(self.recipe):
+            raise OptionError(
+                "give --criteria (a TOML file, or a bundled name such as h20-32) or --recipe (JSON of dsjax plan recipe), one of the two"
+            )
         if not self.results:
             raise OptionError("--results is '', which names no folder; give one, or . for the current one")
 

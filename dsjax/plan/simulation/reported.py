@@ -51,12 +51,9 @@ def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str
     its size.
     """
     distance = distance_of(candidate)
-    instances = candidate.count if candidate.mode == "aggregated" else 1
-    users = max(1, round(seen.load.concurrency / instances))
+    users = max(1, round(seen.load.concurrency / (candidate.count if candidate.mode == "aggregated" else 1)))
     figures = reported(seen, seen.requests / users, warm())
     found = {
-        name: {"value": figures[kind], **ends(calibration(kind, distance), figures[kind])}
-        for kind, name in FIELDS.items()
-        if kind in figures
+        FIELDS[kind]: {"value": value, **ends(calibration(kind, distance), value)} for kind, value in figures.items()
     }
     return {"level": LEVEL, "distance": distance, **found}

@@ -22,11 +22,13 @@ from dsjax.bench.accept.criteria import Checklist, Criterion
 from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.ttft import TtftMeasurement
 from dsjax.bench.accept.options import TestBedOptions
+from dsjax.bench.accept.predicted import predicted_checklist
 from dsjax.bench.accept.report import Report
 from dsjax.bench.accept.results import Result
 from dsjax.bench.accept.run import run_measurements
 from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.server_facts import ServerFacts
+from dsjax.errors import UserError
 
 CRITERIA = """
 name = "small"
@@ -368,7 +370,57 @@ def test_a_user_s_mistake_is_one_line(start_fake, accept, options, message):
     assert message in " ".join(ended.stderr.split())
 
 
-def test_criteria_are_asked_for(start_fake):
-    ended = run("dsjax", "accept", "--base-url", start_fake().url)
+@pytest.mark.parametrize("given", [[], ["--criteria", "h20-32", "--recipe", "plan.json"]])
+def test_criteria_or_a_recipe_are_asked_for(start_fake, given):
+    ended = run("dsjax", "accept", "--base-url", start_fake().url, *given)
     assert ended.returncode == 2
-    assert "--criteria is missing; give a TOML file" in " ".join(ended.stderr.split())
+    assert "or --recipe (JSON of dsjax plan recipe), one of the two" in " ".join(ended.stderr.split())
+
+
+def recipe(**load):
+    """What `dsjax plan recipe` writes, as far as `accept` reads it: four replicas with 8 requests each."""
+    figures = {"ttft_s": {"value": 0.5, "low": 0.2, "high": 1.5}, "tpot_s": {"value": 0.05, "low": 0.04, "high": 0.07}}
+    blind = {"predictions": 106, "by": "rate, several hosts"}
+    work = {"input_tokens": 6.0, "output_tokens": 4.0, "concurrency": None, "requests_per_s": None, "prefix_hit": 0.0}
+    return {
+        "model": "demo",
+        "cluster": "h20-32",
+        "services": [],
+        "workload": work | {"classes": []} | load,
+        "expected": {"mesh": "dp=2", "instances": 2, "batch_per_dp_rank": 8, **figures},
+        "calibrated": {
+            "output_tokens_per_s": {"low": 100.0, "high": 200.0, **blind},
+            "tpot_s": {"low": 0.035, "high": 0.08, **blind},
+        },
+    }
+
+
+def test_a_recipe_s_predictions_are_criteria_with_its_intervals_and_its_load():
+    found = predicted_checklist(recipe())
+    load = found.measurements["load"]
+    assert (load.sessions, load.request_rate, load.input_tokens, load.output_tokens, load.spread) == (32, 0.0, 6, 4, 0)
+    rate, tpot, ttft, errors = found.criteria
+    assert (rate.bound, tpot.bound, ttft.bound) == ((100.0, 200.0), (0.035, 0.08), (0.2, 1.5))
+    assert all(one.value in load.UNITS for one in found.criteria)
+    assert [rate.is_met_by(value) for value in (99, 100, 200, 201)] == [False, True, True, False]
+    assert (errors.is_met_by(0.0), errors.is_met_by(0.01)) == (True, False)
+    assert "106 blind predictions" in rate.source
+    assert predicted_checklist(recipe(concurrency=5.0)).measurements["load"].sessions == 5
+    offered = predicted_checklist(recipe(requests_per_s=3.0))
+    assert (offered.measurements["load"].request_rate, offered.measurements["load"].sessions) == (3.0, 0)
+    assert (offered.criteria[0].kind, offered.criteria[0].bound) == ("at_least", pytest.approx(0.9 * 3 * 4))
+    with pytest.raises(UserError, match="prefix hits or classes"):
+        predicted_checklist(recipe(prefix_hit=0.5))
+
+
+def test_a_recipe_that_plan_wrote_is_held_to_a_server(start_fake, tmp_path):
+    path, words = (
+        str(tmp_path / "recipe.json"),
+        "--cluster h200-8 --model demo --mesh dp=2 --input 6 --output 4 --mode aggregated",
+    )
+    assert run("dsjax", "plan", "recipe", path, *words.split(), "--max-concurrency", "4").returncode == 0
+    options = ["--base-url", start_fake().url, "--vocab-size", "50", "--results", str(tmp_path / "out"), "--quick"]
+    ended = run("dsjax", "accept", "--recipe", path, *options, "--list")
+    assert ended.returncode == 0, ended.stderr
+    for said in ("4 sessions at once", "output_tokens_per_s", "tpot_p50", "ttft_mean"):
+        assert said in " ".join(ended.stdout.split())

@@ -117,11 +117,13 @@ def test_a_table_that_fits_is_left_as_it_is():
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_plan_shows_deployment_and_bottleneck_at_any_width(width):
-    found = CliRunner().invoke(app, ["plan", "--cluster", "h200-8"], env={"COLUMNS": str(width)})
+    found = CliRunner().invoke(app, ["plan", "--cluster", "h200-8", "--explain", "plan"], env={"COLUMNS": str(width)})
     assert found.exit_code == 0, found.output
-    table = found.output.partition("winner")[0]
-    assert max(map(len, table.splitlines())) <= width
-    assert "…" not in table
+    first, rest = found.output.partition("winner")[0], found.output.partition("figure: --explain plan")[2]
+    table = rest.partition("a device:")[0]
+    for shown in (first, table):
+        assert max(map(len, shown.splitlines())) <= width
+        assert "…" not in shown
     for heading in ("deployment", "GPUs", "batch", "TTFT s", "TPOT ms", "tokens/s", "/GPU", "/user", "bottleneck"):
         assert heading in table
     assert re.search(r"1 × dp=\d,tp=\d", table)

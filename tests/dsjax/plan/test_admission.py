@@ -173,7 +173,7 @@ def test_an_engine_that_holds_prompts_back_answers_later_with_several_ranks(play
 
 @pytest.mark.parametrize("given", [{}, {"engine": "vllm"}])
 def test_the_interval_is_an_option_of_no_other_engine(given):
-    with pytest.raises(UserError, match="--scheduler-recv-interval is 30"):
+    with pytest.raises(UserError, match="--scheduler-recv-interval needs --engine sglang or published"):
         SimulateArgs(scheduler_recv_interval=30, **given)
     question = SimulateArgs(scheduler_recv_interval=30, engine="sglang").question()
     assert question.options.engine.poll_steps == 30

@@ -12,8 +12,7 @@ from importlib import resources
 import pytest
 
 from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LAUNCHED, documented
-from dsjax.plan.launch_flags import launch
+from dsjax.plan.launch import LAUNCHED, documented, launch
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.precision import precision
@@ -69,7 +68,7 @@ def leaves(config, above=""):
 def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engine):
     known, used = accepted(engine), set()
     for one in every_launch(ask, engine):
-        for flags in (one.flags, *one.each_host):
+        for flags in one.flags:
             for flag, value in flags.items():
                 used.add(flag)
                 assert flag in known["options"], f"{engine} {known['version']} has no {flag}"
@@ -86,16 +85,17 @@ def test_today_s_engine_accepts_every_option_and_value_that_is_written(ask, engi
     about = documented(engine)
     unused = set(about["flags"]) - used
     assert not unused, f"these layouts write every flag that there is a source for, and not {unused}"
-    assert {*about["flags"].values(), *about.get("keys", {}).values()} <= about["sources"].keys(), "each has a source"
+    written = [one for table in ("flags", "keys", "environment") for one in about.get(table, {}).values()]
+    assert {one["source"] for one in written} <= about["sources"].keys(), "each has a source"
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
 def test_no_engine_listens_to_everybody_and_a_key_comes_from_the_environment(ask, engine):
     for one in every_launch(ask, engine):
-        assert one.flags["--host"] == "$ADDRESS"
+        assert all(flags["--host"] == "$ADDRESS" for flags in one.flags)
         assert "0.0.0.0" not in " ".join(one.commands())
-        keys = [flag for flag in one.flags if "key" in flag]
-        assert all(one.flags[flag] == "$API_KEY" for flag in keys), "a key stands in no file"
+        keys = [value for flags in one.flags for flag, value in flags.items() if "key" in flag]
+        assert all(value == "$API_KEY" for value in keys), "a key stands in no file"
 
 
 @pytest.mark.parametrize(("engine", "asks"), [("vllm", True), ("sglang", True), ("tensorrt-llm", False)])

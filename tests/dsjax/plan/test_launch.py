@@ -14,8 +14,7 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.arguments import PlanArgs
 from dsjax.plan.candidate import aggregated, with_intervals
 from dsjax.plan.engine import find_engine
-from dsjax.plan.launch import LAUNCHED, unfit
-from dsjax.plan.launch_flags import launch
+from dsjax.plan.launch import LAUNCHED, launch, unfit
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
 from dsjax.plan.recipe import check_recipe, launches, recipe
@@ -154,8 +153,8 @@ def test_sglang_is_not_told_what_the_checkpoint_says_nor_what_it_would_switch_of
     instance = question.instance(parse_layout("dp=8", 0, question.config), {})
     made = launch("sglang", "x", instance, 32, 4096, "prefill and decode", 1)
     # meituan/DeepSeek-R1-Block-INT8 is blockwise_int8 by its own config.json; w8a8_int8 is the format of weights scaled by channel.
-    assert "--quantization" not in made.flags
-    assert "--enable-mixed-chunk" not in made.flags
+    assert "--quantization" not in made.flags[0]
+    assert "--enable-mixed-chunk" not in made.flags[0]
     assert any("switches --enable-mixed-chunk off" in text for text in made.lacks)
     plain = dataclasses.replace(instance, options=dataclasses.replace(options, drafts=0), steps={})
-    assert "--enable-mixed-chunk" in launch("sglang", "x", plain, 32, 4096, "prefill and decode", 1).flags
+    assert "--enable-mixed-chunk" in launch("sglang", "x", plain, 32, 4096, "prefill and decode", 1).flags[0]

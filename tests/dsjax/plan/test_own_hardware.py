@@ -81,7 +81,7 @@ def test_every_engine_plans_and_simulates_with_an_own_file(tmp_path, engine):
     for command in (["--sweep", "bandwidth=50,100"], ["simulate", "--num-prompts", "20"]):
         done = CliRunner().invoke(app, ["plan", *command, *words], catch_exceptions=False)
         assert done.exit_code == 0, done.output
-        assert "winner:" in done.output
+        assert "winner, corrected:" in done.output
 
 
 @pytest.mark.parametrize("key", ["h200", None])

@@ -40,12 +40,38 @@ def run(*options):
     return found.output
 
 
-def test_the_table_names_question_winner_command_and_bottleneck_on_a_narrow_terminal_too(monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cluster", "h100-32", "--input", "2000", "--output", "500", "--ttft-ms", "2000", "--tpot-ms", "50"],
+        ["--cluster", "h20-32", "--max-concurrency", "200", "--input", "4000", "--engine", "sglang"],
+        ["--cluster", "h20-32", "--tpot-ms", "3", "--ttft-ms", "10"],
+    ],
+)
+def test_the_first_screen_fits_24_lines_of_80_columns(monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "80")
-    output = " ".join(run("--tpot-ms", "50", "--rows", "2").split())
-    for said in ("1000 tokens in, 200 out", "dsjax serve --model deepseek-v3 --mesh", "first bottleneck"):
-        assert said in output
-    found = re.findall(r"\d × [dt]p=\d", output.partition("winner")[0])
+    output = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False).output
+    lines = [max(1, math.ceil(len(line.rstrip()) / 80)) for line in output.splitlines()]
+    assert sum(lines) <= 24
+    assert len(re.findall(r"^\d .*\d × (?:dp|tp)=", output, re.MULTILINE)) == 5, "five rows"
+    assert ("winner" in output) == ("forbids it" not in output)
+
+
+def test_the_first_screen_has_question_command_and_limits_and_the_rest_is_explained(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    output = run("--tpot-ms", "50", "--rows", "2", "--explain", "plan")
+    first, _, rest = output.partition("--explain plan")
+    for said in (
+        "1000 tokens in, 200 out",
+        "dsjax serve --model deepseek-v3 --mesh",
+        "limits: ",
+        "winner, never measured: ",
+    ):
+        assert said in first
+    assert "cold start: a host" not in first
+    for said in ("first bottleneck", "cold start", "GB weights (exact)", "published: Engines with"):
+        assert said in " ".join(rest.split())
+    found = re.findall(r"\d × [dt]p=\d", rest.partition("a device:")[0])
     assert len(found) == 4, "the table comes in two parts, each with the deployments of its two rows"
 
 
@@ -107,38 +133,42 @@ def engine_of(command):
     [
         (["--mode", "static"], "--mode is 'static', expected one of both, aggregated, separated"),
         (["--prefill-mesh", "dp=8"], "which --mode aggregated leaves out"),
-        (["--plots", "somewhere"], "--plots draws sweeps, and there is none"),
-        (["--json", "-", "--explain", "tpot"], "give one of them"),
-        (["--class", "a=1,100,100"], "--class has lengths of its own"),
+        (["--plots", "somewhere"], "--plots needs --sweep; give that too"),
+        (["--json", "-", "--explain", "tpot"], "--explain and --json exclude each other"),
+        (["--class", "a=1,100,100"], "--class and --input exclude each other; leave one of them out"),
         (["--cluster", "h800-16-h20-16", "--price-per-hour", "2"], "h800-16-h20-16 has two"),
         (
             ["--price-per-hour", "2", "--afd", "on", "--expert-device", "h20"],
             "of one kind of device, and --expert-device is another",
         ),
         (["--max-concurrency", "inf"], "--max-concurrency is inf, expected a number above 0"),
-        (["--request-rate", "4", "--burstiness", "0"], "a number above 0"),
-        (["--max-concurrency", "4", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
+        (["--request-rate", "4", "--burstiness", "0"], "--burstiness is 0.0, expected more than 0"),
+        (["--max-concurrency", "4", "--burstiness", "0.5"], "--burstiness and --max-concurrency exclude each other"),
+        (["--request-rate", "inf", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
         (["--mtp", "5"], "--mtp 5 is asked for, but dsjax serve drafts at most 4 tokens a step"),
         (["--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8 weights"),
         (["--engine", "vllm", "--precision", "mxfp4", "--cluster", "b200-8"], "vllm are priced in NVFP4 only"),
         (["--afd", "on", "--engine", "vllm"], "vllm has no released option"),
         (["--attention-mesh", "dp=8"], "give both"),
-        (["--expert-device", "h20"], "give --afd auto or on"),
-        (["--num-afd-stages", "3"], "give --engine dsjax and --afd auto or on"),
-        (["--afd", "on", "--slo", "ttft-p95=370"], "--slo knows layouts of one mesh"),
+        (["--expert-device", "h20"], "--expert-device needs --afd auto or on; give that too"),
+        (["--num-afd-stages", "3"], "--num-afd-stages needs --afd auto or on"),
+        (["--afd", "on", "--slo", "ttft-p95=370"], "--slo and --afd exclude each other"),
         (["--afd", "on", "--mesh", "dp=8"], "--mesh is of one mesh"),
         (["--attention-mesh", "dp=8", "--expert-mesh", "dp=8"], "such as ep=24"),
         (["--moe-a2a-backend", "mooncake"], "is 'mooncake', expected one of deepep, none"),
-        (["--moe-a2a-backend", "none", "--engine", "vllm"], "none with --engine vllm, but it is SGLang's"),
+        (
+            ["--moe-a2a-backend", "none", "--engine", "vllm"],
+            "--moe-a2a-backend needs --engine sglang; give that too, or leave --moe-a2a-backend out",
+        ),
         (["--fp8-gemm-backend", "triton"], "is 'triton', expected one of deep_gemm, flashinfer_trtllm"),
         (["--fp8-gemm-backend", "flashinfer_trtllm", "--engine", "sglang"], "h200-8 has h200"),
-        (["--host-cache-gb", "5"], "--host-cache-gb is of --working-set; give it too"),
+        (["--host-cache-gb", "5"], "--host-cache-gb needs --working-set; give that too"),
         (
             ["--working-set", "5e6", "--disk-cache-gb", "5", "--engine", "dsjax", "--stages", "2"],
-            "--disk-cache-gb: dsjax keeps no pages beside those on its devices where a mesh has stages",
+            "dsjax keeps no pages beside those on its devices where a mesh has stages",
         ),
-        (["--working-set", "-1"], "--working-set is -1, expected a number of tokens above 0"),
-        (["--working-set", "5", "--disk-cache-gb", "-2"], "--disk-cache-gb is -2, expected a number of at least 0"),
+        (["--working-set", "-1"], "--working-set is -1.0, expected more than 0"),
+        (["--working-set", "5", "--disk-cache-gb", "-2"], "--disk-cache-gb is -2.0, expected at least 0"),
         ([*ONE_LAYOUT, "--sweep", "power"], "expected one of latency, bandwidth, loss-of-hosts"),
         ([*ONE_LAYOUT, "--sweep", "latency="], "'' is no number"),
         ([*ONE_LAYOUT, "--sweep", "latency=1:5"], "'1:5' is no number"),
@@ -150,9 +180,9 @@ def engine_of(command):
             "and --max-devices 8 bounds the devices; leave one of them out",
         ),
         (["--expert-skew", "zipf:-1"], "expected zipf:S with a number S of 0 or more"),
-        (["--mesh", "tp=8", "--stages", "2"], "--stages is of a search over layouts, and --mesh tp=8 is one"),
+        (["--mesh", "tp=8", "--stages", "2"], "--stages and --mesh exclude each other"),
         (["--mesh", ""], "--mesh is '', expected axes"),
-        (["--mtp-acceptance", "0.7"], "--mtp-acceptance is of drafts, and there are none"),
+        (["--mtp-acceptance", "0.7"], "--mtp-acceptance needs --mtp; give that too"),
     ],
 )
 def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
@@ -167,7 +197,7 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
         (["simulate", "--request-rate", "1000", *ONE_LAYOUT], "requests a second, so that queues would grow"),
         (["simulate", "--afd", "on"], "plan simulate knows layouts of one mesh"),
         (["step", "--mode", "separated"], "--mode is 'separated', expected one of static, static_ctx, static_gen"),
-        (["step", "--context", "100"], "--context is of decode steps alone"),
+        (["step", "--context", "100"], "--context needs --mode static_gen"),
     ],
 )
 def test_a_subcommand_refuses_what_it_cannot_answer(words, message):
@@ -405,7 +435,7 @@ def test_no_instance_is_wider_than_is_allowed_and_a_price_gives_a_cost():
     first = found["ranked"][0]
     per_hour = first["output_tokens_per_s"]["value"] * 3600
     assert first["cost_per_million_output_tokens"]["value"] == pytest.approx(2 * first["devices"] / per_hour * 1e6)
-    assert "at 2 a device and hour" in run(*ONE_LAYOUT, "--price-per-hour", "2")
+    assert "at 2 a device and hour" in run(*ONE_LAYOUT, "--price-per-hour", "2", "--explain", "plan")
 
 
 def test_a_sweep_over_users_is_answered_for_as_many_and_over_hosts_for_those_given_with_them():

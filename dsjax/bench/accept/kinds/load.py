@@ -56,7 +56,7 @@ class LoadMeasurement(RandomLengths):
         "total_tokens_per_s": "tokens/s",
         "sessions_at_once": "sessions",
         "error_share": "",
-        **dict.fromkeys((*(f"{metric}_p{p}" for metric, p in _LATENCIES), "generation_p99"), "s"),
+        **dict.fromkeys((*(f"{metric}_p{p}" for metric, p in _LATENCIES), "ttft_mean", "generation_p99"), "s"),
         **dict.fromkeys(("ttft_drift", "tpot_drift", "outages", "restarts", "memory_share", "memory_drift"), ""),
     }
     ABOVE_ZERO: ClassVar = (*RandomLengths.ABOVE_ZERO, "seconds", "windows")
@@ -121,6 +121,8 @@ class LoadMeasurement(RandomLengths):
         for metric, p in _LATENCIES:
             ms = of_counted[f"p{p}_{metric}_ms"]
             found.enter({f"{metric}_p{p}": ms and ms / 1e3}, why, "missed")
+        mean = of_counted["mean_ttft_ms"]
+        found.enter({"ttft_mean": mean and mean / 1e3}, why, "missed")
         generating = [r.latency - r.ttft for r in good]
         found.enter({"generation_p99": np.percentile(generating, 99) if good else None}, why, "missed")
 
