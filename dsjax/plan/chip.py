@@ -14,6 +14,7 @@ from dsjax.plan.figure import assumed, measured
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,
+    FLASH_MLA_FLOPS,
     FLASHINFER_FP8,
     FP8_MLA,
     FP8_MLA_GAIN,
@@ -21,10 +22,8 @@ from dsjax.plan.operations import (
     OperationWork,
     as_filed,
     carried,
-    decode_attention_seconds,
     dense_curve,
     grouped_seconds,
-    prefill_attention_seconds,
     product_work,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, kept
@@ -68,13 +67,14 @@ class Chip:
         why = f"measured on {hardware.operators or 'h200'}, not on {hardware.name}"
         return assumed(1.0, 0.8, 1.1, "carried over to this device", why)
 
-    def _timed(self, seconds: float, spread: float, name: str, source: str) -> float:
-        """What was timed, within `spread` of it each way, over what carrying it to another die adds."""
-        return measured(1.0, 1 / (1 + spread), 1 + spread, name, source) * seconds / self.carried_over
+    @kept("priced")
+    def _factor(self, spread: float, name: str, source: str) -> float:
+        """On what was timed, within `spread` of it each way, over what carrying it to another die adds."""
+        return measured(1.0, 1 / (1 + spread), 1 + spread, name, source) / self.carried_over
 
-    def _table(self, find: Callable, *about: object) -> tuple:
+    def _table(self, find: Callable, *about: object, last: str = "") -> tuple:
         """What a table says of this device, else of the one whose tables speak of it, and the device it was timed on; or twice None."""
-        for key in (self.hardware.key, self.hardware.operators or "h200"):
+        for key in filter(None, (self.hardware.key, self.hardware.operators or "h200", last)):
             if table := find(key, *about):
                 return table, self.operators.device(key)
         return None, None
@@ -97,8 +97,8 @@ class Chip:
     @kept("priced")
     def _product(self, rows: float, n: int, k: int, dtype: str) -> float:
         curves, spread, source = self._product_curves(n, k, dtype)
-        seconds = math.prod(curve(rows) for curve in curves) ** (1 / len(curves))
-        seconds = self._timed(seconds, spread, "products", source)
+        seconds = curves[0](rows) if len(curves) == 1 else math.sqrt(curves[0](rows) * curves[1](rows))
+        seconds *= self._factor(spread, "products", source)
         if self.fp8_rate is None or dtype != "fp8_block":
             return seconds
         # No faster than the engine's own kernel is.
@@ -146,9 +146,9 @@ class Chip:
         if not decode and (timed := self._contiguous(width, inner)):
             terms, least, spread = timed
             each = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
-            return self._timed(max(least, each), spread, _EXPERTS, AICONFIGURATOR)
-        grid, spread, source = self._masked(width, inner, decode)
-        return self._timed(grid(used, rows), spread, _EXPERTS, source)
+            return max(least, each) * self._factor(spread, _EXPERTS, AICONFIGURATOR)
+        grid, spread, source = self._masked(width, inner)
+        return grid(used, rows) * self._factor(spread, _EXPERTS, source)
 
     def _work(self, used: float, rows: float, width: int, inner: int) -> OperationWork:
         """Both products of routed experts: `rows` in all, the weights of `used` experts."""
@@ -183,9 +183,9 @@ class Chip:
         return carried(seconds * ratio, work, there, self.hardware, fixed)
 
     @kept("known")
-    def _masked(self, width: int, inner: int, decode: bool) -> tuple[Grid, float, str]:
-        """(seconds over experts with rows and rows in all, relative spread, source): decode's layout, and prefill's without a table."""
-        curves, there = self._table(self.operators.grouped_decode) if decode else (None, None)
+    def _masked(self, width: int, inner: int) -> tuple[Grid, float, str]:
+        """(seconds over experts with rows and rows in all, relative spread, source): decode's layout."""
+        curves, there = self._table(self.operators.grouped_decode)
         curves, there = curves or {}, there or as_filed("h800")
         last = max(curves, default=1.0)
 
@@ -194,7 +194,7 @@ class Chip:
                 # Beyond the last in proportion: there, the experts' weights are what takes time.
                 seconds, fixed = curves[min(used, last)](rows / used) * max(1.0, used / last), 20e-6
             else:
-                seconds, fixed = grouped_seconds(used, rows, decode), LAUNCH
+                seconds, fixed = grouped_seconds(used, rows), LAUNCH
             return self._by_v3(seconds, used, rows, rows / used, (width, inner), there, fixed)
 
         firsts = sorted({*curves, *doublings(max(last, 1.0), 512)})
@@ -217,39 +217,17 @@ class Chip:
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
         return (row, token, slot, table.fixed), table.least, spread
 
-    def fused_experts(self, tokens: float, touched: Callable[[float], float], of: object, tp: int, ep: int):
+    def fused_experts(
+        self, tokens: float, touched: Callable[[float], float], of: object, tp: int, ep: int
+    ) -> float | None:
         """Seconds of the fused kernel that engines without wide EP use, experts cut `tp` ways; None where it was not timed.
 
         Hopper's is SGLang's Triton kernel, for FP8. Blackwell's is TensorRT-LLM's own, which SGLang starts too
         (`--moe-runner-backend flashinfer_trtllm`), for FP8 and NVFP4; it was timed with all experts on every rank.
-        touched: experts that have a token of so many, told apart by `of`; the table's even routing touches more, whose weights
-        are taken off.
+        touched: experts that have a token of so many, told apart by `of`; even routing touches more, whose weights are taken off.
         """
-        key = ("fused", of, tp, ep)
-        if key not in self.known:
-            self.known[key] = self._fused_experts(touched, tp, ep)
-        return self.known[key] and self._timed(self.known[key](tokens), 0.1, "fused experts", AICONFIGURATOR)
-
-    def _fused_experts(self, touched: Callable[[float], float], tp: int, ep: int) -> Curve | None:
-        if not (self.hardware.same_die or self.hardware.is_blackwell):
-            return None
-        table, there = self._table(self.operators.fused, self._experts_dtype, tp, ep)
-        if not table:
-            return None
-        # From one token on 8 experts to 32 on all 256 the table tells what an expert's weights take.
-        of_one = (table(32) - table(1)) / (256 - 8)
-        sizes = sorted({*table.sizes, *doublings(1.0, _FARTHEST, 2)})
-        used = {tokens: touched(tokens) for tokens in sizes}
-        saved = {tokens: max(0.0, min(256.0, 8 * tokens) - used[tokens]) * of_one for tokens in sizes}
-        works = (self._work(used[t] / ep, t * 8 / ep, _V3_WIDTH, _V3_INNER // tp) for t in sizes)
-        times = (max(table(tokens) - saved[tokens], table.seconds[0]) for tokens in sizes)
-        return self._carried(zip(sizes, times, works, strict=True), there, 20e-6)
-
-    @property
-    def _experts_dtype(self) -> str | None:
-        """Of the experts' weights in tables of fused kernels, which have none for bf16."""
-        itemsize = self.precision.expert
-        return None if itemsize >= BF16 else "nvfp4" if itemsize < 1 else "fp8_block"
+        found = self._of_kernel(touched, of, ep, tp) if self.hardware.same_die or self.hardware.is_blackwell else None
+        return found and found[0](tokens) * self._factor(0.1, "fused experts", AICONFIGURATOR)
 
     def spread_experts(
         self,
@@ -263,33 +241,45 @@ class Chip:
 
         None where no such engine was timed. More tokens than were timed get the seconds of the most that were: they take no less.
         Its rank has all tokens of the group, and what it does before and behind its experts' products was timed with them.
-        tokens: of the group. busiest: experts with a token on the rank that has most of them, of so many tokens, told apart by `of`; the
-        table's even routing touches fewer, whose weights are added. more: rows of the busiest rank ÷ of the mean one, of so many tokens,
-        where the rows count and not the weights; a table that was not routed evenly is of the busiest rank.
+        busiest: experts with a token on the rank that has most of them, of so many tokens, told apart by `of`; even routing touches fewer,
+        whose weights are added. more: rows of the busiest rank ÷ of the mean one, where the rows count and not the weights.
         """
-        key = ("spread", of, ep)
-        if key not in self.known:
-            self.known[key] = self._spread_experts(busiest, ep)
-        if self.known[key] is None:
+        found = self._of_kernel(busiest, of, ep, None)
+        if found is None:
             return None
-        curve, even = self.known[key]
-        most = curve.sizes[-1]
-        seconds = self._timed(curve(min(tokens, most)), 0.1, "spread experts", AICONFIGURATOR)
-        return seconds * more(min(tokens, most)) if even and more is not None else seconds, tokens <= most
+        curve, even = found
+        timed = min(tokens, curve.sizes[-1])
+        seconds = curve(timed) * self._factor(0.1, "spread experts", AICONFIGURATOR)
+        # A table that was not routed evenly is of the busiest rank.
+        return seconds * more(timed) if even and more is not None else seconds, tokens == timed
 
-    def _spread_experts(self, busiest: Callable[[float], float], ep: int) -> tuple[Curve, bool] | None:
-        found, there = self._table(self.operators.spread, self._experts_dtype, ep)
-        if not found:
-            return None
-        (table, even), slots = found, 256 / ep
-        # From one token to 32 the table tells what an expert's weights take; routed evenly, they touch one of a rank's or all of them.
-        of_one = (table(32) - table(1)) / (slots - 1) if even and slots > 1 else 0.0
-        points = []
-        for tokens in table.sizes:
-            used, rows = busiest(tokens), tokens * 8 / ep
-            seconds = max(table(tokens) + (used - min(slots, rows)) * of_one, table.seconds[0])
-            points.append((tokens, seconds, self._work(used, rows, _V3_WIDTH, _V3_INNER)))
-        return self._carried(points, there, 20e-6), even
+    def _of_kernel(
+        self, used: Callable[[float], float], of: object, ep: int, tp: int | None
+    ) -> tuple[Curve, bool] | None:
+        """(seconds over tokens with `used` experts touched in place of even routing's, whether it was timed with that), for V3's widths.
+
+        With `tp` of the fused kernel, and `used` are those of all `ep` ranks; else of a rank of whole experts.
+        """
+        key = ("kernel", of, ep, tp)
+        if key in self.known:
+            return self.known[key]
+        dtype = "nvfp4" if self.precision.expert < 1 else "fp8_block" if self.precision.expert < BF16 else ""
+        found, there = self._table(self.operators.experts, dtype, ep, tp)
+        if found:
+            table, even = found
+            together, alone, first = (1, ep, 8) if tp else (ep, 1, 1)
+            slots = 256 / together
+            # From one token (on `first` experts) to 32 (on all) the table tells what an expert's weights take.
+            of_one = (table(32) - table(1)) / (slots - first) if even and slots > first else 0.0
+            points = []
+            for tokens in sorted({*table.sizes, *doublings(1.0, _FARTHEST, 2)}) if tp else table.sizes:
+                touched = used(tokens)
+                seconds = table(tokens) + (touched - min(slots, 8 * tokens / together)) * of_one
+                work = self._work(touched / alone, tokens * 8 / ep, _V3_WIDTH, _V3_INNER // (tp or 1))
+                points.append((tokens, max(seconds, table.seconds[0]), work))
+            found = self._carried(points, there, 20e-6), even
+        self.known[key] = found
+        return found
 
     # Attention ----------------------------------------------------------------------------------------------------------------
 
@@ -298,12 +288,15 @@ class Chip:
         """What an engine may read the cache as: with an FP8 cache it may still compute in bf16, and converts what it reads or stores."""
         return ["bfloat16", "fp8"] if self.precision.cache < BF16 else ["bfloat16"]
 
+    def _unit(self, cache: str) -> str:
+        return "fp8" if cache == "fp8" and self.hardware.is_blackwell else "bf16"
+
     @kept("priced")
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer: `rows` requests at `context` cached positions of `latent` values each."""
         heads = round(heads, 6)  # a quotient of rows: 32.0000001 heads are not 33
         grid, spread, source = self._decode_grid(heads, latent, rank, self.fp8_mla)
-        return self._timed(grid(rows, context), spread, "attention", source)
+        return grid(rows, context) * self._factor(spread, "attention", source)
 
     @kept("known")
     def _decode_grid(self, heads: float, latent: int, rank: int, fp8_mla: bool) -> tuple[Grid, float, str]:
@@ -320,29 +313,17 @@ class Chip:
 
     def _decode_times(self, cache: str, heads: float, latent: int, rank: int) -> tuple:
         """(rows and contexts that were timed, seconds at two of them, relative spread, source) with a cache in FP8 or in bf16."""
-        unit, itemsize = "bf16", self.precision.cache if cache == "fp8" else BF16
-        if cache == "fp8" and self.hardware.is_blackwell:
-            unit = "fp8"
-        table, there = self._table(self.operators.decode_attention, cache, math.ceil(heads))
+        itemsize = self.precision.cache if cache == "fp8" else BF16
+        (curves, spread), there = self._table(self.operators.decode_attention, cache, math.ceil(heads), last="h200")
+        least = min(curve.seconds[0] for curve in curves.values())
 
         def work(rows: float, context: float, values: int, out: int) -> OperationWork:
             positions = rows * context
-            return OperationWork(2.0 * heads * (values + out) * positions, unit, positions * values * itemsize)
-
-        if not table:
-            there = as_filed("h800")
-
-            def published(rows: float, context: float) -> float:
-                asked = work(rows, context, latent, rank)
-                return carried(decode_attention_seconds(asked), asked, there, self.hardware)
-
-            return doublings(1.0, 4096), doublings(32.0, 131_072), published, 0.15, FLASH_MLA
-        curves, spread = table
-        least = min(curve.seconds[0] for curve in curves.values())
+            flops = 2.0 * heads * (values + out) * positions
+            return OperationWork(flops, self._unit(cache), positions * values * itemsize)
 
         def time(rows: float, context: float) -> float:
-            asked = work(rows, context, latent, rank)
-            near = curves[min(curves, key=lambda known: abs(known - rows))]
+            asked, near = work(rows, context, latent, rank), curves[min(curves, key=lambda known: abs(known - rows))]
             seconds = near(context) * asked.seconds(there) / work(rows, context, 576, 512).seconds(there)
             return carried(seconds, asked, there, self.hardware, least)
 
@@ -352,14 +333,12 @@ class Chip:
     def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average.
 
-        With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken.
+        With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken, "up to"
+        660 TFLOP/s on an H800, of which 95 %.
         """
         work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, "bf16", 0.0)
-        return self._by_flash_mla(decode_attention_seconds(work), work)
-
-    def _by_flash_mla(self, seconds: float, work: OperationWork) -> float:
-        """Attention that took so long on an H800."""
-        return self._timed(carried(seconds, work, as_filed("h800"), self.hardware), 0.2, "attention", FLASH_MLA)
+        seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
+        return seconds * self._factor(0.2, "attention", FLASH_MLA)
 
     @kept("priced")
     def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:
@@ -367,42 +346,32 @@ class Chip:
 
         per_pair: key and value widths together. A prompt behind cached positions counts as one whose mean token attends to as many.
         """
-        at = (heads, tokens, prompts, context, per_pair)
-        return min(self._prefill_attention(cache, *at) for cache in self._caches)
-
-    def _prefill_attention(
-        self, cache: str, heads: int, tokens: float, prompts: float, context: float, per_pair: int
-    ) -> float:
-        timed = self._prefill_curves(cache, heads, per_pair)
-        if timed is None:
-            work = OperationWork(2.0 * heads * per_pair * tokens * context, "bf16", 0.0)
-            return self._by_flash_mla(prefill_attention_seconds(work.flops, context), work)
-        curves, least = timed
+        times = []
         length, prompts = 2 * context - 1, max(1.0, min(8.0, prompts))
-        at = max(n for n in curves if n <= prompts)
-        seconds = tokens * curves[at](length)
-        if prompts > at:
-            # Between two numbers of prompts the seconds of all of them are straight, not those of one.
-            share = (prompts - at) / at
-            below, above = at * curves[at](length), 2 * at * curves[2 * at](length)
-            seconds = tokens / prompts * ((1 - share) * below + share * above)
-        return self._timed(max(least, seconds), 0.07, "attention", AICONFIGURATOR)
+        for cache in self._caches:
+            curves, least = self._prefill_curves(cache, heads, per_pair)
+            at = max(n for n in curves if n <= prompts)
+            seconds = tokens * curves[at](length)
+            if prompts > at:
+                # Between two numbers of prompts the seconds of all of them are straight, not those of one.
+                share = (prompts - at) / at
+                below, above = at * curves[at](length), 2 * at * curves[2 * at](length)
+                seconds = tokens / prompts * ((1 - share) * below + share * above)
+            times.append(max(least, seconds))
+        return min(times) * self._factor(0.07, "attention", AICONFIGURATOR)
 
     @kept("known")
-    def _prefill_curves(self, cache: str, heads: int, per_pair: int) -> tuple[dict[int, Curve], float] | None:
+    def _prefill_curves(self, cache: str, heads: int, per_pair: int) -> tuple[dict[int, Curve], float]:
         """(prompts in a step → seconds of a token over the length of a prompt, seconds that no step is below).
 
         A token takes longer in a longer prompt, less beside more prompts; and more prompts take longer together.
         """
-        table, there = self._table(self.operators.prefill_attention, cache, heads)
-        if not table:
-            return None
-        unit = "fp8" if cache == "fp8" and self.hardware.is_blackwell else "bf16"
+        table, there = self._table(self.operators.prefill_attention, cache, heads, last="h200")
         least = min(min(times.values()) for times in table.values())
         tokens: dict[int, dict[float, float]] = {}
         for length, times in table.items():
             for prompts, seconds in times.items():
-                work = OperationWork(heads * per_pair * prompts * length * (length + 1), unit, 0.0)
+                work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._unit(cache), 0.0)
                 seconds = carried(seconds * per_pair / 320, work, there, self.hardware, least)
                 tokens.setdefault(prompts, {})[length] = seconds / (prompts * length)
         counts = sorted(tokens)

@@ -32,15 +32,14 @@ _DENSE = {
     (4096, 7168): {64: 287, 128: 533, 4096: 1410},
     (7168, 2048): {64: 295, 128: 510, 4096: 1168},
 }
-# The same of grouped products over rows of each group: four, two or one in the masked layout of decode, eight or four in prefill's.
+# The same of grouped products in decode's masked layout over rows of each of four, two and one group.
 _MASKED = {(4096, 7168): {256: 932, 512: 1040, 1024: 1233}, (7168, 2048): {256: 815, 512: 916, 1024: 925}}
-_CONTIGUOUS = {(4096, 7168): {4096: 1346, 8192: 1346}, (7168, 2048): {4096: 1214, 8192: 1214}}
 
 FP8_MLA = "lmsys.org, 2025-09-26, H20: FP8 queries, keys and values in FlashMLA (pull request 82) are about 70 % faster than bf16"
 FP8_MLA_GAIN = 1.7
 """How much faster FlashMLA's FP8 pipeline computes on an H20, whose operations bound it (1.6 to 1.8: "about 70 %")."""
 FLASH_MLA = "FlashMLA README (H800, dense decode, bf16)"
-FLASH_MLA_FLOPS, _FLASH_MLA_BANDWIDTH = 660e12, 3000e9
+FLASH_MLA_FLOPS = 660e12
 
 DEEPEP = "DeepEP v1 README (H800, ConnectX-7 400 Gb/s)"
 _NVLINK, _NETWORK = 200e9, 50e9
@@ -155,39 +154,23 @@ def dense_curve(n: int, k: int, dtype: str) -> Curve:
 
 
 @functools.cache
-def _share_of_many_rows(shape: tuple[int, int], decode: bool) -> float:
-    return statistics.mean(
-        _share(rows, shape, tflops) for rows, tflops in (_MASKED if decode else _CONTIGUOUS)[shape].items()
-    )
+def _share_of_many_rows(shape: tuple[int, int]) -> float:
+    return statistics.mean(_share(rows, shape, tflops) for rows, tflops in _MASKED[shape].items())
 
 
-def grouped_seconds(used: float, rows: float, decode: bool) -> float:
-    """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, by the masked or contiguous table.
+def grouped_seconds(used: float, rows: float) -> float:
+    """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, in decode's layout.
 
     Up to 192 rows an expert a product reaches what a dense one of as many rows does.
     """
     total, each = 0.0, rows / max(used, 1e-9)
     for n, k in _MASKED:
-        share = _share_of_many_rows((n, k), decode)
+        share = _share_of_many_rows((n, k))
         if each < 192:
             share = min(share, _dense_share(max(each, 1.0), n, k))
-        total += OperationWork(2.0 * rows * n * k, "fp8", used * n * k + rows * (k + 2 * n)).seconds(
-            as_filed("h800"), share
-        )
+        work = OperationWork(2.0 * rows * n * k, "fp8", used * n * k + rows * (k + 2 * n))
+        total += work.seconds(as_filed("h800"), share)
     return total
-
-
-def decode_attention_seconds(work: OperationWork) -> float:
-    """Seconds on an H800 of absorbed attention in decode; the README says "up to", of which 95 % is taken."""
-    return max(work.flops / FLASH_MLA_FLOPS, work.moved / _FLASH_MLA_BANDWIDTH) / 0.95
-
-
-def prefill_attention_seconds(flops: float, context: float) -> float:
-    """Seconds on an H800 of naive causal attention, for want of a table: at most FlashMLA's share, less at short prompts.
-
-    The tiles of 128 on the diagonal are computed whole, so that a prompt of `2 × context` tokens costs that of one tile more.
-    """
-    return flops / (0.6 * H800_BF16_FLOPS) * (1 + 64 / max(context, 1.0))
 
 
 @functools.cache

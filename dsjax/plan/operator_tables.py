@@ -26,35 +26,27 @@ from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve
 from dsjax.plan.operations import as_filed, nearness, product_work
 
+AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.md"
 GEMM, PREFILL, DECODE = "gemm", "mla_context", "mla_generation"
 WIDE, FUSED, LOW_LATENCY, NORMAL = "experts_wide_ep", "experts_fused", "deepep_low_latency", "deepep_normal_h200"
 SPREAD = "experts_spread"
 """Whole experts spread over an EP group, as an engine without DeepEP computes them: the bundled table has no rows."""
 TABLES = (GEMM, PREFILL, DECODE, WIDE, FUSED, LOW_LATENCY, NORMAL, SPREAD)
+NORMAL_DEVICE = "h200"
+"""The device that DeepEP's normal kernels were timed on."""
+_BUNDLED = Path(str(importlib.resources.files("configs"))) / "operators"
 _SIZES = (
     "m", "n", "k", "num_heads", "batch_size", "isl", "context", "num_tokens", "num_token", "num_experts", "moe_tp_size", "moe_ep_size",
     "node_num", "dispatch_sms", "combine_sms",
 )  # fmt: skip
 """Columns of all tables that say how large an operation was: whole numbers of 1 or more."""
 _UNITS = {"ms": 1e-3, "us": 1e-6}
-"""Seconds of the units of times, with which their columns' names end."""
-NORMAL_DEVICE = "h200"
-"""The device that DeepEP's normal kernels were timed on."""
-
-AICONFIGURATOR = "operator tables of aiconfigurator, configs/operators/SOURCES.md"
-_BUNDLED = Path(str(importlib.resources.files("configs"))) / "operators"
-REPACKING = 4 * 2e-6
-"""Seconds of each block-FP8 product of the bundled table on Blackwell in which the weights' scales are repacked.
-
-The table's program (aiconfigurator, collector/sglang/collect_gemm.py) gives DeepGEMM the scales in float32. On SM100 DeepGEMM needs
-them packed, and packs them on every call with four kernels (its csrc/apis/layout.hpp: arange, division, index_select, packing), of
-2 µs each as a layer's other small ones (`step.small_kernels`). A server packs them once, when it loads. Without them no product is
-taken to be faster than the same one in FP4, which was timed with packed scales.
-"""
+"""Seconds of the units of times, with which the names of their columns end."""
+_WAYS = ("dispatch", "combine")
 
 
 class Grouped(NamedTuple):
-    """Seconds of a rank's routed experts in a prefill step: row × rows + token × tokens + slot × slots + fixed, at least `least`.
+    """Seconds of a rank's routed experts in a prefill step: of a row, a token, a slot and the step, added up, but at least `least`.
 
     Fitted by least squares to the table's evenly routed points, relative errors; `error` is their mean.
     """
@@ -85,10 +77,10 @@ def kept(store: str) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTables:
-    """All tables. folder: a user's, laid over the bundled ones. left_out: names of tables that are not looked at. own: devices of the
-    user's that tables name, beside the bundled ones.
+    """All tables; lookups are None for a device without such rows.
 
-    Lookups by device are None for a device without such a table.
+    folder: a user's, laid over the bundled ones. left_out: names of tables that are not looked at. own_hardware: devices of the user's
+    that tables name, beside the bundled ones.
     """
 
     folder: Path | None = None
@@ -97,28 +89,22 @@ class OperatorTables:
     _found: dict = field(default_factory=dict, repr=False)
 
     @kept("_found")
-    def without(self, *names: str) -> OperatorTables:
-        """Leave some tables out: what the planner would say without them."""
-        return dataclasses.replace(self, left_out=self.left_out | set(names), _found={})
+    def without(self, name: str) -> OperatorTables:
+        """Leave a table out: what the planner would say without it."""
+        return dataclasses.replace(self, left_out=self.left_out | {name}, _found={})
 
     @kept("_found")
     def of_version(self, name: str) -> OperatorTables:
-        """The bundled tables with those of another version over them, such as `sglang-0.5.9`; a folder of the user's own is not in it,
-        `left_out` is.
-        """
+        """The bundled tables, but those left out, with those of another version over them, such as `sglang-0.5.9`."""
         return dataclasses.replace(self, folder=_BUNDLED / name, _found={})
 
     def device(self, key: str) -> Hardware:
         """A device that tables name, as its file has it."""
         return next((device for device in self.own_hardware if device.key == key), None) or as_filed(key)
 
-    @property
+    @functools.cached_property
     def devices(self) -> set[str]:
         """Devices that a table names."""
-        return self._devices()
-
-    @kept("_found")
-    def _devices(self) -> set[str]:
         return {device for name in TABLES if name != NORMAL for (device,) in self._rows(name, "device")}
 
     @kept("_found")
@@ -132,8 +118,6 @@ class OperatorTables:
         data = self._table(table)
         found = np.logical_and.reduce([data[name] == value for name, value in wanted.items()]) if wanted else ...
         return list(zip(*(data[column][found].tolist() for column in columns), strict=True))
-
-    # Dense products -----------------------------------------------------------------------------------------------------------
 
     @kept("_found")
     def _products(self, device: str, dtype: str) -> dict[tuple[int, int], dict[int, float]]:
@@ -168,20 +152,13 @@ class OperatorTables:
             errors += [abs(guess(rows) / time - 1) for rows, time in times.items() if guess and rows >= 64]
         return statistics.mean(errors) if errors else 0.0
 
-    # Attention ----------------------------------------------------------------------------------------------------------------
-
     @kept("_found")
     def prefill_attention(self, device: str, cache: str, heads: int) -> dict[float, dict[int, float]] | None:
         """Seconds by length of a prompt and number of prompts (1, 2, 4, 8) in a step; more prompts never take longer each."""
-        columns = ("num_heads", "isl", "batch_size", "latency_ms")
-        rows = self._rows(PREFILL, *columns, device=device, kv_cache_dtype=cache)
-        if not rows:
-            return None
-        at, scale = _nearest_heads([row[0] for row in rows], heads)
+        rows = self._rows(PREFILL, "num_heads", "isl", "batch_size", "latency_ms", device=device, kv_cache_dtype=cache)
         each: dict[float, dict[int, float]] = defaultdict(dict)
-        for known, length, prompts, seconds in rows:
-            if known == at:
-                each[length][prompts] = seconds / prompts * scale
+        for length, prompts, seconds in _of_heads(rows, heads):
+            each[length][prompts] = seconds / prompts
         # A length that was timed with few prompts takes as long for each of more.
         return {
             length: {wanted: wanted * min(t for n, t in times.items() if n <= wanted) for wanted in (1, 2, 4, 8)}
@@ -191,25 +168,19 @@ class OperatorTables:
     @kept("_found")
     def decode_attention(self, device: str, cache: str, heads: int) -> tuple[dict[float, Curve], float] | None:
         """(rows → seconds over cached positions of each, the relative spread between engines)."""
-        columns = ("num_heads", "batch_size", "context", "software", "latency_ms")
+        columns = ("num_heads", "batch_size", "context", "latency_ms", "software")
         rows = self._rows(DECODE, *columns, device=device, kv_cache_dtype=cache)
         # SGLang's FP8 cache on Hopper is converted before use, 10 times slower; an engine would not choose it.
-        rows = [row for row in rows if cache == "bfloat16" or row[3].startswith("TensorRT-LLM")]
-        if not rows:
-            return None
-        at, scale = _nearest_heads([row[0] for row in rows], heads)
-        times: dict[float, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for known, batch, context, _, seconds in rows:
-            if known == at:
-                times[batch][context].append(seconds)
-        curves = {
-            batch: Curve(((context, statistics.mean(each) * scale) for context, each in contexts.items()), float)
-            for batch, contexts in times.items()
-        }
-        both = [max(t) / min(t) - 1 for contexts in times.values() for t in contexts.values() if len(t) > 1]
-        return curves, statistics.mean(both) if both else 0.05
-
-    # Experts ------------------------------------------------------------------------------------------------------------------
+        rows = [times for *times, software in rows if cache == "bfloat16" or software.startswith("TensorRT-LLM")]
+        engines: dict[tuple[float, float], list[float]] = defaultdict(list)
+        for batch, context, seconds in _of_heads(rows, heads):
+            engines[batch, context].append(seconds)
+        curves: dict[float, list[tuple[float, float]]] = defaultdict(list)
+        for (batch, context), times in engines.items():
+            curves[batch].append((context, statistics.mean(times)))
+        both = [max(times) / min(times) - 1 for times in engines.values() if len(times) > 1]
+        found = {batch: Curve(points, float) for batch, points in curves.items()}
+        return (found, statistics.mean(both) if both else 0.05) if found else None
 
     def _wide(self, device: str, phase: str) -> list[tuple[int, int, float]]:
         """(tokens of the whole group, its ranks, seconds of one)."""
@@ -224,7 +195,7 @@ class OperatorTables:
             rows = 8 * tokens / ep
             used = min(256 / ep, rows)
             table[used][rows / used] = min(seconds, table[used].get(rows / used, math.inf))
-        return {used: Curve(table[used].items(), float) for used in sorted(table)} or None
+        return {used: Curve(table[used].items(), float) for used in sorted(table)}
 
     @kept("_found")
     def grouped_prefill(self, device: str) -> Grouped | None:
@@ -234,68 +205,49 @@ class OperatorTables:
         points = [(8 * tokens / ep, tokens, 256 / ep, 1.0, seconds) for tokens, ep, seconds in rows if seconds > 0.8e-3]
         if not points:
             return None
-        *work, time = np.transpose(points)
-        work = np.stack(work, axis=1)
+        work, time = np.array(points)[:, :4], np.array(points)[:, 4]
         terms = np.linalg.lstsq(work / time[:, None], np.ones_like(time), rcond=None)[0]
         error = float(np.mean(np.abs(work @ terms / time - 1)))
-        return Grouped(*(max(0.0, float(term)) for term in terms), min(row[-1] for row in rows), error)
+        return Grouped(*np.maximum(terms, 0.0).tolist(), min(row[-1] for row in rows), error)
 
     @kept("_found")
-    def fused(self, device: str, dtype: str, tp: int, ep: int) -> Curve | None:
-        """Seconds of the fused kernel over all tokens, routed evenly, with experts `tp` times narrower and spread over `ep`.
+    def experts(self, device: str, dtype: str, ep: int, tp: int | None = None) -> tuple[Curve, bool] | None:
+        """(seconds of a rank's experts over all tokens of its group, whether they were routed evenly).
 
-        dtype: of the experts' weights, as the table has it: `fp8_block` or `nvfp4`.
+        Of the fused kernel, with experts `tp` times narrower and spread over `ep`; without `tp`, of whole ones spread over a group. Routed
+        by a power law the rank was timed that has most rows; such rows count where there are no others. dtype: `fp8_block`, `nvfp4`.
         """
-        wanted = {"device": device, "moe_dtype": dtype, "moe_tp_size": tp, "moe_ep_size": ep}
-        return _curve(self._rows(FUSED, "num_tokens", "latency_ms", **wanted, distribution="balanced"))
-
-    @kept("_found")
-    def spread(self, device: str, dtype: str, ep: int) -> tuple[Curve, bool] | None:
-        """(seconds of a rank's whole experts over all tokens of an EP group of `ep`, whether they were routed evenly).
-
-        Routed by a power law the rank was timed that has most rows; such rows count where there are no others.
-        dtype: of the experts' weights, as of `fused`.
-        """
-        columns = ("distribution", "num_tokens", "latency_ms")
-        rows = self._rows(SPREAD, *columns, device=device, moe_dtype=dtype, moe_ep_size=ep)
+        wanted = {"device": device, "moe_dtype": dtype, "moe_ep_size": ep} | ({"moe_tp_size": tp} if tp else {})
+        rows = self._rows(FUSED if tp else SPREAD, "distribution", "num_tokens", "latency_ms", **wanted)
         even = any(distribution == "balanced" for distribution, *_ in rows)
-        curve = _curve([point for distribution, *point in rows if (distribution == "balanced") == even])
-        return (curve, even) if curve else None
-
-    # Exchanges ----------------------------------------------------------------------------------------------------------------
+        points = [point for distribution, *point in rows if (distribution == "balanced") == even]
+        return (Curve(points), even) if points else None
 
     @kept("_found")
     def low_latency(self, device: str, combine: bool) -> Curve | None:
         """Seconds of a low-latency dispatch or combine within one host over tokens of a rank; the newer software."""
         time, wanted = f"{_WAYS[combine]}_avg_t_us", {"node_num": 1, "num_experts": 256, "sglang": "0.5.12"}
-        return _curve(self._rows(LOW_LATENCY, "num_token", time, device=device, **wanted))
+        points = self._rows(LOW_LATENCY, "num_token", time, device=device, **wanted)
+        return Curve(points) if points else None
 
     @kept("_found")
     def normal(self, combine: bool) -> Curve | None:
         """Seconds of a normal dispatch or combine within one host of H200 over tokens of a rank, on 24 multiprocessors."""
         time, wanted = f"{_WAYS[combine]}_transmit_us", {"num_experts": 256, "dispatch_sms": 24, "combine_sms": 24}
-        return _curve(self._rows(NORMAL, "num_token", time, **wanted))
+        points = self._rows(NORMAL, "num_token", time, **wanted)
+        return Curve(points) if points else None
 
 
-_WAYS = ("dispatch", "combine")
-
-
-def _curve(points: Sequence[Sequence[float]]) -> Curve | None:
-    return Curve(points) if points else None
-
-
-def _nearest_heads(known: Sequence[int], heads: int) -> tuple[int, float]:
-    """(a number of heads that was timed, the share of its time): with fewer heads than the least, as the least."""
-    at = min((one for one in known if one >= heads), default=max(known))
-    return at, max(1.0, heads / at)
+def _of_heads(rows: Sequence[Sequence[float]], heads: int) -> list[tuple[float, ...]]:
+    """Rows (heads, sizes, seconds) of the nearest number of heads that was timed, without it: fewer than the least count as the least."""
+    known = {row[0] for row in rows}
+    at = min((one for one in known if one >= heads), default=max(known, default=heads))
+    return [(*sizes, seconds * max(1.0, heads / at)) for timed, *sizes, seconds in rows if timed == at]
 
 
 def _read(folder: Path | None, table: str) -> dict[str, np.ndarray]:
-    """The columns of a bundled table with a user's rows in place of those of the same devices."""
-    bundled = (_BUNDLED / f"{table}.csv").read_text(encoding="utf-8")
-    columns, *rows = csv.reader(bundled.splitlines())
-    if table == GEMM:
-        rows = _as_served(rows)
+    """The columns of a bundled table with a user's rows in place of those of the same devices (of all, where rows name none)."""
+    columns, *rows = csv.reader((_BUNDLED / f"{table}.csv").read_text(encoding="utf-8").splitlines())
     if folder is not None and (path := folder / f"{table}.csv").exists():
         given = _users_rows(path, columns)
         device = columns.index("device") if "device" in columns else None
@@ -306,18 +258,6 @@ def _read(folder: Path | None, table: str) -> dict[str, np.ndarray]:
         unit = _UNITS.get(name.rpartition("_")[2])
         data[name] = column.astype(float) * unit if unit else column.astype(int) if name in _SIZES else column
     return data
-
-
-def _as_served(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The bundled products without what was timed with them and no server does: see `REPACKING`."""
-    fp4 = {(device, *shape): float(time) for device, dtype, *shape, time in rows if dtype == "nvfp4"}
-    served = []
-    for device, dtype, *shape, time in rows:
-        least = fp4.get((device, *shape)) if dtype == "fp8_block" else None
-        if least is not None:
-            time = min(float(time), max(least, float(time) - REPACKING * 1e3))
-        served.append([device, dtype, *shape, str(time)])
-    return served
 
 
 def _users_rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
@@ -331,16 +271,15 @@ def _users_rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
             empty = [name for name in columns if not row[name]]
             if empty:
                 raise ValueError(f"line {number} has no {', '.join(empty)}")
-            times = [float(row[name]) for name in columns if name.endswith(("_ms", "_us"))]
+            times = [float(row[name]) for name in columns if name.rpartition("_")[2] in _UNITS]
             if not all(0 <= time < math.inf for time in times) or max(times) == 0:
                 raise ValueError(f"line {number} has no time above 0")
             wrong = [name for name in _SIZES if name in columns and not (row[name].isdecimal() and int(row[name]) > 0)]
             if wrong:
                 raise ValueError(f"line {number}: {wrong[0]} is {row[wrong[0]]!r}, not a whole number above 0")
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--operators {path}: {why_unreadable(error)}; expected the columns {', '.join(columns)}"
-        ) from error
+        wanted = f"expected the columns {', '.join(columns)}"
+        raise UserError(f"--operators {path}: {why_unreadable(error)}; {wanted}") from error
     return [[row[name] for name in columns] for row in given]
 
 
