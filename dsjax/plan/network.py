@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.curves import Curve
 from dsjax.plan.figure import assumed, measured
 from dsjax.plan.operations import (
     ALL_REDUCE,
@@ -17,7 +14,7 @@ from dsjax.plan.operations import (
     all_reduce_curves,
     as_filed,
     low_latency_fit,
-    normal_link_share,
+    normal_fit,
     normal_network_share,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, OperatorTables
@@ -73,86 +70,7 @@ def torus_hops(cluster: Cluster) -> float:
     return assumed(0.3 * sides, sides / 4, sides / 3, "torus hops", why)
 
 
-# DeepEP's kernels --------------------------------------------------------------------------------------------------------------
-
-
-class _Links(NamedTuple):
-    """What an exchange over a group of ranks meets: links that a row crosses in a scale-up domain, bytes a second that its kernels
-    reach on that link and between hosts, and seconds of the network's latency and of their fixed part."""
-
-    hops: float
-    inside: float
-    between: float
-    latency: float
-    fixed: float
-
-    def seconds(self, inside: float, away: float, latency: float) -> float:
-        """Seconds of so many bytes on the scale-up link, and beside them of those that leave the domain, if any, with that latency."""
-        time = inside * self.hops / self.inside
-        return (max(time, away / self.between) + latency if away else time) + self.fixed
-
-
-def _links(cluster: Cluster, ranks: int, kernels: str, shares: Callable, known: dict | None) -> _Links:
-    """shares: gives the kernels' fixed seconds, and their shares of the network's rate and of the scale-up link's."""
-    known = {} if known is None else known
-    if (key := (kernels, ranks)) not in known:
-        (fixed, network, link), cluster = shares(), cluster.between(ranks)
-        rates = link * cluster.hardware.scale_up_bandwidth, network * cluster.network_bandwidth
-        known[key] = _Links(torus_hops(cluster), *rates, network_latency(cluster), fixed)
-    return known[key]
-
-
-def _timed_inside(
-    cluster: Cluster, ranks: int, operators: OperatorTables, timed_on: str, curve: Curve | None, tokens: float, share: float,
-    slowest: float, name: str,
-) -> float | None:  # fmt: skip
-    """Seconds within one scale-up domain by a table of 8 ranks of a host; None where there is none for such a device.
-
-    share: bytes that leave a device ÷ those that did when the table was made. The fixed part stays; the rest goes with the link.
-    timed_on: key of the device that the table was made on.
-    """
-    hardware = cluster.hardware
-    tabled = (hardware.operators or hardware.key) in operators.devices and hardware.same_die
-    if curve is None or ranks > cluster.domain or not tabled or hardware.key == "h800":
-        return None
-    there, fixed = operators.device(timed_on).scale_up_bandwidth, curve.seconds[0]
-    moving = max(0.0, curve(tokens) - fixed) * share * there / hardware.scale_up_bandwidth
-    return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (moving * slowest + fixed)
-
-
-def low_latency_exchange(
-    cluster: Cluster,
-    ranks: int,
-    tokens: float,
-    top_k: int,
-    row_bytes: float,
-    slowest: float,
-    combine: bool,
-    operators: OperatorTables = BUNDLED,
-    known: dict | None = None,
-) -> float:
-    """One way of DeepEP's low-latency kernels: a row for each of a token's `top_k` experts, straight to its rank.
-
-    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean. known: keeps what
-    the links of this cluster come to; give the same dict to all steps on it.
-    """
-    if ranks == 1:
-        return 0.0
-    device = cluster.hardware.operators or cluster.hardware.key
-    curve, share = (
-        operators.low_latency(device, combine),
-        row_bytes / ROW_BYTES[combine] * (ranks - 1) / ranks / (7 / 8),
-    )
-    name = "low-latency kernels in one host"
-    timed = _timed_inside(cluster, ranks, operators, device, curve, tokens, share, slowest, name)
-    if timed:
-        return timed
-    links = _links(cluster, ranks, f"low-latency links, {combine}", lambda: low_latency_fit(combine), known)
-    near, sent = min(cluster.domain, ranks), tokens * top_k * row_bytes * slowest
-    return links.seconds(sent * (near - 1) / ranks, sent * (1 - near / ranks), links.latency - _REFERENCE_LATENCY)
-
-
-def normal_exchange(
+def deepep_exchange(
     cluster: Cluster,
     config: ModelConfig,
     ranks: int,
@@ -160,38 +78,54 @@ def normal_exchange(
     row_bytes: float,
     slowest: float,
     combine: bool = False,
+    low_latency: bool = False,
     operators: OperatorTables = BUNDLED,
     known: dict | None = None,
 ) -> float:
-    """One way of DeepEP's normal kernels: a row once to each host that has one of its experts, then over the fast link.
+    """One way of DeepEP's kernels. Normal: a row once to each host that has one of its experts, then over the fast link. Low-latency: a row
+    for each of a token's experts, straight to its rank.
 
-    Parameters as of `low_latency_exchange`.
+    tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean. known: keeps what
+    the links of this cluster come to; give the same dict to all steps on it.
     """
     if ranks == 1:
         return 0.0
-    top_k, domains = config.num_experts_per_tok, cluster.domains_of(ranks)
-    rows = ranks * (1 - (1 - 1 / ranks) ** top_k) * (ranks - 1) / ranks
-    share = row_bytes / ROW_BYTES[combine] * rows / (8 * (1 - (7 / 8) ** top_k) * 7 / 8)
-    curve, name = operators.normal(combine), "normal kernels in one host"
-    timed = _timed_inside(cluster, ranks, operators, NORMAL_DEVICE, curve, tokens, share, slowest, name)
-    if timed:
-        return timed
-
-    def shares() -> tuple[float, float, float]:
-        fixed = assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
-        return fixed, normal_network_share(), normal_link_share()
-
-    links, sent = _links(cluster, ranks, "normal links", shares, known), tokens * row_bytes * slowest
-    away = hosts_of_a_token(config, domains) * (domains - 1) / domains if domains > 1 else 0.0
-    return links.seconds(sent * rows, sent * away, links.latency * 2)
+    hardware, top_k, domains = cluster.hardware, config.num_experts_per_tok, cluster.domains_of(ranks)
+    tabled = hardware.operators or hardware.key
+    # Rows of a token: that leave a device, as the table has them for 8 ranks, over the fast link, and between domains.
+    if low_latency:
+        name, curve, timed_on = "low-latency kernels in one host", operators.low_latency(tabled, combine), tabled
+        near = min(cluster.domain, ranks)
+        rows, usual, inside, away = (
+            top_k * share for share in (1 - 1 / ranks, 7 / 8, (near - 1) / ranks, 1 - near / ranks)
+        )
+    else:
+        name, curve, timed_on = "normal kernels in one host", operators.normal(combine), NORMAL_DEVICE
+        rows, usual = (n * (1 - (1 - 1 / n) ** top_k) * (1 - 1 / n) for n in (ranks, 8))
+        inside, away = rows, hosts_of_a_token(config, domains) * (1 - 1 / domains) if domains > 1 else 0.0
+    if curve and domains == 1 and hardware.same_die and hardware.key != "h800" and tabled in operators.devices:
+        # By a table of 8 ranks of a host: the fixed part stays, the rest goes with the link.
+        faster = hardware.scale_up_bandwidth / operators.device(timed_on).scale_up_bandwidth
+        share, fixed = row_bytes / ROW_BYTES[combine] * rows / usual / faster, curve.seconds[0]
+        time = max(0.0, curve(tokens) - fixed) * share * slowest + fixed
+        return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * time
+    known = {} if known is None else known
+    if (key := ("links", ranks, low_latency, combine)) not in known:
+        met = cluster.between(ranks)
+        fixed, network, link = low_latency_fit(combine) if low_latency else normal_fit()
+        rates = link * met.hardware.scale_up_bandwidth / torus_hops(met), network * met.network_bandwidth
+        known[key] = (*rates, network_latency(met), fixed)
+    link, network, latency, fixed = known[key]
+    sent = tokens * row_bytes * slowest
+    if not away:
+        return sent * inside / link + fixed
+    latency = latency - _REFERENCE_LATENCY if low_latency else latency * 2
+    return max(sent * inside / link, sent * away / network) + latency + fixed
 
 
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
     """Mean number of hosts that hold one of a token's experts, its own among them, whole groups of the router's lying on a host."""
     return mean_hosts(config.num_experts_per_tok, hosts, (config.n_group, config.topk_group))
-
-
-# dsjax's own dispatch and XLA's collectives ------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -302,9 +236,6 @@ def moved_bytes(cluster: Cluster, ranks: int, size: float) -> float:
     return _over_links(cluster.between(ranks), size, size * (1 - min(cluster.domain, ranks) / ranks))
 
 
-# Sums --------------------------------------------------------------------------------------------------------------------------
-
-
 def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again)."""
     if ranks == 1:
@@ -343,9 +274,6 @@ def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
     )
     value = min([ring, *fused])
     return measured(value, 0.9 * value, max(1.25 * value, ring), "all-reduce within a host", ALL_REDUCE, "s")
-
-
-# Caches ------------------------------------------------------------------------------------------------------------------------
 
 
 def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None, own: bool = False) -> float:

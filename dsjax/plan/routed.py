@@ -9,9 +9,8 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import assumed
 from dsjax.plan.network import (
     all_reduce,
+    deepep_exchange,
     exchanged_rows,
-    low_latency_exchange,
-    normal_exchange,
     own_exchange,
     xla_collective,
 )
@@ -141,14 +140,15 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
         return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
     ranks = ranks if mesh.ep_size > 1 else 1  # else the sums over tp are the exchange
     ways = ((there, False), (back, True))
-    normal = [
-        normal_exchange(cluster, config, ranks, rank_tokens, row, slowest, combine, step.operators, step.shared)
-        for row, combine in ways
-    ]
-    low_latency = [
-        low_latency_exchange(cluster, ranks, rank_tokens, top_k, row, slowest, combine, step.operators, step.shared)
-        for row, combine in ways
-    ]
+    normal, low_latency = (
+        [
+            deepep_exchange(
+                cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.operators, step.shared
+            )
+            for row, combine in ways
+        ]
+        for low in (False, True)
+    )
     # Decode takes the faster of DeepEP's two kinds of kernels. Capturing the normal ones in a CUDA graph is not priced.
     faster = decode and sum(low_latency) <= sum(normal)
     return tuple(low_latency if faster else normal)
