@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,10 +22,11 @@ from dsjax.plan.operations import (
     as_filed,
     carried,
     dense_curve,
+    experts_work,
     grouped_seconds,
     product_work,
 )
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, OperatorTables, kept
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, PROMPTS, OperatorTables, kept
 from dsjax.plan.precision import BF16, Precision
 
 _EXPERTS = "experts' products"
@@ -83,8 +83,6 @@ class Chip:
         """The curve here of points (size, seconds there, work)."""
         return Curve((size, carried(time, work, there, self.hardware, fixed)) for size, time, work in points)
 
-    # Products -----------------------------------------------------------------------------------------------------------------
-
     def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> float:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results, weights of the precision's kind."""
         itemsize = self.precision.mlp if expert else self.precision.linear
@@ -134,8 +132,6 @@ class Chip:
             return [halved], 0.25, "half of the device's ceilings, for want of a table"
         return curves, spread, source
 
-    # Experts ------------------------------------------------------------------------------------------------------------------
-
     def experts(
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
     ) -> float:
@@ -151,10 +147,7 @@ class Chip:
         return grid(used, rows) * self._factor(spread, _EXPERTS, source)
 
     def _work(self, used: float, rows: float, width: int, inner: int) -> OperationWork:
-        """Both products of routed experts: `rows` in all, the weights of `used` experts."""
-        itemsize = self.precision.expert
-        moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
-        return OperationWork(6.0 * rows * width * inner, self.precision.expert_unit, moved)
+        return experts_work(used, rows, width, inner, self.precision.expert, self.precision.expert_unit)
 
     def _by_v3(
         self,
@@ -162,24 +155,18 @@ class Chip:
         used: float,
         rows: float,
         each: float,
-        sizes: tuple[int, int],
+        size: tuple[int, int],
         there: Hardware,
         fixed: float,
     ) -> float:
-        """Seconds here of experts of these sizes (width, inner), by those `there` of V3's in FP8; each: rows of an expert.
-
-        FP4's are by the dense table: no grouped one is at hand.
-        """
-        work = self._work(used, rows, *sizes)
-        if work.unit == "fp4":
+        """Seconds here of experts of this width and inner width, by those `there` of V3's in FP8. each: rows of an expert."""
+        work, v3 = self._work(used, rows, *size), (_V3_WIDTH, _V3_INNER)
+        ratio = work.seconds(there) / experts_work(used, rows, *v3, 1.0, "fp8").seconds(there)
+        if work.unit == "fp4":  # by the dense table: no grouped one is at hand
             shapes = ((2 * _V3_INNER, _V3_WIDTH), (_V3_WIDTH, _V3_INNER))
             pairs = [[self.operators.product(there.key, d, *s) for s in shapes] for d in ("nvfp4", "fp8_block")]
             fp4, fp8 = (sum(c(max(each, 1.0)) for c in p) if all(p) else 0.0 for p in pairs)
-            ratio = (fp4 / fp8 if fp4 and fp8 else 0.5) * math.prod(sizes) / (_V3_WIDTH * _V3_INNER)
-        else:
-            moved = used * 3 * _V3_WIDTH * _V3_INNER + rows * (3 * _V3_WIDTH + 5 * _V3_INNER)
-            usual = OperationWork(6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8", moved)
-            ratio = work.seconds(there) / usual.seconds(there)
+            ratio = (fp4 / fp8 if fp4 and fp8 else 0.5) * math.prod(size) / math.prod(v3)
         return carried(seconds * ratio, work, there, self.hardware, fixed)
 
     @kept("known")
@@ -210,10 +197,10 @@ class Chip:
         table, there = self._table(self.operators.grouped_prefill)
         if not table:
             return None
-        sizes, nothing = (width, inner), OperationWork(0.0, "bf16", 0.0)
-        row = self._by_v3(table.row, 0.0, 1.0, 4096.0, sizes, there, 0.0)
+        size, nothing = (width, inner), OperationWork(0.0, "bf16", 0.0)
+        row = self._by_v3(table.row, 0.0, 1.0, 4096.0, size, there, 0.0)
         token = carried(table.token * width / _V3_WIDTH, nothing, there, self.hardware, 0.0)
-        slot = self._by_v3(table.slot, 1.0, 0.0, 1.0, sizes, there, 0.0)
+        slot = self._by_v3(table.slot, 1.0, 0.0, 1.0, size, there, 0.0)
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
         return (row, token, slot, table.fixed), table.least, spread
 
@@ -281,8 +268,6 @@ class Chip:
         self.known[key] = found
         return found
 
-    # Attention ----------------------------------------------------------------------------------------------------------------
-
     @property
     def _caches(self) -> list[str]:
         """What an engine may read the cache as: with an FP8 cache it may still compute in bf16, and converts what it reads or stores."""
@@ -346,42 +331,29 @@ class Chip:
 
         per_pair: key and value widths together. A prompt behind cached positions counts as one whose mean token attends to as many.
         """
-        times = []
         length, prompts = 2 * context - 1, max(1.0, min(8.0, prompts))
-        for cache in self._caches:
-            curves, least = self._prefill_curves(cache, heads, per_pair)
-            at = max(n for n in curves if n <= prompts)
-            seconds = tokens * curves[at](length)
-            if prompts > at:
-                # Between two numbers of prompts the seconds of all of them are straight, not those of one.
-                share = (prompts - at) / at
-                below, above = at * curves[at](length), 2 * at * curves[2 * at](length)
-                seconds = tokens / prompts * ((1 - share) * below + share * above)
-            times.append(max(least, seconds))
-        return min(times) * self._factor(0.07, "attention", AICONFIGURATOR)
+        grids = [self._prefill_grid(cache, heads, per_pair) for cache in self._caches]
+        seconds = min(max(least, tokens / prompts * grid(prompts, length)) for grid, least in grids)
+        return seconds * self._factor(0.07, "attention", AICONFIGURATOR)
 
     @kept("known")
-    def _prefill_curves(self, cache: str, heads: int, per_pair: int) -> tuple[dict[int, Curve], float]:
-        """(prompts in a step → seconds of a token over the length of a prompt, seconds that no step is below).
+    def _prefill_grid(self, cache: str, heads: int, per_pair: int) -> tuple[Grid, float]:
+        """(seconds of as many tokens as prompts, over the prompts in a step and their length; seconds that no step is below).
 
         A token takes longer in a longer prompt, less beside more prompts; and more prompts take longer together.
         """
         table, there = self._table(self.operators.prefill_attention, cache, heads, last="h200")
         least = min(min(times.values()) for times in table.values())
-        tokens: dict[int, dict[float, float]] = {}
-        for length, times in table.items():
-            for prompts, seconds in times.items():
-                work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._unit(cache), 0.0)
-                seconds = carried(seconds * per_pair / 320, work, there, self.hardware, least)
-                tokens.setdefault(prompts, {})[length] = seconds / (prompts * length)
-        counts = sorted(tokens)
-        for before, after in itertools.pairwise(counts):
-            tokens[after] = {n: min(time, tokens[before][n]) for n, time in tokens[after].items()}
-        for before, after in itertools.pairwise(counts[::-1]):
-            tokens[after] = {n: min(time, tokens[before][n] * before / after) for n, time in tokens[after].items()}
-        return {count: Curve(tokens[count].items(), float) for count in counts}, least
 
-    # Memory -------------------------------------------------------------------------------------------------------------------
+        def of_a_token(prompts: int, length: float) -> float:
+            work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._unit(cache), 0.0)
+            seconds = table[length][prompts] * per_pair / 320
+            return carried(seconds, work, there, self.hardware, least) / (prompts * length)
+
+        def together(prompts: int, length: float) -> float:
+            return prompts * min(of_a_token(fewer, length) for fewer in table[length] if fewer <= prompts)
+
+        return Grid(PROMPTS, sorted(table), together), least
 
     def stream(self, moved: float) -> float:
         """Norms, rotation, activations: `moved` bytes through memory."""

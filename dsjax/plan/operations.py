@@ -100,6 +100,12 @@ def product_work(rows: float, n: int, k: int, dtype: str) -> OperationWork:
     return OperationWork(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
 
+def experts_work(used: float, rows: float, width: int, inner: int, itemsize: float, unit: str) -> OperationWork:
+    """Both products of routed experts: `rows` in all, the weights of `used` experts."""
+    moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
+    return OperationWork(6.0 * rows * width * inner, unit, moved)
+
+
 def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH) -> float:
     """Seconds of an operation here that took `seconds` there.
 

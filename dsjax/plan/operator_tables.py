@@ -42,6 +42,8 @@ _SIZES = (
 """Columns of all tables that say how large an operation was: whole numbers of 1 or more."""
 _UNITS = {"ms": 1e-3, "us": 1e-6}
 """Seconds of the units of times, with which the names of their columns end."""
+PROMPTS = (1, 2, 4, 8)
+"""Prompts in a step of which `OperatorTables.prefill_attention` has seconds."""
 _WAYS = ("dispatch", "combine")
 
 
@@ -154,14 +156,14 @@ class OperatorTables:
 
     @kept("_found")
     def prefill_attention(self, device: str, cache: str, heads: int) -> dict[float, dict[int, float]] | None:
-        """Seconds by length of a prompt and number of prompts (1, 2, 4, 8) in a step; more prompts never take longer each."""
+        """Seconds by length of a prompt and number of `PROMPTS` in a step; more prompts never take longer each."""
         rows = self._rows(PREFILL, "num_heads", "isl", "batch_size", "latency_ms", device=device, kv_cache_dtype=cache)
         each: dict[float, dict[int, float]] = defaultdict(dict)
         for length, prompts, seconds in _of_heads(rows, heads):
             each[length][prompts] = seconds / prompts
         # A length that was timed with few prompts takes as long for each of more.
         return {
-            length: {wanted: wanted * min(t for n, t in times.items() if n <= wanted) for wanted in (1, 2, 4, 8)}
+            length: {wanted: wanted * min(t for n, t in times.items() if n <= wanted) for wanted in PROMPTS}
             for length, times in each.items()
         }
 
