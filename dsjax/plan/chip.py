@@ -27,7 +27,7 @@ from dsjax.plan.operations import (
     product_work,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, PROMPTS, OperatorTables, kept
-from dsjax.plan.precision import BF16, Precision
+from dsjax.plan.precision import BF16, Precision, tabled
 
 _EXPERTS = "experts' products"
 _V3_WIDTH, _V3_INNER = 7168, 2048
@@ -86,7 +86,7 @@ class Chip:
     def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> float:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results, weights of the precision's kind."""
         itemsize = self.precision.mlp if expert else self.precision.linear
-        return self._product(rows, n, k, "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16")
+        return self._product(rows, n, k, tabled(itemsize))
 
     def bf16_product(self, rows: float, n: int, k: int) -> float:
         """Seconds of a product with bf16 weights: absorbed matrices, head, router."""
@@ -117,7 +117,7 @@ class Chip:
         if table:
             curves = [here(table, there)]
             spread = max(0.05, min(0.25, self.operators.product_error(there.key, dtype)))
-        if dtype != "nvfp4" and (hardware.platform != "cuda" or hardware.is_hopper):
+        if dtype in ("fp8_block", "bfloat16") and (hardware.platform != "cuda" or hardware.is_hopper):
             deepgemm = here(dense_curve(n, k, dtype), as_filed("h800"))
             if table is None or hardware.key == "h800":
                 curves, source = [deepgemm], DEEPGEMM
@@ -147,7 +147,7 @@ class Chip:
         return grid(used, rows) * self._factor(spread, _EXPERTS, source)
 
     def _work(self, used: float, rows: float, width: int, inner: int) -> OperationWork:
-        return experts_work(used, rows, width, inner, self.precision.expert, self.precision.expert_unit)
+        return experts_work(used, rows, width, inner, self.precision.expert, self.precision.expert_bits)
 
     def _by_v3(
         self,
@@ -161,8 +161,8 @@ class Chip:
     ) -> float:
         """Seconds here of experts of this width and inner width, by those `there` of V3's in FP8. each: rows of an expert."""
         work, v3 = self._work(used, rows, *size), (_V3_WIDTH, _V3_INNER)
-        ratio = work.seconds(there) / experts_work(used, rows, *v3, 1.0, "fp8").seconds(there)
-        if work.unit == "fp4":  # by the dense table: no grouped one is at hand
+        ratio = work.seconds(there) / experts_work(used, rows, *v3, 1.0, 8).seconds(there)
+        if work.bits == 4:  # by the dense table: no grouped one is at hand
             shapes = ((2 * _V3_INNER, _V3_WIDTH), (_V3_WIDTH, _V3_INNER))
             pairs = [[self.operators.product(there.key, d, *s) for s in shapes] for d in ("nvfp4", "fp8_block")]
             fp4, fp8 = (sum(c(max(each, 1.0)) for c in p) if all(p) else 0.0 for p in pairs)
@@ -197,7 +197,7 @@ class Chip:
         table, there = self._table(self.operators.grouped_prefill)
         if not table:
             return None
-        size, nothing = (width, inner), OperationWork(0.0, "bf16", 0.0)
+        size, nothing = (width, inner), OperationWork(0.0, 16, 0.0)
         row = self._by_v3(table.row, 0.0, 1.0, 4096.0, size, there, 0.0)
         token = carried(table.token * width / _V3_WIDTH, nothing, there, self.hardware, 0.0)
         slot = self._by_v3(table.slot, 1.0, 0.0, 1.0, size, there, 0.0)
@@ -250,8 +250,7 @@ class Chip:
         key = ("kernel", of, ep, tp)
         if key in self.known:
             return self.known[key]
-        dtype = "nvfp4" if self.precision.expert < 1 else "fp8_block" if self.precision.expert < BF16 else ""
-        found, there = self._table(self.operators.experts, dtype, ep, tp)
+        found, there = self._table(self.operators.experts, tabled(self.precision.expert), ep, tp)
         if found:
             table, even = found
             together, alone, first = (1, ep, 8) if tp else (ep, 1, 1)
@@ -273,8 +272,8 @@ class Chip:
         """What an engine may read the cache as: with an FP8 cache it may still compute in bf16, and converts what it reads or stores."""
         return ["bfloat16", "fp8"] if self.precision.cache < BF16 else ["bfloat16"]
 
-    def _unit(self, cache: str) -> str:
-        return "fp8" if cache == "fp8" and self.hardware.is_blackwell else "bf16"
+    def _bits(self, cache: str) -> int:
+        return 8 if cache == "fp8" and self.hardware.is_blackwell else 16
 
     @kept("priced")
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
@@ -305,7 +304,7 @@ class Chip:
         def work(rows: float, context: float, values: int, out: int) -> OperationWork:
             positions = rows * context
             flops = 2.0 * heads * (values + out) * positions
-            return OperationWork(flops, self._unit(cache), positions * values * itemsize)
+            return OperationWork(flops, self._bits(cache), positions * values * itemsize)
 
         def time(rows: float, context: float) -> float:
             asked, near = work(rows, context, latent, rank), curves[min(curves, key=lambda known: abs(known - rows))]
@@ -321,7 +320,7 @@ class Chip:
         With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken, "up to"
         660 TFLOP/s on an H800, of which 95 %.
         """
-        work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, "bf16", 0.0)
+        work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, 16, 0.0)
         seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
         return seconds * self._factor(0.2, "attention", FLASH_MLA)
 
@@ -346,7 +345,7 @@ class Chip:
         least = min(min(times.values()) for times in table.values())
 
         def of_a_token(prompts: int, length: float) -> float:
-            work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._unit(cache), 0.0)
+            work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._bits(cache), 0.0)
             seconds = table[length][prompts] * per_pair / 320
             return carried(seconds, work, there, self.hardware, least) / (prompts * length)
 

@@ -143,9 +143,8 @@ def _at(points: Sequence[TimedSize], x: float) -> tuple[np.ndarray, bool]:
         value, low, high = last.seconds
         before = points[-2] if len(points) > 1 else TimedSize(0.0, np.zeros(3), 0.0)
         grown = max(value / last.at / 2, (value - before.seconds[0]) / (last.at - before.at)) * (x - last.at)
-        return np.array(
-            [value + grown, min(low + grown / 2, value + grown), max(1.25 * high * x / last.at, value + grown)]
-        ), True
+        value += grown
+        return np.array([value, min(low + grown / 2, value), max(1.25 * high * x / last.at, value)]), True
     above = next(k for k, point in enumerate(points) if point.at > x)
     a, b = points[above - 1], points[above]
     share = (x - a.at) / (b.at - a.at)
@@ -157,38 +156,35 @@ def _at(points: Sequence[TimedSize], x: float) -> tuple[np.ndarray, bool]:
 
 
 def opened(
-    path: str | Path, flag: str, command: str, form: str, fields: Mapping[str, type], is_row: Callable[[Mapping], bool]
+    path: str | Path, flag: str, command: str, form: str, fields: Mapping[str, type], of_row: Mapping[str, type]
 ) -> dict[str, Any]:
     """The JSON object that `command --json` wrote, whose `format` is `form`; flag: the option that gave the file.
 
     Raises:
-        UserError: it cannot be read, is of another kind, or lacks one of `_FIELDS` and `fields` or a part of a row.
+        UserError: it cannot be read, is of another kind, or lacks one of `_FIELDS` and `fields` or, in a row, of `of_row` or the times.
     """
     try:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{flag} {path}: {why_unreadable(error)}; expected a file that {command} --json wrote"
-        ) from error
-    if not isinstance(body, dict) or body.get("format") != form:
-        given_format = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise UserError(f"{flag} {path}: its format is {given_format!r}, expected {form!r}, of {command} --json")
+        why = f"{why_unreadable(error)}; expected a file that {command} --json wrote"
+        raise UserError(f"{flag} {path}: {why}") from error
+    given = body.get("format") if isinstance(body, dict) else type(body).__name__
+    if not isinstance(body, dict) or given != form:
+        raise UserError(f"{flag} {path}: its format is {given!r}, expected {form!r}, of {command} --json")
+
+    def is_row(row: Any) -> bool:
+        kinds = {**of_row, **dict.fromkeys(_SECONDS, int | float)}
+        whole = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+        return whole and 0 < row["low_s"] <= row["median_s"] <= row["high_s"] and row.get("ranks", 1) >= 1
+
     fields = {**_FIELDS, **fields}
     wrong = [f"no {name}" for name in fields if name not in body]
-    wrong += [
-        f"{name} is {body[name]!r}" for name, kind in fields.items() if not isinstance(body.get(name, kind()), kind)
-    ]
-    wrong = wrong or [
-        f"row {n} is incomplete" for n, row in enumerate(body["rows"]) if not (isinstance(row, dict) and is_row(row))
-    ]
-    if wrong:
-        raise UserError(f"{flag} {path}: {wrong[0]}; write it anew with {command} --json")
+    wrong = wrong or [f"{name} is {body[name]!r}" for name, kind in fields.items() if not isinstance(body[name], kind)]
+    wrong = wrong or [f"row {number} is incomplete" for number, row in enumerate(body["rows"]) if not is_row(row)]
+    if wrong or not body["rows"]:
+        what = wrong[0] if wrong else "it has no rows"
+        raise UserError(f"{flag} {path}: {what}; write it anew with {command} --json")
     return body
-
-
-def has_numbers(row: Mapping[str, Any], *names: str) -> bool:
-    """Whether a row has these numbers, and times (`median_s`, `low_s`, `high_s`) of which the middle is above 0."""
-    return all(isinstance(row.get(name), int | float) for name in (*names, *_SECONDS)) and row["median_s"] > 0
 
 
 def read_measured(path: str | Path, config: ModelConfig) -> Measured:
@@ -197,17 +193,12 @@ def read_measured(path: str | Path, config: ModelConfig) -> Measured:
     Raises:
         UserError: it cannot be read, is of another kind, or was taken at another model's widths.
     """
-
-    def is_row(row: Mapping[str, Any]) -> bool:
-        kinds = {"module": str, "variant": str, "sizes": dict}
-        return has_numbers(row, "once_s") and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
-
     fields = {"model": str, "widths": dict, "weights": str, "dtype": str, "kv_cache_dtype": str, "ceilings": dict}
-    body = opened(path, "--measured", "dsjax bench modules", FORMAT, fields, is_row)
+    of_row = {"module": str, "variant": str, "sizes": dict, "once_s": int | float}
+    body = opened(path, "--measured", "dsjax bench modules", FORMAT, fields, of_row)
     there = body["widths"]
     named = [f"{n} {there.get(n)} (here {here})" for n, here in widths(config).items() if there.get(n) != here]
     if named:
-        raise UserError(
-            f"--measured {path}: taken at the widths of {body['model']}: {', '.join(named)}; give a file of this model's widths"
-        )
+        why = f"taken at the widths of {body['model']}: {', '.join(named)}; give a file of this model's widths"
+        raise UserError(f"--measured {path}: {why}")
     return Measured(str(path), body)

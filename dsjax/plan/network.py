@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
@@ -18,9 +17,7 @@ from dsjax.plan.operations import (
     normal_network_share,
 )
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, NORMAL_DEVICE, OperatorTables
-from sharding.dispatch import choose_method, default_capacity, even_routing_rows, host_capacity
-from sharding.dispatch import hosts_of_a_token as mean_hosts
-from sharding.mesh import MeshSpec
+from sharding.dispatch import default_capacity, even_routing_rows, host_capacity, hosts_of_a_token
 
 _REFERENCE_LATENCY = 2e-6
 """Latency of the network on which the fixed part was measured: InfiniBand, one way."""
@@ -92,17 +89,17 @@ def deepep_exchange(
         return 0.0
     hardware, top_k, domains = cluster.hardware, config.num_experts_per_tok, cluster.domains_of(ranks)
     tabled = hardware.operators or hardware.key
+    curve = operators.deepep(tabled, combine, low_latency)
     # Rows of a token: that leave a device, as the table has them for 8 ranks, over the fast link, and between domains.
     if low_latency:
-        name, curve, timed_on = "low-latency kernels in one host", operators.low_latency(tabled, combine), tabled
-        near = min(cluster.domain, ranks)
-        rows, usual, inside, away = (
-            top_k * share for share in (1 - 1 / ranks, 7 / 8, (near - 1) / ranks, 1 - near / ranks)
-        )
+        name, timed_on, near = "low-latency kernels in one host", tabled, min(cluster.domain, ranks)
+        shares = (1 - 1 / ranks, 7 / 8, (near - 1) / ranks, 1 - near / ranks)
+        rows, usual, inside, away = (top_k * share for share in shares)
     else:
-        name, curve, timed_on = "normal kernels in one host", operators.normal(combine), NORMAL_DEVICE
+        name, timed_on = "normal kernels in one host", NORMAL_DEVICE
         rows, usual = (n * (1 - (1 - 1 / n) ** top_k) * (1 - 1 / n) for n in (ranks, 8))
-        inside, away = rows, hosts_of_a_token(config, domains) * (1 - 1 / domains) if domains > 1 else 0.0
+        hosts = hosts_of_a_token(top_k, domains, (config.n_group, config.topk_group)) if domains > 1 else 0.0
+        inside, away = rows, hosts * (1 - 1 / domains)
     if curve and domains == 1 and hardware.same_die and hardware.key != "h800" and tabled in operators.devices:
         # By a table of 8 ranks of a host: the fixed part stays, the rest goes with the link.
         faster = hardware.scale_up_bandwidth / operators.device(timed_on).scale_up_bandwidth
@@ -121,35 +118,6 @@ def deepep_exchange(
         return sent * inside / link + fixed
     latency = latency - _REFERENCE_LATENCY if low_latency else latency * 2
     return max(sent * inside / link, sent * away / network) + latency + fixed
-
-
-def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
-    """Mean number of hosts that hold one of a token's experts, its own among them, whole groups of the router's lying on a host."""
-    return mean_hosts(config.num_experts_per_tok, hosts, (config.n_group, config.topk_group))
-
-
-@lru_cache(maxsize=4096)
-def _ranks_on_host(mesh: MeshSpec, domain: int) -> int:
-    return mesh.expert_ranks_on_host(domain)
-
-
-def own_method(
-    dispatch: str,
-    mesh: MeshSpec,
-    domain: int,
-    tokens: float,
-    top_k: int,
-    overlapped: bool = False,
-    routed_groups: tuple[int, int] | None = None,
-) -> str:
-    """The method that dsjax's own dispatch takes for so many tokens of a device on an accelerator, as the engine resolves it.
-
-    domain: neighbouring devices that fast links join. overlapped, routed_groups: as of `DispatchConfig`, here and below; with the
-    former the tokens are a half batch.
-    """
-    whole, on_host = max(1, math.ceil(tokens)), _ranks_on_host(mesh, domain)
-    about = {"overlapped": overlapped, "on_host": on_host, "routed_groups": routed_groups}
-    return choose_method(dispatch, whole, top_k, mesh.ep_size, "gpu", **about)
 
 
 def exchanged_rows(method: str, tokens: float, top_k: int, ranks: int, overlapped: bool = False) -> float:
@@ -171,7 +139,7 @@ def own_exchange(
     overlapped: bool = False,
     routed_groups: tuple[int, int] | None = None,
 ) -> float:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `own_method`, as XLA's collectives."""
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `StepBasis.own_method`, as XLA's collectives."""
     if ranks == 1:
         return 0.0
     sent, hosts = exchanged_rows(method, tokens, top_k, ranks, overlapped) * row_bytes, cluster.domains_of(ranks)

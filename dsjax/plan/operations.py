@@ -16,8 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dsjax.hardware import Hardware, load_hardware
+from dsjax.hardware.description import UNITS
 from dsjax.plan.curves import Curve
 from dsjax.plan.figure import assumed, measured
+from dsjax.plan.precision import TABLED
 
 H800_BF16_FLOPS = 989e12
 NORMAL_SMS, H800_SMS = 24, 132
@@ -69,8 +71,6 @@ CEILING = 0.95
 """The largest share of a ceiling that an operation is taken to reach on any device."""
 LAUNCH = 3e-6
 """Seconds of a kernel's start and end, which no ceiling changes."""
-_WEIGHTS = {"fp8_block": ("fp8", 1.0), "bfloat16": ("bf16", 2.0), "nvfp4": ("fp4", 0.5625)}
-"""Kinds of weights in tables: the unit that multiplies by them, and bytes of one."""
 
 
 @functools.cache
@@ -80,30 +80,28 @@ def as_filed(key: str) -> Hardware:
 
 
 class OperationWork(NamedTuple):
-    """What an operation has to do: operations, of which unit (`fp8`, `bf16`, `fp4`), and bytes of memory."""
+    """What an operation has to do: operations, on the unit for numbers of so many bits, and bytes of memory."""
 
     flops: float
-    unit: str
+    bits: int
     moved: float
 
     def seconds(self, chip: Hardware, share: float = CEILING) -> float:
         """Seconds at this share of a device's figures: of its operations or of its bytes, whichever takes longer."""
-        peak = chip.bf16_flops if self.unit == "bf16" else chip.fp8_flops
-        if self.unit == "fp4" and chip.fp4_flops:
-            peak = chip.fp4_flops
+        peak = getattr(chip, UNITS[self.bits]) or chip.fp8_flops
         return max(self.flops / peak, self.moved / chip.memory_bandwidth) / share
 
 
 def product_work(rows: float, n: int, k: int, dtype: str) -> OperationWork:
-    """A product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, as tables have it."""
-    unit, itemsize = _WEIGHTS[dtype]
-    return OperationWork(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
+    """A product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, one of `TABLED`."""
+    bits, itemsize = TABLED[dtype]
+    return OperationWork(2.0 * rows * n * k, bits, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
 
-def experts_work(used: float, rows: float, width: int, inner: int, itemsize: float, unit: str) -> OperationWork:
+def experts_work(used: float, rows: float, width: int, inner: int, itemsize: float, bits: int) -> OperationWork:
     """Both products of routed experts: `rows` in all, the weights of `used` experts."""
     moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
-    return OperationWork(6.0 * rows * width * inner, unit, moved)
+    return OperationWork(6.0 * rows * width * inner, bits, moved)
 
 
 def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH) -> float:
@@ -130,21 +128,19 @@ def nearness(n: int, k: int, shapes: Collection[tuple[int, int]]) -> dict[tuple[
     return {shape: weight / sum(near.values()) for shape, weight in near.items()}
 
 
-def _share(rows: float, shape: tuple[int, int], tflops: float) -> float:
-    """Share of an H800's ceilings that a product reaches."""
-    work = product_work(rows, *shape, "fp8_block")
-    return work.seconds(as_filed("h800"), 1.0) * tflops * 1e12 / work.flops
-
-
 @functools.cache
-def _dense_shares(shape: tuple[int, int]) -> tuple[list[float], list[float]]:
-    return [math.log(m) for m in _DENSE[shape]], [_share(m, shape, tflops) for m, tflops in _DENSE[shape].items()]
+def _shares(shape: tuple[int, int], masked: bool = False) -> tuple[list[float], list[float]]:
+    """(logarithms of the rows that were timed, shares of an H800's ceilings)."""
+    times = (_MASKED if masked else _DENSE)[shape]
+    works = [product_work(rows, *shape, "fp8_block") for rows in times]
+    shares = [w.seconds(as_filed("h800"), 1.0) * t * 1e12 / w.flops for w, t in zip(works, times.values(), strict=True)]
+    return [math.log(rows) for rows in times], shares
 
 
 def _dense_share(rows: float, n: int, k: int) -> float:
     """Straight in the logarithm of the rows, constant beyond those that were timed."""
     near = nearness(n, k, _DENSE)
-    return sum(weight * np.interp(math.log(rows), *_dense_shares(shape)) for shape, weight in near.items())
+    return sum(weight * np.interp(math.log(rows), *_shares(shape)) for shape, weight in near.items())
 
 
 @functools.cache
@@ -159,11 +155,6 @@ def dense_curve(n: int, k: int, dtype: str) -> Curve:
     return Curve([(rows, best(rows) / _dense_share(rows, n, k)) for rows in sizes], best)
 
 
-@functools.cache
-def _share_of_many_rows(shape: tuple[int, int]) -> float:
-    return statistics.mean(_share(rows, shape, tflops) for rows, tflops in _MASKED[shape].items())
-
-
 def grouped_seconds(used: float, rows: float) -> float:
     """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, in decode's layout.
 
@@ -171,10 +162,10 @@ def grouped_seconds(used: float, rows: float) -> float:
     """
     total, each = 0.0, rows / max(used, 1e-9)
     for n, k in _MASKED:
-        share = _share_of_many_rows((n, k))
+        share = statistics.mean(_shares((n, k), True)[1])
         if each < 192:
             share = min(share, _dense_share(max(each, 1.0), n, k))
-        work = OperationWork(2.0 * rows * n * k, "fp8", used * n * k + rows * (k + 2 * n))
+        work = OperationWork(2.0 * rows * n * k, 8, used * n * k + rows * (k + 2 * n))
         total += work.seconds(as_filed("h800"), share)
     return total
 

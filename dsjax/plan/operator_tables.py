@@ -44,7 +44,6 @@ _UNITS = {"ms": 1e-3, "us": 1e-6}
 """Seconds of the units of times, with which the names of their columns end."""
 PROMPTS = (1, 2, 4, 8)
 """Prompts in a step of which `OperatorTables.prefill_attention` has seconds."""
-_WAYS = ("dispatch", "combine")
 
 
 class Grouped(NamedTuple):
@@ -217,7 +216,7 @@ class OperatorTables:
         """(seconds of a rank's experts over all tokens of its group, whether they were routed evenly).
 
         Of the fused kernel, with experts `tp` times narrower and spread over `ep`; without `tp`, of whole ones spread over a group. Routed
-        by a power law the rank was timed that has most rows; such rows count where there are no others. dtype: `fp8_block`, `nvfp4`.
+        by a power law the rank was timed that has most rows; such rows count where there are no others. dtype: one of `TABLED`.
         """
         wanted = {"device": device, "moe_dtype": dtype, "moe_ep_size": ep} | ({"moe_tp_size": tp} if tp else {})
         rows = self._rows(FUSED if tp else SPREAD, "distribution", "num_tokens", "latency_ms", **wanted)
@@ -226,17 +225,16 @@ class OperatorTables:
         return (Curve(points), even) if points else None
 
     @kept("_found")
-    def low_latency(self, device: str, combine: bool) -> Curve | None:
-        """Seconds of a low-latency dispatch or combine within one host over tokens of a rank; the newer software."""
-        time, wanted = f"{_WAYS[combine]}_avg_t_us", {"node_num": 1, "num_experts": 256, "sglang": "0.5.12"}
-        points = self._rows(LOW_LATENCY, "num_token", time, device=device, **wanted)
-        return Curve(points) if points else None
-
-    @kept("_found")
-    def normal(self, combine: bool) -> Curve | None:
-        """Seconds of a normal dispatch or combine within one host of H200 over tokens of a rank, on 24 multiprocessors."""
-        time, wanted = f"{_WAYS[combine]}_transmit_us", {"num_experts": 256, "dispatch_sms": 24, "combine_sms": 24}
-        points = self._rows(NORMAL, "num_token", time, **wanted)
+    def deepep(self, device: str, combine: bool, low_latency: bool) -> Curve | None:
+        """Seconds of a dispatch or combine within one host over tokens of a rank: of the newer software, normal ones on 24 multiprocessors
+        of an H200."""
+        way = "combine" if combine else "dispatch"
+        if low_latency:
+            wanted = {"device": device, "node_num": 1, "num_experts": 256, "sglang": "0.5.12"}
+            points = self._rows(LOW_LATENCY, "num_token", f"{way}_avg_t_us", **wanted)
+        else:
+            wanted = {"num_experts": 256, "dispatch_sms": 24, "combine_sms": 24}
+            points = self._rows(NORMAL, "num_token", f"{way}_transmit_us", **wanted)
         return Curve(points) if points else None
 
 
