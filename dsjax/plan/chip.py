@@ -37,14 +37,10 @@ _FARTHEST = 2.0**22
 
 @dataclass(frozen=True)
 class Chip:
-    """One device and the precision of its weights. operators: tables of operations.
+    """One device and the precision of its weights, for which it must have a unit (else `UserError`).
 
-    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20, too. fp8_rate: operations a second (value, low, high) that dense FP8
-    products reach at most with the engine's kernel; None: those of the tables. known: curves, which all users share; priced: seconds, in
-    the draw at hand.
-
-    Raises:
-        UserError: the device has no unit for these weights.
+    known: curves, which all users share; priced: seconds, in the draw at hand. fp8_mla: decode multiplies an FP8 cache as FP8 on an H20,
+    too. fp8_rate: operations a second (value, low, high) that dense FP8 products reach at most with the engine's kernel.
     """
 
     hardware: Hardware
@@ -135,10 +131,7 @@ class Chip:
     def experts(
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
     ) -> float:
-        """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here.
-
-        Decode's are in the masked layout of wide EP, prefill's in the contiguous one.
-        """
+        """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here."""
         if not decode and (timed := self._contiguous(width, inner)):
             terms, least, spread = timed
             each = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
@@ -190,10 +183,8 @@ class Chip:
 
     @kept("known")
     def _contiguous(self, width: int, inner: int) -> tuple[tuple[float, ...], float, float] | None:
-        """(seconds of a row, of a token that was brought here, of a slot, of a step; the least; relative spread): prefill's layout.
-
-        Each is carried over by itself, so that their sum grows with each of the sizes.
-        """
+        """(seconds of a row, of a token that was brought here, of a slot, of a step; the least; relative spread): prefill's layout, each
+        carried over by itself, so that their sum grows with each of the sizes."""
         table, there = self._table(self.operators.grouped_prefill)
         if not table:
             return None
@@ -244,9 +235,7 @@ class Chip:
         self, used: Callable[[float], float], of: object, ep: int, tp: int | None
     ) -> tuple[Curve, bool] | None:
         """(seconds over tokens with `used` experts touched in place of even routing's, whether it was timed with that), for V3's widths.
-
-        With `tp` of the fused kernel, and `used` are those of all `ep` ranks; else of a rank of whole experts.
-        """
+        With `tp` of the fused kernel, and `used` are those of all `ep` ranks; else of a rank of whole experts."""
         key = ("kernel", of, ep, tp)
         if key in self.known:
             return self.known[key]
@@ -315,11 +304,8 @@ class Chip:
         return sorted(curves), contexts, time, max(0.05, spread), AICONFIGURATOR
 
     def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
-        """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average.
-
-        With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken, "up to"
-        660 TFLOP/s on an H800, of which 95 %.
-        """
+        """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average, at 95 % of
+        FlashMLA's "up to" 660 TFLOP/s: it is bound by its products, and tables of decode end long before."""
         work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, 16, 0.0)
         seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
         return seconds * self._factor(0.2, "attention", FLASH_MLA)
@@ -337,10 +323,8 @@ class Chip:
 
     @kept("known")
     def _prefill_grid(self, cache: str, heads: int, per_pair: int) -> tuple[Grid, float]:
-        """(seconds of as many tokens as prompts, over the prompts in a step and their length; seconds that no step is below).
-
-        A token takes longer in a longer prompt, less beside more prompts; and more prompts take longer together.
-        """
+        """(seconds of as many tokens as prompts, over the prompts in a step and their length; seconds that no step is below). A token takes
+        longer in a longer prompt, less beside more prompts; and more prompts take longer together."""
         table, there = self._table(self.operators.prefill_attention, cache, heads, last="h200")
         least = min(min(times.values()) for times in table.values())
 

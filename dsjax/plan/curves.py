@@ -15,11 +15,8 @@ import numpy as np
 
 
 class Curve:
-    """Seconds over one size: straight between the sizes that were timed, which is exact for a fixed part and a part for each.
-
-    Below the first size the first; beyond the last in proportion to the work that `beyond` gives, or as the last two points run, but
-    by no less than half in proportion.
-    """
+    """Seconds over one size: straight between the sizes that were timed; below the first the first; beyond the last in proportion to the
+    work that `beyond` gives, or as the last two points run, but by no less than half in proportion."""
 
     def __init__(self, points: Iterable[tuple[float, float]], beyond: Callable[[float], float] | None = None):
         self.sizes, seconds = map(list, zip(*sorted(points), strict=True))
@@ -46,10 +43,8 @@ class Curve:
 
 
 class Grid:
-    """Seconds over two sizes that were evaluated at `firsts × seconds`: a weighted mean of the four corners of a cell.
-
-    Below the first of a size the first; beyond the last in proportion to the size.
-    """
+    """Seconds over two sizes that were evaluated at `firsts × seconds`: a weighted mean of the four corners of a cell; below the first of a
+    size the first; beyond the last in proportion to the size."""
 
     def __init__(self, firsts: Sequence[float], seconds: Sequence[float], time: Callable[[float, float], float]):
         self._firsts, self._seconds = list(firsts), list(seconds)

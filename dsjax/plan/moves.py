@@ -18,11 +18,9 @@ from dsjax.plan.operations import low_latency_fit
 
 @dataclass(frozen=True)
 class Moves:
-    """Seconds of one move each way: there, back on the links; begin_there, begin_back: in which the host begins them, and in which a
-    process with attention whose answers are back waits until the others have theirs.
-
-    launch: in which the host starts one program. one_call: both are one call over the one connection, and calls follow each other.
-    """
+    """Seconds of one move each way on the links; in which the host begins them (begin_back: and a process with attention waits until the
+    others have their answers); in which it starts a program. one_call: both are one call over the one connection, and calls follow
+    each other."""
 
     there: float
     back: float

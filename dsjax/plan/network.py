@@ -181,12 +181,11 @@ def xla_collective(
         if observed is not None:
             return observed if count == 1 else observed + _observed(cluster, kind, ranks, 0.0, of) * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
-    once = kind in ("all_gather", "reduce_scatter")
-    crossing = (ranks - near) / near if once else ranks - near
-    time = _over_links(cluster.between(of or ranks), each * (ranks - 1 - crossing), each * crossing)
-    if ranks > near:
-        time = time + network_latency(cluster.between(of or ranks))
-    return time + collective_start(cluster, between=ranks > near) * count
+    crossing = (ranks - near) / (near if kind in ("all_gather", "reduce_scatter") else 1)
+    met = cluster.between(of or ranks)
+    time = _over_links(met, each * (ranks - 1 - crossing), each * crossing)
+    latency = network_latency(met) if ranks > near else 0.0
+    return time + latency + collective_start(cluster, between=ranks > near) * count
 
 
 def _over_links(cluster: Cluster, inside: float, away: float) -> float:
@@ -229,11 +228,8 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
 
 
 def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
-    """A sum over devices that the scale-up link joins, by a published table of H200 or B200.
-
-    The part that does not grow with the bytes stays; the rest goes with the link, and with the share of the bytes that leaves a device
-    where more devices take part than were timed.
-    """
+    """A sum over devices that the scale-up link joins, by a published table of H200 or B200: the part that does not grow with the bytes
+    stays; the rest goes with the link, and with the share of the bytes that leaves a device where more take part than were timed."""
     hardware, timed = cluster.hardware, min(ranks, 8)
     device = "b200" if hardware.is_blackwell else "h200"
     more = (1 - 1 / ranks) / (1 - 1 / timed) * as_filed(device).scale_up_bandwidth / hardware.scale_up_bandwidth
@@ -245,10 +241,9 @@ def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
 
 
 def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None, own: bool = False) -> float:
-    """Seconds in which one request's cache travels. own: by dsjax's transfer, at the rate of one stream.
+    """Seconds in which one request's cache travels, as far as hosts of the cluster can be apart. own: by one stream of dsjax's transfer.
 
-    sender: where the prompt was computed, if on another kind of hosts: the thinner of both sides' cards counts. With tiers the two are
-    taken to be as far apart as hosts of the cluster can be.
+    sender: where the prompt was computed, if on another kind of hosts: the thinner of both sides' cards counts.
     """
     bandwidth = cluster.between(cluster.num_devices).network_bandwidth
     if sender is not None:

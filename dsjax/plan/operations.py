@@ -186,10 +186,9 @@ def all_reduce_curves(device: str, ranks: int) -> list[Curve]:
 
 
 def low_latency_fit(combine: bool) -> tuple[float, float, float]:
-    """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels.
+    """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels, within the largest residual.
 
-    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's. Ranges
-    are the slopes between neighbouring points' extremes and ± the residual.
+    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's.
     """
     payload, seconds = 128 * 8 * ROW_BYTES[combine], {r: us[combine] * 1e-6 for r, us in _LOW_LATENCY_US.items()}
     points = [(payload * (1 - 8 / r), time) for r, time in seconds.items() if r > 8]

@@ -47,10 +47,8 @@ PROMPTS = (1, 2, 4, 8)
 
 
 class Grouped(NamedTuple):
-    """Seconds of a rank's routed experts in a prefill step: of a row, a token, a slot and the step, added up, but at least `least`.
-
-    Fitted by least squares to the table's evenly routed points, relative errors; `error` is their mean.
-    """
+    """Seconds of a rank's routed experts in a prefill step: of a row, a token, a slot and the step, added up, but at least `least`; by
+    least squares of relative errors, whose mean is `error`, at the table's evenly routed points."""
 
     row: float
     token: float
