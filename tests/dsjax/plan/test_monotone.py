@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated, moved, prefill_pool, separated, with_intervals
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
-from dsjax.plan.figure import spread
+from dsjax.plan.figure import Draw, drawing, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
@@ -114,6 +114,17 @@ def test_intervals_are_around_the_figures_of_the_search(batch):
             full = getattr(again, name)
             assert full.low < full < full.high
             assert full == pytest.approx(getattr(found, name), rel=rounding)
+
+
+def test_what_a_draw_is_measured_against_is_priced_outside_it():
+    question = asked(load_cluster("h200-8"))
+    usual = question.instance(parse_layout("dp=8", 0, CONFIG), {"shared": {}})
+    instance = question.instance(parse_layout("dp=8", 0, CONFIG), {"shared": {}})
+    assert instance.decode_curve(1.0) > 0
+    with drawing(Draw(lambda name: 1.0)):
+        drawn = instance.on(instance.cluster, {})
+    _, most, seconds = drawn.steps["usual curve"]
+    assert seconds == usual.decode_step(most)
 
 
 def test_what_two_layouts_share_cancels_in_the_ratio_of_their_figures():
