@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve, Grid, doublings
@@ -15,71 +13,34 @@ from dsjax.plan.figure import assumed, measured
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,
+    FLASH_MLA_FLOPS,
     FLASHINFER_FP8,
     FP8_MLA,
     FP8_MLA_GAIN,
-    decode_attention_seconds,
+    LAUNCH,
+    OperationWork,
+    as_filed,
+    carried,
     dense_curve,
+    experts_work,
     grouped_seconds,
-    prefill_attention_seconds,
+    product_work,
 )
-from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Grouped, OperatorTables
-from dsjax.plan.precision import BF16, Precision
+from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, PROMPTS, OperatorTables, kept
+from dsjax.plan.precision import BF16, Precision, tabled
 
 _EXPERTS = "experts' products"
-_CEILING = 0.95
-"""The largest share of a ceiling that an operation is taken to reach on any device."""
-_LAUNCH = 3e-6
-"""Seconds of a kernel's start and end, which no ceiling changes."""
 _V3_WIDTH, _V3_INNER = 7168, 2048
 _FARTHEST = 2.0**22
 """Rows and tokens up to which times are carried over; beyond they grow in proportion."""
 
 
-class OperationWork(NamedTuple):
-    """What an operation has to do: operations, of which unit (`fp8`, `bf16`, `fp4`), and bytes of memory."""
-
-    flops: float
-    unit: str
-    moved: float
-
-    def on(self, chip: Hardware) -> tuple[float, float]:
-        """Seconds of its operations and of its bytes at `_CEILING` of a device's figures."""
-        peak = chip.bf16_flops if self.unit == "bf16" else chip.fp8_flops
-        if self.unit == "fp4" and chip.fp4_flops:
-            peak = chip.fp4_flops
-        return self.flops / (_CEILING * peak), self.moved / (_CEILING * chip.memory_bandwidth)
-
-    def best(self, chip: Hardware) -> float:
-        """The longer of the two."""
-        return max(self.on(chip))
-
-
-def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = _LAUNCH) -> float:
-    """Seconds of an operation here that took `seconds` there.
-
-    What it took beyond the bound of its operations and bytes is loss. A fixed part (starting the kernel) stays as it is. The rest
-    is waiting for data, and shrinks as memory gets faster; the bound itself is the new device's. A device with few operations for
-    each byte (H20) so reaches a larger share of its peak, by as much as its products take longer for the same waiting; and more of
-    any resource never makes an operation slower.
-    """
-    if there is here or seconds <= 0:
-        return seconds
-    bound = work.best(there)
-    if seconds <= bound:
-        return seconds * work.best(here) / bound
-    loss = seconds - bound
-    fixed = min(fixed, loss)
-    return work.best(here) + fixed + (loss - fixed) * there.memory_bandwidth / here.memory_bandwidth
-
-
 @dataclass(frozen=True)
 class Chip:
-    """One device and the precision of its weights. operators: tables of operations.
+    """One device and the precision of its weights, for which it must have a unit (else `UserError`).
 
-    fp8_mla: decode multiplies an FP8 cache as FP8 on an H20, too. fp8_rate: operations a second (value, low, high) that dense FP8
-    products reach at most with the engine's kernel; None: those of the tables. known: curves, which all users share; priced: seconds, in
-    the draw at hand.
+    known: curves, which all users share; priced: seconds, in the draw at hand. fp8_mla: decode multiplies an FP8 cache as FP8 on an H20,
+    too. fp8_rate: operations a second (value, low, high) that dense FP8 products reach at most with the engine's kernel.
     """
 
     hardware: Hardware
@@ -90,34 +51,8 @@ class Chip:
     fp8_mla: bool = False
     fp8_rate: tuple[float, float, float] | None = None
 
-    def _once(self, key: tuple, make):
-        known = self.known.get(key)
-        if known is None:
-            known = self.known[key] = make()
-        return known
-
-    def _price(self, key: tuple, make: Callable[[], float]) -> float:
-        seconds = self.priced.get(key)
-        if seconds is None:
-            seconds = self.priced[key] = make()
-        return seconds
-
-    def _device(self, key: str) -> Hardware:
-        """A device as its file has it: what its table was measured on."""
-        device = self.known.get(("device", key))
-        if device is None:
-            device = self.operators.device(key)
-            # Where nothing was scaled it is this very device, whose times are not carried anywhere.
-            same = self.hardware.key == key and (device.fp8_flops, device.bf16_flops, device.memory_bandwidth) == (
-                self.hardware.fp8_flops, self.hardware.bf16_flops, self.hardware.memory_bandwidth
-            )  # fmt: skip
-            device = self.known["device", key] = self.hardware if same else device
-        return device
-
-    @property
-    def tables_of(self) -> tuple[str, ...]:
-        """Devices whose tables speak of this one: its own, that of the same die, or what is carried over."""
-        return (self.hardware.key, self.hardware.operators or "h200")
+    def __post_init__(self):
+        self.precision.check_units(self.hardware)
 
     @cached_property
     def carried_over(self) -> float:
@@ -128,113 +63,110 @@ class Chip:
         why = f"measured on {hardware.operators or 'h200'}, not on {hardware.name}"
         return assumed(1.0, 0.8, 1.1, "carried over to this device", why)
 
-    def _timed(self, seconds: float, spread: float, name: str, source: str) -> float:
-        """What was timed, within `spread` of it each way, over what carrying it to another die adds."""
-        return measured(1.0, 1 / (1 + spread), 1 + spread, name, source) * seconds / self.carried_over
+    @kept("priced")
+    def _factor(self, spread: float, name: str, source: str) -> float:
+        """On what was timed, within `spread` of it each way, over what carrying it to another die adds."""
+        return measured(1.0, 1 / (1 + spread), 1 + spread, name, source) / self.carried_over
 
-    def _table(self, find) -> tuple[object, Hardware] | None:
-        """The first device of `tables_of` for which there is a table, and that device."""
-        for key in dict.fromkeys(self.tables_of):
-            table = find(key)
-            if table is not None:
-                return table, self._device(key)
-        return None
+    def _table(self, find: Callable, *about: object, last: str = "") -> tuple:
+        """What a table says of this device, else of the one whose tables speak of it, and the device it was timed on; or twice None."""
+        for key in filter(None, (self.hardware.key, self.hardware.operators or "h200", last)):
+            if table := find(key, *about):
+                return table, self.operators.device(key)
+        return None, None
 
-    # Products -----------------------------------------------------------------------------------------------------------------
+    def _carried(self, points: Iterable[tuple[float, float, OperationWork]], there: Hardware, fixed: float) -> Curve:
+        """The curve here of points (size, seconds there, work)."""
+        return Curve((size, carried(time, work, there, self.hardware, fixed)) for size, time, work in points)
 
     def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> float:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results, weights of the precision's kind."""
         itemsize = self.precision.mlp if expert else self.precision.linear
-        self.precision.peak(self.hardware, expert)
-        return self._product(rows, n, k, "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16")
+        return self._product(rows, n, k, tabled(itemsize))
 
     def bf16_product(self, rows: float, n: int, k: int) -> float:
         """Seconds of a product with bf16 weights: absorbed matrices, head, router."""
         return self._product(rows, n, k, "bfloat16")
 
+    @kept("priced")
     def _product(self, rows: float, n: int, k: int, dtype: str) -> float:
-        return self._price(("product", rows, n, k, dtype), lambda: self._at_most(rows, n, k, dtype))
-
-    def _at_most(self, rows: float, n: int, k: int, dtype: str) -> float:
-        """A product by the tables, no faster than the engine's own kernel for dense FP8 is."""
-        seconds = self._by_tables(rows, n, k, dtype)
+        curves, spread, source = self._product_curves(n, k, dtype)
+        seconds = curves[0](rows) if len(curves) == 1 else math.sqrt(curves[0](rows) * curves[1](rows))
+        seconds *= self._factor(spread, "products", source)
         if self.fp8_rate is None or dtype != "fp8_block":
             return seconds
+        # No faster than the engine's own kernel is.
         rate = measured(*self.fp8_rate, "rate of dense FP8 products", FLASHINFER_FP8, "FLOP/s")
         return max(seconds, 2.0 * rows * n * k / rate)
 
-    def _by_tables(self, rows: float, n: int, k: int, dtype: str) -> float:
-        table, readme, spread, best = self._once(("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype))
-        if table and readme and self.hardware.key != "h800":
-            # Two tables of the same die, neither of this device: between them.
-            return self._timed(math.sqrt(readme(rows) * table(rows)), 0.25, "products", f"{DEEPGEMM}; {AICONFIGURATOR}")
-        if curve := readme or table:
-            return self._timed(curve(rows), spread, "products", DEEPGEMM if readme else AICONFIGURATOR)
-        return self._timed(best(rows) / 0.5, 0.25, "products", "half of the device's ceilings, for want of a table")
+    @kept("known")
+    def _product_curves(self, n: int, k: int, dtype: str) -> tuple[list[Callable[[float], float]], float, str]:
+        """(seconds here over rows by each table that speaks of the device, the spread of their geometric mean, its source)."""
+        hardware = self.hardware
 
-    def _product_curves(self, n: int, k: int, dtype: str):
-        """(aiconfigurator's seconds here over rows, DeepGEMM's, the spread of the first, seconds at the ceilings).
+        def here(curve: Curve, there: Hardware) -> Curve:
+            sizes = sorted({*curve.sizes, *doublings(1.0, _FARTHEST)})
+            return self._carried(((s, curve(s), product_work(s, n, k, dtype)) for s in sizes), there, LAUNCH)
 
-        DeepGEMM's are None for a device that the first were timed on itself.
-        """
-        itemsize, unit = {"fp8_block": (1.0, "fp8"), "bfloat16": (2.0, "bf16"), "nvfp4": (0.5625, "fp4")}[dtype]
+        table, there = self._table(self.operators.product, dtype, n, k)
+        curves, spread, source = [], 0.15, AICONFIGURATOR
+        if table:
+            curves = [here(table, there)]
+            spread = max(0.05, min(0.25, self.operators.product_error(there.key, dtype)))
+        if dtype in ("fp8_block", "bfloat16") and (hardware.platform != "cuda" or hardware.is_hopper):
+            deepgemm = here(dense_curve(n, k, dtype), as_filed("h800"))
+            if table is None or hardware.key == "h800":
+                curves, source = [deepgemm], DEEPGEMM
+            elif there.key != hardware.key:
+                # Two tables of the same die, neither of this device: between them.
+                curves, spread, source = [deepgemm, *curves], 0.25, f"{DEEPGEMM}; {AICONFIGURATOR}"
+        if not curves:
 
-        def work(rows: float) -> OperationWork:
-            return OperationWork(2.0 * rows * n * k, unit, n * k * itemsize + rows * (k * itemsize + 2 * n))
+            def halved(rows: float) -> float:
+                return 2 * product_work(rows, n, k, dtype).seconds(hardware)
 
-        curves = self._table(lambda key: self.operators.product(key, dtype, n, k))
-        table, readme, spread = None, None, 0.15
-        if curves:
-            table = self._carried(*curves, work)
-            spread = max(0.05, min(0.25, self.operators.product_error(curves[1].key, dtype)))
-        timed_here = curves and curves[1].key == self.hardware.key
-        if (self.hardware.platform != "cuda" or self.hardware.is_hopper) and dtype != "nvfp4" and not timed_here:
-            readme = self._carried(dense_curve(n, k, itemsize), self._device("h800"), work)
-        return table, readme, spread, lambda rows: work(rows).best(self.hardware)
-
-    def _carried(
-        self, curve: Curve, there: Hardware, work: Callable[[float], OperationWork], fixed: float = _LAUNCH
-    ) -> Curve:
-        """A curve of a device carried over to this one, and to sizes far beyond those that were timed."""
-        sizes = sorted({*curve.sizes, *doublings(1.0, _FARTHEST)})
-        return Curve((s, carried(curve(s), work(s), there, self.hardware, fixed)) for s in sizes)
-
-    # Experts ------------------------------------------------------------------------------------------------------------------
-
-    def experts_work(self, used: float, rows: float, width: int, inner: int) -> OperationWork:
-        """Both products of routed experts: `rows` in all, the weights of `used` experts."""
-        itemsize = self.precision.expert
-        unit = self.precision.expert_unit
-        moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
-        return OperationWork(6.0 * rows * width * inner, unit, moved)
+            return [halved], 0.25, "half of the device's ceilings, for want of a table"
+        return curves, spread, source
 
     def experts(
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
     ) -> float:
-        """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here.
-
-        Decode's are in the masked layout of wide EP, prefill's in the contiguous one.
-        """
-        self.precision.peak(self.hardware, True)
-        return self._timed(*self._experts(used, rows, received, slots, width, inner, decode))
-
-    def _experts(
-        self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
-    ) -> tuple[float, float, str, str]:
-        """(seconds, relative spread, name, source)."""
-        curves = None if decode else self._table(self.operators.grouped_prefill)
-        if curves:
-            terms, spread = self._once(("contiguous", width, inner), lambda: self._contiguous(*curves, width, inner))
+        """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here."""
+        if not decode and (timed := self._contiguous(width, inner)):
+            terms, least, spread = timed
             each = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
-            return max(curves[0].least, each), spread, _EXPERTS, AICONFIGURATOR
-        masked = self._once(("masked", width, inner, decode), lambda: self._masked(width, inner, decode))
-        grid, spread, source = masked
-        return grid(used, rows), spread, _EXPERTS, source
+            return max(least, each) * self._factor(spread, _EXPERTS, AICONFIGURATOR)
+        grid, spread, source = self._masked(width, inner)
+        return grid(used, rows) * self._factor(spread, _EXPERTS, source)
 
-    def _masked(self, width: int, inner: int, decode: bool) -> tuple[Grid, float, str]:
-        """(seconds over experts with rows and rows in all, relative spread, source): decode's layout, and prefill's without a table."""
-        masked = self._table(self.operators.grouped_decode) if decode else None
-        curves, there = masked or ({}, self._device("h800"))
+    def _work(self, used: float, rows: float, width: int, inner: int) -> OperationWork:
+        return experts_work(used, rows, width, inner, self.precision.expert, self.precision.expert_bits)
+
+    def _by_v3(
+        self,
+        seconds: float,
+        used: float,
+        rows: float,
+        each: float,
+        size: tuple[int, int],
+        there: Hardware,
+        fixed: float,
+    ) -> float:
+        """Seconds here of experts of this width and inner width, by those `there` of V3's in FP8. each: rows of an expert."""
+        work, v3 = self._work(used, rows, *size), (_V3_WIDTH, _V3_INNER)
+        ratio = work.seconds(there) / experts_work(used, rows, *v3, 1.0, 8).seconds(there)
+        if work.bits == 4:  # by the dense table: no grouped one is at hand
+            shapes = ((2 * _V3_INNER, _V3_WIDTH), (_V3_WIDTH, _V3_INNER))
+            pairs = [[self.operators.product(there.key, d, *s) for s in shapes] for d in ("nvfp4", "fp8_block")]
+            fp4, fp8 = (sum(c(max(each, 1.0)) for c in p) if all(p) else 0.0 for p in pairs)
+            ratio = (fp4 / fp8 if fp4 and fp8 else 0.5) * math.prod(size) / math.prod(v3)
+        return carried(seconds * ratio, work, there, self.hardware, fixed)
+
+    @kept("known")
+    def _masked(self, width: int, inner: int) -> tuple[Grid, float, str]:
+        """(seconds over experts with rows and rows in all, relative spread, source): decode's layout."""
+        curves, there = self._table(self.operators.grouped_decode)
+        curves, there = curves or {}, there or as_filed("h800")
         last = max(curves, default=1.0)
 
         def time(used: float, rows: float) -> float:
@@ -242,72 +174,38 @@ class Chip:
                 # Beyond the last in proportion: there, the experts' weights are what takes time.
                 seconds, fixed = curves[min(used, last)](rows / used) * max(1.0, used / last), 20e-6
             else:
-                seconds, fixed = grouped_seconds(used, rows, decode), _LAUNCH
-            work = self.experts_work(used, rows, width, inner)
-            ratio = self._ratio(work, _usual_experts(used, rows), rows / used, width * inner, there)
-            return carried(seconds * ratio, work, there, self.hardware, fixed)
+                seconds, fixed = grouped_seconds(used, rows), LAUNCH
+            return self._by_v3(seconds, used, rows, rows / used, (width, inner), there, fixed)
 
         firsts = sorted({*curves, *doublings(max(last, 1.0), 512)})
         spread = 0.2 if self.precision.expert < 1 else 0.1 if curves else 0.15
         return Grid(firsts, doublings(1.0, _FARTHEST), time), spread, AICONFIGURATOR if curves else DEEPGEMM
 
-    def _contiguous(self, table: Grouped, there: Hardware, width: int, inner: int) -> tuple[tuple[float, ...], float]:
-        """(seconds of a row, of a token that was brought here, of a slot, of a step; relative spread): prefill's layout.
-
-        Each is carried over by itself, so that their sum grows with each of the sizes.
-        """
-        curves = []
-        for seconds, used, rows, each in ((table.row, 0.0, 1.0, 4096.0), (table.slot, 1.0, 0.0, 1.0)):
-            work = self.experts_work(used, rows, width, inner)
-            ratio = self._ratio(work, _usual_experts(used, rows), each, width * inner, there)
-            curves.append(carried(seconds * ratio, work, there, self.hardware, 0.0))
-        token = carried(table.token * width / _V3_WIDTH, OperationWork(0.0, "bf16", 0.0), there, self.hardware, 0.0)
+    @kept("known")
+    def _contiguous(self, width: int, inner: int) -> tuple[tuple[float, ...], float, float] | None:
+        """(seconds of a row, of a token that was brought here, of a slot, of a step; the least; relative spread): prefill's layout, each
+        carried over by itself, so that their sum grows with each of the sizes."""
+        table, there = self._table(self.operators.grouped_prefill)
+        if not table:
+            return None
+        size, nothing = (width, inner), OperationWork(0.0, 16, 0.0)
+        row = self._by_v3(table.row, 0.0, 1.0, 4096.0, size, there, 0.0)
+        token = carried(table.token * width / _V3_WIDTH, nothing, there, self.hardware, 0.0)
+        slot = self._by_v3(table.slot, 1.0, 0.0, 1.0, size, there, 0.0)
         spread = 0.2 if self.precision.expert < 1 else max(0.08, table.error)
-        return (curves[0], token, curves[1], table.fixed), spread
+        return (row, token, slot, table.fixed), table.least, spread
 
-    def _ratio(self, work: OperationWork, usual: OperationWork, each: float, weights: int, there: Hardware) -> float:
-        """Time of this precision and an expert of so many weights a matrix ÷ of V3's in FP8; `each`: rows of an expert."""
-        if work.unit == "fp4":
-            return self._fp4_ratio(each, there) * weights / (_V3_WIDTH * _V3_INNER)
-        return work.best(there) / usual.best(there)
-
-    def _fp4_ratio(self, each: float, there: Hardware) -> float:
-        """Time in FP4 ÷ in FP8 of an expert's two products with so many rows, by the dense table: no grouped one is at hand."""
-        shapes = ((2 * _V3_INNER, _V3_WIDTH), (_V3_WIDTH, _V3_INNER))
-        pairs = [[self.operators.product(there.key, d, *s) for s in shapes] for d in ("nvfp4", "fp8_block")]
-        if any(curve is None for pair in pairs for curve in pair):
-            return 0.5
-        fp4, fp8 = (sum(curve(max(each, 1.0)) for curve in pair) for pair in pairs)
-        return fp4 / fp8
-
-    def fused_experts(self, tokens: float, touched: Callable[[float], float], of: object, tp: int, ep: int):
+    def fused_experts(
+        self, tokens: float, touched: Callable[[float], float], of: object, tp: int, ep: int
+    ) -> float | None:
         """Seconds of the fused kernel that engines without wide EP use, experts cut `tp` ways; None where it was not timed.
 
         Hopper's is SGLang's Triton kernel, for FP8. Blackwell's is TensorRT-LLM's own, which SGLang starts too
         (`--moe-runner-backend flashinfer_trtllm`), for FP8 and NVFP4; it was timed with all experts on every rank.
-        touched: experts that have a token of so many, told apart by `of`; the table's even routing touches more, whose weights
-        are taken off.
+        touched: experts that have a token of so many, told apart by `of`; even routing touches more, whose weights are taken off.
         """
-        curve = self._once(("fused", of, tp, ep), lambda: self._fused_experts(touched, tp, ep))
-        return curve and self._timed(curve(tokens), 0.1, "fused experts", AICONFIGURATOR)
-
-    def _fused_experts(self, touched: Callable[[float], float], tp: int, ep: int) -> Curve | None:
-        if self.precision.expert >= BF16 or not (self.hardware.same_die or self.hardware.is_blackwell):
-            return None
-        dtype = "nvfp4" if self.precision.expert < 1 else "fp8_block"
-        curves = self._table(lambda key: self.operators.fused(key, dtype, tp, ep))
-        if not curves:
-            return None
-        curve, there = curves
-        # From one token on 8 experts to 32 on all 256 the table tells what an expert's weights take.
-        of_one = (curve(32) - curve(1)) / (256 - 8)
-        points = []
-        for tokens in sorted({*curve.sizes, *doublings(1.0, _FARTHEST, 2)}):
-            used = touched(tokens)
-            seconds = max(curve(tokens) - max(0.0, min(256.0, 8 * tokens) - used) * of_one, curve.seconds[0])
-            work = self.experts_work(used / ep, tokens * 8 / ep, _V3_WIDTH, _V3_INNER // tp)
-            points.append((tokens, carried(seconds, work, there, self.hardware, 20e-6)))
-        return Curve(points)
+        found = self._of_kernel(touched, of, ep, tp) if self.hardware.same_die or self.hardware.is_blackwell else None
+        return found and found[0](tokens) * self._factor(0.1, "fused experts", AICONFIGURATOR)
 
     def spread_experts(
         self,
@@ -321,165 +219,124 @@ class Chip:
 
         None where no such engine was timed. More tokens than were timed get the seconds of the most that were: they take no less.
         Its rank has all tokens of the group, and what it does before and behind its experts' products was timed with them.
-        tokens: of the group. busiest: experts with a token on the rank that has most of them, of so many tokens, told apart by `of`; the
-        table's even routing touches fewer, whose weights are added. more: rows of the busiest rank ÷ of the mean one, of so many tokens,
-        where the rows count and not the weights; a table that was not routed evenly is of the busiest rank.
+        busiest: experts with a token on the rank that has most of them, of so many tokens, told apart by `of`; even routing touches fewer,
+        whose weights are added. more: rows of the busiest rank ÷ of the mean one, where the rows count and not the weights.
         """
-        found = self._once(("spread", of, ep), lambda: self._spread_experts(busiest, ep))
+        found = self._of_kernel(busiest, of, ep, None)
         if found is None:
             return None
         curve, even = found
-        most = curve.sizes[-1]
-        seconds = self._timed(curve(min(tokens, most)), 0.1, "spread experts", AICONFIGURATOR)
-        return seconds * more(min(tokens, most)) if even and more is not None else seconds, tokens <= most
+        timed = min(tokens, curve.sizes[-1])
+        seconds = curve(timed) * self._factor(0.1, "spread experts", AICONFIGURATOR)
+        # A table that was not routed evenly is of the busiest rank.
+        return seconds * more(timed) if even and more is not None else seconds, tokens == timed
 
-    def _spread_experts(self, busiest: Callable[[float], float], ep: int) -> tuple[Curve, bool] | None:
-        if self.precision.expert >= BF16:
-            return None
-        dtype = "nvfp4" if self.precision.expert < 1 else "fp8_block"
-        found = self._table(lambda key: self.operators.spread(key, dtype, ep))
-        if not found:
-            return None
-        (curve, even), there = found
-        slots = 256 / ep
-        # From one token to 32 the table tells what an expert's weights take; routed evenly, they touch one of a rank's or all of them.
-        of_one = (curve(32) - curve(1)) / (slots - 1) if even and slots > 1 else 0.0
-        points = []
-        for tokens in curve.sizes:
-            used = busiest(tokens)
-            seconds = curve(tokens) + (used - min(slots, 8 * tokens / ep)) * of_one
-            work = self.experts_work(used, tokens * 8 / ep, _V3_WIDTH, _V3_INNER)
-            points.append((tokens, carried(max(seconds, curve.seconds[0]), work, there, self.hardware, 20e-6)))
-        return Curve(points), even
+    def _of_kernel(
+        self, used: Callable[[float], float], of: object, ep: int, tp: int | None
+    ) -> tuple[Curve, bool] | None:
+        """(seconds over tokens with `used` experts touched in place of even routing's, whether it was timed with that), for V3's widths.
+        With `tp` of the fused kernel, and `used` are those of all `ep` ranks; else of a rank of whole experts."""
+        key = ("kernel", of, ep, tp)
+        if key in self.known:
+            return self.known[key]
+        found, there = self._table(self.operators.experts, tabled(self.precision.expert), ep, tp)
+        if found:
+            table, even = found
+            together, alone, first = (1, ep, 8) if tp else (ep, 1, 1)
+            slots = 256 / together
+            # From one token (on `first` experts) to 32 (on all) the table tells what an expert's weights take.
+            of_one = (table(32) - table(1)) / (slots - first) if even and slots > first else 0.0
+            points = []
+            for tokens in sorted({*table.sizes, *doublings(1.0, _FARTHEST, 2)}) if tp else table.sizes:
+                touched = used(tokens)
+                seconds = table(tokens) + (touched - min(slots, 8 * tokens / together)) * of_one
+                work = self._work(touched / alone, tokens * 8 / ep, _V3_WIDTH, _V3_INNER // (tp or 1))
+                points.append((tokens, max(seconds, table.seconds[0]), work))
+            found = self._carried(points, there, 20e-6), even
+        self.known[key] = found
+        return found
 
-    # Attention ----------------------------------------------------------------------------------------------------------------
+    @property
+    def _caches(self) -> list[str]:
+        """What an engine may read the cache as: with an FP8 cache it may still compute in bf16, and converts what it reads or stores."""
+        return ["bfloat16", "fp8"] if self.precision.cache < BF16 else ["bfloat16"]
 
+    def _bits(self, cache: str) -> int:
+        return 8 if cache == "fp8" and self.hardware.is_blackwell else 16
+
+    @kept("priced")
     def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer: `rows` requests at `context` cached positions of `latent` values each."""
-        return self._price(
-            ("decode", heads, rows, context, latent, rank),
-            lambda: self._decode_attention(heads, rows, context, latent, rank),
-        )
-
-    def _decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         heads = round(heads, 6)  # a quotient of rows: 32.0000001 heads are not 33
-        key = ("decode grid", heads, latent, rank)
-        grid, spread, source = self._once(key, lambda: self._decode_grid(heads, latent, rank))
-        return self._timed(grid(rows, context), spread, "attention", source)
+        grid, spread, source = self._decode_grid(heads, latent, rank, self.fp8_mla)
+        return grid(rows, context) * self._factor(spread, "attention", source)
 
-    def _decode_grid(self, heads: float, latent: int, rank: int) -> tuple[Grid, float, str]:
-        ways = [self._decode_times(False, heads, latent, rank)]
-        if self.precision.cache < BF16:
-            ways.append(self._decode_times(True, heads, latent, rank))
-            if self.fp8_mla and self.hardware.is_hopper_cut_down:
-                ways.append(self._multiplied_in_fp8(*ways[0]))
+    @kept("known")
+    def _decode_grid(self, heads: float, latent: int, rank: int, fp8_mla: bool) -> tuple[Grid, float, str]:
         # A kernel that converts what it reads can do at least what the one for bf16 does, with half the bytes.
+        ways = [self._decode_times(cache, heads, latent, rank) for cache in self._caches]
+        times = [time for _, _, time, _, _ in ways]
         rows, contexts, _, spread, source = ways[-1]
-        return Grid(rows, contexts, lambda *at: min(time(*at) for _, _, time, _, _ in ways)), spread, source
+        if fp8_mla and self.hardware.is_hopper_cut_down and len(ways) > 1:
+            # Queries, keys and values are multiplied as FP8 by the kernel that is published for the H20.
+            rows, contexts, bf16, spread, source = ways[0]
+            spread, source = math.hypot(spread, 0.06), f"{source}; {FP8_MLA}"
+            times.append(lambda *at: bf16(*at) / FP8_MLA_GAIN)
+        return Grid(rows, contexts, lambda *at: min(time(*at) for time in times)), spread, source
 
-    def _multiplied_in_fp8(self, rows, contexts, time, spread: float, source: str):
-        """The times of a bf16 cache, with queries, keys and values multiplied as FP8 by the kernel that is published for the H20."""
-
-        def faster(rows: float, context: float) -> float:
-            return time(rows, context) / FP8_MLA_GAIN
-
-        return rows, contexts, faster, math.hypot(spread, 0.06), f"{source}; {FP8_MLA}"
-
-    def _decode_times(self, fp8: bool, heads: float, latent: int, rank: int):
+    def _decode_times(self, cache: str, heads: float, latent: int, rank: int) -> tuple:
         """(rows and contexts that were timed, seconds at two of them, relative spread, source) with a cache in FP8 or in bf16."""
-        unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
-        table = self._table(
-            lambda key: self.operators.decode_attention(key, "fp8" if fp8 else "bfloat16", math.ceil(heads))
-        )
-        (curves, spread), there = table or (({}, 0.15), self._device("h800"))
-        least = min((curve.seconds[0] for curve in curves.values()), default=_LAUNCH)
+        itemsize = self.precision.cache if cache == "fp8" else BF16
+        (curves, spread), there = self._table(self.operators.decode_attention, cache, math.ceil(heads), last="h200")
+        least = min(curve.seconds[0] for curve in curves.values())
 
         def work(rows: float, context: float, values: int, out: int) -> OperationWork:
-            flops = 2.0 * heads * (values + out) * rows * context
-            return OperationWork(flops, unit, rows * context * values * (self.precision.cache if fp8 else BF16))
+            positions = rows * context
+            flops = 2.0 * heads * (values + out) * positions
+            return OperationWork(flops, self._bits(cache), positions * values * itemsize)
 
         def time(rows: float, context: float) -> float:
-            rank_work = work(rows, context, latent, rank)
-            if not curves:
-                return carried(
-                    decode_attention_seconds(rank_work.flops, rank_work.moved), rank_work, there, self.hardware
-                )
-            near = curves.get(rows) or curves[min(curves, key=lambda known: abs(known - rows))]
-            seconds = near(context) * rank_work.best(there) / work(rows, context, 576, 512).best(there)
-            return carried(seconds, rank_work, there, self.hardware, least)
+            asked, near = work(rows, context, latent, rank), curves[min(curves, key=lambda known: abs(known - rows))]
+            seconds = near(context) * asked.seconds(there) / work(rows, context, 576, 512).seconds(there)
+            return carried(seconds, asked, there, self.hardware, least)
 
-        rows = sorted(curves) or doublings(1.0, 4096)
-        contexts = sorted({size for curve in curves.values() for size in curve.sizes}) or doublings(32.0, 131_072)
-        return rows, contexts, time, max(0.05, spread), AICONFIGURATOR if curves else FLASH_MLA
+        contexts = sorted({size for curve in curves.values() for size in curve.sizes})
+        return sorted(curves), contexts, time, max(0.05, spread), AICONFIGURATOR
 
+    def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
+        """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average, at 95 % of
+        FlashMLA's "up to" 660 TFLOP/s: it is bound by its products, and tables of decode end long before."""
+        work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, 16, 0.0)
+        seconds = carried(work.flops / (0.95 * FLASH_MLA_FLOPS), work, as_filed("h800"), self.hardware)
+        return seconds * self._factor(0.2, "attention", FLASH_MLA)
+
+    @kept("priced")
     def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:
         """Seconds of naive causal attention in one layer of `tokens` from `prompts` prompts, each attending to `context` on average.
 
         per_pair: key and value widths together. A prompt behind cached positions counts as one whose mean token attends to as many.
         """
-        return self._price(
-            ("prefill", heads, tokens, prompts, context, per_pair),
-            lambda: self._prefill_attention(heads, tokens, prompts, context, per_pair),
-        )
-
-    def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
-        """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average.
-
-        With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken.
-        """
-        work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, "bf16", 0.0)
-        seconds = decode_attention_seconds(work.flops, 0.0)
-        return self._timed(carried(seconds, work, self._device("h800"), self.hardware), 0.2, "attention", FLASH_MLA)
-
-    def _prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:
-        # With an FP8 cache an engine may still compute prompts in bf16, and quantises what it stores; the faster way counts.
-        ways = [False, True] if self.precision.cache < BF16 else [False]
-        times = [self._prefill_attention_in(fp8, heads, tokens, prompts, context, per_pair) for fp8 in ways]
-        return min(times)
-
-    def _prefill_attention_in(
-        self, fp8: bool, heads: int, tokens: float, prompts: float, context: float, per_pair: int
-    ) -> float:
-        each = self._once(("prefill curves", fp8, heads, per_pair), lambda: self._prefill_curves(fp8, heads, per_pair))
-        if each is None:
-            work = OperationWork(2.0 * heads * per_pair * tokens * context, "bf16", 0.0)
-            seconds = prefill_attention_seconds(work.flops, context)
-            return self._timed(carried(seconds, work, self._device("h800"), self.hardware), 0.2, "attention", FLASH_MLA)
-        curves, least = each
         length, prompts = 2 * context - 1, max(1.0, min(8.0, prompts))
-        at = max(n for n in curves if n <= prompts)
-        seconds = tokens * curves[at](length)
-        if prompts > at:
-            # Between two numbers of prompts the seconds of all of them are straight, not those of one.
-            share = (prompts - at) / at
-            seconds = (
-                tokens / prompts * ((1 - share) * at * curves[at](length) + share * 2 * at * curves[2 * at](length))
-            )
-        return self._timed(max(least, seconds), 0.07, "attention", AICONFIGURATOR)
+        grids = [self._prefill_grid(cache, heads, per_pair) for cache in self._caches]
+        seconds = min(max(least, tokens / prompts * grid(prompts, length)) for grid, least in grids)
+        return seconds * self._factor(0.07, "attention", AICONFIGURATOR)
 
-    def _prefill_curves(self, fp8: bool, heads: int, per_pair: int) -> tuple[dict[float, Curve], float] | None:
-        """(prompts in a step → seconds of a token over the length of a prompt, seconds that no step is below).
-
-        A token takes longer in a longer prompt, less beside more prompts; and more prompts take longer together.
-        """
-        timed = self._table(lambda key: self.operators.prefill_attention(key, "fp8" if fp8 else "bfloat16", heads))
-        if not timed:
-            return None
-        table, there = timed
-        unit = "fp8" if fp8 and self.hardware.is_blackwell else "bf16"
+    @kept("known")
+    def _prefill_grid(self, cache: str, heads: int, per_pair: int) -> tuple[Grid, float]:
+        """(seconds of as many tokens as prompts, over the prompts in a step and their length; seconds that no step is below). A token takes
+        longer in a longer prompt, less beside more prompts; and more prompts take longer together."""
+        table, there = self._table(self.operators.prefill_attention, cache, heads, last="h200")
         least = min(min(times.values()) for times in table.values())
-        tokens: dict[float, dict[float, float]] = {}
-        for length, times in table.items():
-            for prompts, seconds in times.items():
-                work = OperationWork(heads * per_pair * prompts * length * (length + 1), unit, 0.0)
-                seconds = carried(seconds * per_pair / 320, work, there, self.hardware, least)
-                tokens.setdefault(prompts, {})[length] = seconds / (prompts * length)
-        counts = sorted(tokens)
-        for before, after in itertools.pairwise(counts):
-            tokens[after] = {n: min(time, tokens[before][n]) for n, time in tokens[after].items()}
-        for before, after in itertools.pairwise(counts[::-1]):
-            tokens[after] = {n: min(time, tokens[before][n] * before / after) for n, time in tokens[after].items()}
-        return {count: Curve(tokens[count].items(), lambda length: length) for count in counts}, least
+
+        def of_a_token(prompts: int, length: float) -> float:
+            work = OperationWork(heads * per_pair * prompts * length * (length + 1), self._bits(cache), 0.0)
+            seconds = table[length][prompts] * per_pair / 320
+            return carried(seconds, work, there, self.hardware, least) / (prompts * length)
+
+        def together(prompts: int, length: float) -> float:
+            return prompts * min(of_a_token(fewer, length) for fewer in table[length] if fewer <= prompts)
+
+        return Grid(PROMPTS, sorted(table), together), least
 
     def stream(self, moved: float) -> float:
         """Norms, rotation, activations: `moved` bytes through memory."""
@@ -488,13 +345,6 @@ class Chip:
     @cached_property
     def _streaming(self) -> float:
         """Bytes a second."""
-        share = assumed(
-            0.75, 0.55, 0.9, "element-wise share of bandwidth", "at best a plain copy: 4.3 of 4.8 TB/s, H200"
-        )
+        why = "at best a plain copy: 4.3 of 4.8 TB/s, H200"
+        share = assumed(0.75, 0.55, 0.9, "element-wise share of bandwidth", why)
         return share * self.carried_over * self.hardware.memory_bandwidth
-
-
-def _usual_experts(used: float, rows: float) -> OperationWork:
-    """Both products of experts as they were timed: V3's widths, FP8."""
-    moved = used * 3 * _V3_WIDTH * _V3_INNER + rows * (3 * _V3_WIDTH + 5 * _V3_INNER)
-    return OperationWork(6.0 * rows * _V3_WIDTH * _V3_INNER, "fp8", moved)

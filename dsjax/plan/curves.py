@@ -8,50 +8,43 @@ is at most the point of another, so is everything between the points. More of a 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 
 class Curve:
-    """Seconds over one size: straight between the sizes that were timed, which is exact for a fixed part and a part for each.
-
-    Below the first size the first; beyond the last in proportion to the work that `beyond` gives, or as the last two points run.
-    """
+    """Seconds over one size: straight between the sizes that were timed; below the first the first; beyond the last in proportion to the
+    work that `beyond` gives, or as the last two points run, but by no less than half in proportion."""
 
     def __init__(self, points: Iterable[tuple[float, float]], beyond: Callable[[float], float] | None = None):
-        points = sorted(points)
-        self.sizes, seconds = [size for size, _ in points], [time for _, time in points]
-        for at in range(len(seconds) - 2, -1, -1):
-            seconds[at] = min(seconds[at], seconds[at + 1])
-        self.seconds, self._beyond = seconds, beyond
+        self.sizes, seconds = map(list, zip(*sorted(points), strict=True))
+        self.seconds, self._beyond = np.minimum.accumulate(seconds[::-1])[::-1].tolist(), beyond
 
     def __call__(self, size: float) -> float:
         """Seconds at a size."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
             return seconds[0]
-        if size > sizes[-1]:
-            if self._beyond is not None:
-                return seconds[-1] * self._beyond(size) / self._beyond(sizes[-1])
-            if len(sizes) == 1:
-                return seconds[-1] * size / sizes[-1]
-            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-            return seconds[-1] + max(slope, 0.5 * seconds[-1] / sizes[-1]) * (size - sizes[-1])
+        last, most = sizes[-1], seconds[-1]
+        if size > last and self._beyond is not None:
+            return most * self._beyond(size) / self._beyond(last)
+        if size > last:
+            slope = (most - seconds[-2]) / (last - sizes[-2]) if len(sizes) > 1 else most / last
+            return most + max(slope, 0.5 * most / last) * (size - last)
         at = bisect.bisect_left(sizes, size)
         share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
     def times(self, factor: float) -> Curve:
         """Return the curve with all seconds multiplied by `factor`."""
-        return Curve(zip(self.sizes, (time * factor for time in self.seconds), strict=True), self._beyond)
+        return Curve([(size, time * factor) for size, time in zip(self.sizes, self.seconds, strict=True)], self._beyond)
 
 
 class Grid:
-    """Seconds over two sizes that were evaluated at `firsts × seconds`: a weighted mean of the four corners of a cell.
-
-    Below the first of a size the first; beyond the last in proportion to the size.
-    """
+    """Seconds over two sizes that were evaluated at `firsts × seconds`: a weighted mean of the four corners of a cell; below the first of a
+    size the first; beyond the last in proportion to the size."""
 
     def __init__(self, firsts: Sequence[float], seconds: Sequence[float], time: Callable[[float, float], float]):
         self._firsts, self._seconds = list(firsts), list(seconds)
@@ -64,13 +57,14 @@ class Grid:
         """Seconds at two sizes."""
         row, down, more = _place(self._firsts, first)
         column, right, further = _place(self._seconds, second)
-        above, below = self._table[row], self._table[row + 1] if down else self._table[row]
-        if right:
-            at_row = above[column] + right * (above[column + 1] - above[column])
-            at_next = below[column] + right * (below[column + 1] - below[column])
-        else:
-            at_row, at_next = above[column], below[column]
-        return (at_row + down * (at_next - at_row)) * more * further
+
+        def along(row: list[float]) -> float:
+            return row[column] + right * (row[column + 1] - row[column]) if right else row[column]
+
+        seconds = along(self._table[row])
+        if down:
+            seconds += down * (along(self._table[row + 1]) - seconds)
+        return seconds * more * further
 
 
 def _place(sizes: list[float], size: float) -> tuple[int, float, float]:
@@ -85,7 +79,4 @@ def _place(sizes: list[float], size: float) -> tuple[int, float, float]:
 
 def doublings(least: float, most: float, steps: int = 1) -> list[float]:
     """`least`, and so many sizes for each doubling up to at least `most`."""
-    sizes = [least]
-    while sizes[-1] < most:
-        sizes.append(least * 2 ** (len(sizes) / steps))
-    return sizes
+    return [least * 2 ** (number / steps) for number in range(math.ceil(steps * math.log2(most / least)) + 1)]

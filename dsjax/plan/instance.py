@@ -16,7 +16,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
 from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
-from dsjax.plan.figure import Figure, drawn, spread
+from dsjax.plan.figure import Draw, Figure, drawing, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
@@ -57,7 +57,8 @@ class Instance:
         steps = shared.setdefault(key, {"shared": shared}) if concurrency is None else {}
         if cluster is self.cluster and "decode curve" in self.steps:
             most = float(max(self.max_batch, 1))
-            steps.setdefault("usual curve", (self.steps["decode curve"], most, self.decode_step(most)))
+            with drawing(Draw()):  # else a step that was not priced yet would take this draw's assumptions
+                steps.setdefault("usual curve", (self.steps["decode curve"], most, self.decode_step(most)))
         return dataclasses.replace(self, cluster=cluster, workload=work, steps=steps)
 
     def requests(self, batch: float) -> float:

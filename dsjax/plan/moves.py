@@ -18,11 +18,9 @@ from dsjax.plan.operations import low_latency_fit
 
 @dataclass(frozen=True)
 class Moves:
-    """Seconds of one move each way: there, back on the links; begin_there, begin_back: in which the host begins them, and in which a
-    process with attention whose answers are back waits until the others have theirs.
-
-    launch: in which the host starts one program. one_call: both are one call over the one connection, and calls follow each other.
-    """
+    """Seconds of one move each way on the links; in which the host begins them (begin_back: and a process with attention waits until the
+    others have their answers); in which it starts a program. one_call: both are one call over the one connection, and calls follow
+    each other."""
 
     there: float
     back: float
@@ -34,12 +32,11 @@ class Moves:
 
 def in_one_process(attention: Cluster, experts: Cluster, devices: int) -> bool:
     """Whether one process can have both sides: one kind of device, of one host."""
-    return _among_each_other(attention, experts) and devices <= attention.devices_per_host
+    return _share_hosts(attention, experts) and devices <= attention.devices_per_host
 
 
-def _among_each_other(attention: Cluster, experts: Cluster) -> bool:
-    """Whether experts are on devices of the hosts with attention. They are not where the cluster has hosts for them beside these, of
-    whatever device."""
+def _share_hosts(attention: Cluster, experts: Cluster) -> bool:
+    """Whether experts are on hosts with attention; not where the cluster has hosts for them beside these, of whatever device."""
     return attention.experts is None and attention.hardware.key == experts.hardware.key
 
 
@@ -62,75 +59,47 @@ def moves(
     cells: rows of a device with attention that there is room for to one device with experts, all of which travel within a process.
     rows: those that are needed, which alone travel between processes. row_bytes: there, and back.
     """
-    if in_one_process(attention, experts, senders + receivers):
-        there, back = (cells * size for size in row_bytes)
-        return _between_devices(attention, senders, receivers, there, back)
-    processes = processes_of(attention, senders), processes_of(experts, receivers)
-    of_one = senders / processes[0] * receivers / processes[1]
-    there, back = (rows * of_one * size for size in row_bytes)
-    return _between_processes(attention, experts, processes, there, back)
-
-
-def launch() -> float:
-    """Seconds in which the host starts a program."""
     why = (
         "jax.jit's call on flat leaves: 0.2 ms for 200 parameters on emulated devices, not timed on a GPU; a layer's "
         "programs take 10 to 40 arrays"
     )
-    return assumed(60e-6, 20e-6, 200e-6, "starting a program from the host", why, "s")
-
-
-def _between_devices(cluster: Cluster, senders: int, receivers: int, there: float, back: float) -> Moves:
-    share = assumed(0.6, 0.35, 0.85, "copies between devices, share of a link", "jax.device_put, not timed on a GPU")
-    fixed = assumed(10e-6, 5e-6, 30e-6, "a move between devices, fixed part", "a small copy and the wait for it", "s")
-    each = assumed(10e-6, 3e-6, 30e-6, "beginning a copy from the host", "jax.device_put, not timed on a GPU", "s")
-    rate = share * cluster.hardware.scale_up_bandwidth
-    busiest = max(senders, receivers)  # devices that one device sends to, or hears from
-    begin = each * senders * receivers
-    return Moves(
-        there * busiest / rate + fixed,
-        back * busiest / rate + fixed,
-        begin, begin, launch(), one_call=False,
-    )  # fmt: skip
+    launch = assumed(60e-6, 20e-6, 200e-6, "starting a program from the host", why, "s")
+    if in_one_process(attention, experts, senders + receivers):
+        why = "jax.device_put, not timed on a GPU"
+        share = assumed(0.6, 0.35, 0.85, "copies between devices, share of a link", why)
+        fixed = assumed(
+            10e-6, 5e-6, 30e-6, "a move between devices, fixed part", "a small copy and the wait for it", "s"
+        )
+        begin = assumed(10e-6, 3e-6, 30e-6, "beginning a copy from the host", why, "s") * senders * receivers
+        rate = share * attention.hardware.scale_up_bandwidth
+        copied = cells * max(senders, receivers)  # by the device that sends to most, or hears from most
+        there, back = (copied * size / rate + fixed for size in row_bytes)
+        return Moves(there, back, begin, begin, launch, one_call=False)
+    # Each process with attention has a connection to each of those with experts.
+    processes = processes_of(attention, senders), processes_of(experts, receivers)
+    rate, way = connection(attention, experts)
+    for host, connections in ((attention, processes[1]), (experts, processes[0])):
+        rate = min(rate, host.network_bandwidth * host.devices_per_host / connections)
+    sent = rows * senders / processes[0] * receivers / processes[1]
+    there, back = (sent * size / rate + way for size in row_bytes)
+    return Moves(there, back, 0.0, agreement(attention, processes[0]), launch, one_call=True)
 
 
 def connection(here: Cluster, there: Cluster) -> tuple[float, float]:
     """``(bytes a second, seconds of a message beside its bytes)`` of a connection between processes of two hosts, through their memory."""
-    stream = assumed(
-        5e9, 2.5e9, 6e9, "bytes a second of the connection",
-        "18 MB there and back in 7.1 ms by ZeroMQ without encryption, over loopback on two shared cores", "B/s",
-    )  # fmt: skip
-    card = min(one.network_gbps for one in (here, there)) * 1e9 / 8
-    rate = min(stream, card)
-    fixed = assumed(
-        79e-6, 40e-6, 400e-6, "a message, fixed part", "64 B there and back by ZeroMQ take 79 µs; copies to and from a device", "s"
-    )  # fmt: skip
-    return rate, fixed + network_latency(here)
-
-
-def _between_processes(
-    attention: Cluster, experts: Cluster, processes: tuple[int, int], there: float, back: float
-) -> Moves:
-    """processes: with attention, and with experts; each of these has a connection to each of those."""
-    rate, way = connection(attention, experts)
-    for host, connections in ((attention, processes[1]), (experts, processes[0])):
-        cards = host.network_bandwidth * host.devices_per_host / connections
-        rate = min(rate, cards)
-    return Moves(
-        there / rate + way,
-        back / rate + way,
-        0.0, agreement(attention, processes[0]), launch(), one_call=True,
-    )  # fmt: skip
+    why = "18 MB there and back in 7.1 ms by ZeroMQ without encryption, over loopback on two shared cores"
+    stream = assumed(5e9, 2.5e9, 6e9, "bytes a second of the connection", why, "B/s")
+    why = "64 B there and back by ZeroMQ take 79 µs; copies to and from a device"
+    fixed = assumed(79e-6, 40e-6, 400e-6, "a message, fixed part", why, "s")
+    return min(stream, *(one.network_gbps * 1e9 / 8 for one in (here, there))), fixed + network_latency(here)
 
 
 def agreement(attention: Cluster, processes: int) -> float:
     """Seconds from a process with attention having its answers of a layer to its knowing that all others have theirs."""
     if processes == 1:
         return 0.0
-    each = assumed(
-        79e-6, 40e-6, 200e-6, "a word to and from another process with attention",
-        "64 B there and back by ZeroMQ, over loopback on two shared cores; a process that is late is waited for", "s",
-    )  # fmt: skip
+    why = "64 B there and back by ZeroMQ, over loopback on two shared cores; a process that is late is waited for"
+    each = assumed(79e-6, 40e-6, 200e-6, "a word to and from another process with attention", why, "s")
     return each * (processes - 1) + network_latency(attention)
 
 
@@ -151,19 +120,18 @@ def published_moves(
 
     rows: of one attention device. row_bytes: there, and back. slowest: load of the busiest expert device ÷ the mean.
     """
-    near = _among_each_other(attention, experts) and senders + receivers <= attention.domain
+    near = _share_hosts(attention, experts) and senders + receivers <= attention.domain
     places = receivers if near else -(-receivers // experts.devices_per_host)
-    copies = places * (1 - (1 - 1 / places) ** top_k)
+    leaving = rows * places * (1 - (1 - 1 / places) ** top_k)
+    arriving = leaving * senders / receivers * slowest
     ways = []
     for size, combine in zip(row_bytes, (False, True), strict=True):
         fixed, network, link = low_latency_fit(combine)
-        leaving = rows * copies * size
-        arriving = (rows * senders * copies * size / receivers) * slowest
         if near:
-            seconds = max(leaving, arriving) / (link * attention.hardware.scale_up_bandwidth)
+            seconds = max(leaving, arriving) * size / (link * attention.hardware.scale_up_bandwidth)
         else:
             far = attention.between(attention.num_devices)
-            out, into = leaving / (network * far.network_bandwidth), arriving / (network * experts.network_bandwidth)
-            seconds = max(out, into) + network_latency(far)
+            seconds = max(leaving / far.network_bandwidth, arriving / experts.network_bandwidth) * size / network
+            seconds += network_latency(far)
         ways.append(seconds + fixed)
     return Moves(*ways, 0.0, 0.0, 0.0, one_call=False)

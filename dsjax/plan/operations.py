@@ -1,28 +1,32 @@
-"""Measured operations: the published tables of DeepGEMM, FlashMLA and DeepEP, and the efficiencies read from them.
+"""Work of operations, carrying times from one device to another, and the published times of DeepGEMM, FlashMLA, DeepEP and all-reduce.
 
-All on an H800 (DeepEP over ConnectX-7, 400 Gb/s). An efficiency is the roofline time of the operation on that device ÷
-the time measured. No figure here comes from a serving benchmark.
+DeepGEMM's, FlashMLA's and DeepEP's are of an H800 (DeepEP over ConnectX-7, 400 Gb/s). No figure here comes from a serving benchmark.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
-import itertools
+import importlib.resources
 import math
 import statistics
+from collections.abc import Collection
+from typing import NamedTuple
 
+import numpy as np
+
+from dsjax.hardware import Hardware, load_hardware
+from dsjax.hardware.description import UNITS
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import measured
+from dsjax.plan.figure import assumed, measured
+from dsjax.plan.precision import TABLED
 
-H800_FP8_FLOPS = 1979e12
 H800_BF16_FLOPS = 989e12
-H800_BANDWIDTH = 3.35e12
-H800_NVLINK = 200e9
-H800_NETWORK = 50e9
+NORMAL_SMS, H800_SMS = 24, 132
 
 DEEPGEMM = "DeepGEMM README, April 2025 (H800)"
 # (N, K) -> M -> TFLOP/s of a dense FP8 product with bf16 results. These are V3's own shapes.
-DENSE_TFLOPS: dict[tuple[int, int], dict[int, float]] = {
+_DENSE = {
     (2112, 7168): {64: 206, 128: 352, 4096: 1127},
     (24576, 1536): {64: 289, 128: 535, 4096: 1212},
     (32768, 512): {64: 219, 128: 358, 4096: 775},
@@ -30,41 +34,27 @@ DENSE_TFLOPS: dict[tuple[int, int], dict[int, float]] = {
     (4096, 7168): {64: 287, 128: 533, 4096: 1410},
     (7168, 2048): {64: 295, 128: 510, 4096: 1168},
 }
-# (N, K) -> (groups, rows of each) -> TFLOP/s; masked is decode's layout, contiguous is prefill's.
-MASKED_TFLOPS = {
-    (4096, 7168): {(1, 1024): 1233, (2, 512): 1040, (4, 256): 932},
-    (7168, 2048): {(1, 1024): 925, (2, 512): 916, (4, 256): 815},
-}
-CONTIGUOUS_TFLOPS = {
-    (4096, 7168): {(4, 8192): 1346, (8, 4096): 1346},
-    (7168, 2048): {(4, 8192): 1214, (8, 4096): 1214},
-}
+# The same of grouped products in decode's masked layout over rows of each of four, two and one group.
+_MASKED = {(4096, 7168): {256: 932, 512: 1040, 1024: 1233}, (7168, 2048): {256: 815, 512: 916, 1024: 925}}
 
 FP8_MLA = "lmsys.org, 2025-09-26, H20: FP8 queries, keys and values in FlashMLA (pull request 82) are about 70 % faster than bf16"
 FP8_MLA_GAIN = 1.7
 """How much faster FlashMLA's FP8 pipeline computes on an H20, whose operations bound it (1.6 to 1.8: "about 70 %")."""
 FLASH_MLA = "FlashMLA README (H800, dense decode, bf16)"
-FLASH_MLA_BANDWIDTH = 3000e9
 FLASH_MLA_FLOPS = 660e12
 
 DEEPEP = "DeepEP v1 README (H800, ConnectX-7 400 Gb/s)"
-# ranks -> (dispatch, combine) seconds: 128 tokens a rank, 7,168 wide, 8 experts, FP8 there and bf16 back.
-LOW_LATENCY_SECONDS = {
-    8: (77e-6, 114e-6),
-    16: (118e-6, 195e-6),
-    32: (155e-6, 273e-6),
-    64: (173e-6, 314e-6),
-    128: (192e-6, 369e-6),
-    256: (194e-6, 360e-6),
-}
-LOW_LATENCY_TOKENS, LOW_LATENCY_TOP_K = 128, 8
-DISPATCH_ROW_BYTES, COMBINE_ROW_BYTES = 7168 + 56 * 4, 2 * 7168
-# Normal kernels, bytes a second (dispatch, combine): NVLink inside a host; RDMA between hosts, where rows that stay on
-# the sender's host are counted too, and a token goes to the 4 hosts of its 4 expert groups at most.
-NORMAL_NVLINK = (153e9, 158e9)
-NORMAL_RDMA = {32: (58e9, 57e9), 64: (51e9, 50e9)}
-H800_SMS = 132
-
+_NVLINK, _NETWORK = 200e9, 50e9
+# Ranks -> (dispatch, combine) microseconds: 128 tokens a rank, 7,168 wide, 8 experts, FP8 there and bf16 back.
+_LOW_LATENCY_US = {
+    8: (77, 114), 16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369), 256: (194, 360),
+}  # fmt: skip
+ROW_BYTES = (7168 + 56 * 4, 2 * 7168)
+"""Bytes of a row that DeepEP was timed with: dispatched in FP8, and combined in bf16."""
+# Normal kernels, bytes a second (dispatch, combine): NVLink inside a host; RDMA between hosts by (ranks, share of the rows that leave
+# the host; those that stay are counted too). A token goes to the 4 hosts of its 4 expert groups at most.
+_NORMAL_NVLINK = (153e9, 158e9)
+_NORMAL_RDMA = {(32, 3 / 4): (58e9, 57e9), (64, 3.5 / 4): (51e9, 50e9)}
 
 FLASHINFER_FP8 = (
     "FlashInfer's block-FP8 product on a B200 with 256 rows and more: 447 TFLOP/s with 24,576 columns and 759 with 576 for each further "
@@ -76,146 +66,137 @@ ALL_REDUCE = (
     "vLLM 0.20's own all-reduce and FlashInfer's with residual and norm in the same kernel, in CUDA graphs "
     "(ai-dynamo/aiconfigurator, campaign_checkpoints/*/custom_allreduce_perf.txt and allreduce_rms_perf.txt)"
 )
-# Devices of a host that have it -> ranks -> 1,024 bf16 values -> microseconds of a sum.
-ALL_REDUCE_US: dict[str, dict[int, dict[float, float]]] = {
-    "h200": {
-        2: {4: 4.53, 64: 4.80, 256: 6.32, 1024: 12.47, 4096: 43.0, 16384: 144.8, 65536: 463.3, 524288: 3255.6},
-        4: {4: 4.70, 16: 4.92, 64: 5.84, 128: 7.02, 256: 10.52, 512: 11.99, 1024: 17.69, 2048: 29.86, 4096: 52.0,
-            16384: 171.4, 65536: 609.3, 524288: 4523.1},
-        8: {4: 5.02, 8: 5.27, 16: 5.71, 32: 6.52, 64: 8.0, 128: 9.92, 256: 11.04, 512: 14.08, 1024: 18.38, 2048: 28.74,
-            4096: 48.64, 8192: 87.26, 16384: 165.8, 65536: 562.7, 524288: 4000.2},
-    },
-    "b200": {
-        2: {4: 7.35, 64: 7.77, 256: 9.81, 512: 13.47, 1024: 25.7, 4096: 44.9, 16384: 86.8, 65536: 281.8, 524288: 1897.3},
-        4: {4: 7.41, 64: 8.22, 128: 8.62, 256: 18.15, 1024: 23.74, 2048: 29.78, 4096: 43.38, 16384: 123.5, 65536: 354.5,
-            524288: 2532.4},
-        8: {4: 7.94, 8: 8.18, 32: 8.64, 64: 9.46, 128: 25.4, 512: 16.56, 1024: 19.94, 2048: 26.05, 4096: 38.18, 8192: 62.33,
-            16384: 110.7, 65536: 395.9, 524288: 2596.2},
-    },
-}  # fmt: skip
-FUSED_ALL_REDUCE_US = {7: 6.28, 14: 6.41, 21: 6.45, 35: 6.58, 70: 7.27, 133: 8.55, 259: 11.8, 518: 17.9}
-"""1,024 values -> microseconds of a sum over 8 B300 together with the residual and the norm that follow it, V3's width."""
+
+CEILING = 0.95
+"""The largest share of a ceiling that an operation is taken to reach on any device."""
+LAUNCH = 3e-6
+"""Seconds of a kernel's start and end, which no ceiling changes."""
 
 
 @functools.cache
-def all_reduce_curves(device: str, ranks: int) -> tuple[Curve, Curve | None]:
-    """Seconds over bytes of a sum over at most so many devices of one host; on Blackwell also with the norm in the same kernel."""
-    tables = ALL_REDUCE_US[device]
-    plain = tables[min((known for known in tables if known >= ranks), default=max(tables))]
-    curves = [
-        Curve((2048.0 * size, time * 1e-6) for size, time in times.items()) for times in (plain, FUSED_ALL_REDUCE_US)
-    ]
-    return curves[0], curves[1] if device == "b200" else None
+def as_filed(key: str) -> Hardware:
+    """A bundled device, read once."""
+    return load_hardware(key)
 
 
-def roofline(flops: float, read_and_written: float, peak: float, bandwidth: float) -> float:
-    """Seconds that the device's ceilings allow at best."""
-    return max(flops / peak, read_and_written / bandwidth)
+class OperationWork(NamedTuple):
+    """What an operation has to do: operations, on the unit for numbers of so many bits, and bytes of memory."""
+
+    flops: float
+    bits: int
+    moved: float
+
+    def seconds(self, chip: Hardware, share: float = CEILING) -> float:
+        """Seconds at this share of a device's figures: of its operations or of its bytes, whichever takes longer."""
+        peak = getattr(chip, UNITS[self.bits]) or chip.fp8_flops
+        return max(self.flops / peak, self.moved / chip.memory_bandwidth) / share
 
 
-def product_bytes(rows: float, n: int, k: int, weight_itemsize: float = 1, input_itemsize: float = 1) -> float:
-    """Bytes of one product: weights and input read, bf16 result written."""
-    return n * k * weight_itemsize + rows * (k * input_itemsize + 2 * n)
+def product_work(rows: float, n: int, k: int, dtype: str) -> OperationWork:
+    """A product `[rows, k] × [k, n]` with bf16 results. dtype: of the weights, one of `TABLED`."""
+    bits, itemsize = TABLED[dtype]
+    return OperationWork(2.0 * rows * n * k, bits, n * k * itemsize + rows * (k * itemsize + 2 * n))
 
 
-def _efficiency(rows: float, n: int, k: int, tflops: float, groups: int = 1) -> float:
-    flops = 2.0 * groups * rows * n * k
-    best = roofline(flops, groups * product_bytes(rows, n, k), H800_FP8_FLOPS, H800_BANDWIDTH)
-    return best / (flops / (tflops * 1e12))
+def experts_work(used: float, rows: float, width: int, inner: int, itemsize: float, bits: int) -> OperationWork:
+    """Both products of routed experts: `rows` in all, the weights of `used` experts."""
+    moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
+    return OperationWork(6.0 * rows * width * inner, bits, moved)
 
 
-_DENSE = {shape: {m: _efficiency(m, *shape, t) for m, t in row.items()} for shape, row in DENSE_TFLOPS.items()}
-_MASKED = {s: {g: _efficiency(g[1], *s, t, g[0]) for g, t in row.items()} for s, row in MASKED_TFLOPS.items()}
-_CONTIGUOUS = {s: {g: _efficiency(g[1], *s, t, g[0]) for g, t in row.items()} for s, row in CONTIGUOUS_TFLOPS.items()}
+def carried(seconds: float, work: OperationWork, there: Hardware, here: Hardware, fixed: float = LAUNCH) -> float:
+    """Seconds of an operation here that took `seconds` there.
+
+    What it took beyond the bound of its operations and bytes is loss. A fixed part (starting the kernel) stays as it is. The rest
+    is waiting for data, and shrinks as memory gets faster; the bound itself is the new device's. A device with few operations for
+    each byte (H20) so reaches a larger share of its peak, by as much as its products take longer for the same waiting; and more of
+    any resource never makes an operation slower.
+    """
+    bound = work.seconds(there)
+    if seconds <= bound:
+        return seconds * work.seconds(here) / bound if seconds > 0 else seconds
+    loss = seconds - bound
+    fixed = min(fixed, loss)
+    return work.seconds(here) + fixed + (loss - fixed) * there.memory_bandwidth / here.memory_bandwidth
 
 
-_SHARE_OF_MANY_ROWS = {
-    decode: {shape: statistics.mean(shares.values()) for shape, shares in table.items()}
-    for decode, table in ((True, _MASKED), (False, _CONTIGUOUS))
-}
-
-
-def _between(points: dict[int, float], m: float) -> float:
-    """Piecewise linear in log m, constant outside."""
-    known = sorted(points)
-    if m <= known[0]:
-        return points[known[0]]
-    for low, high in itertools.pairwise(known):
-        if m <= high:
-            share = math.log(m / low) / math.log(high / low)
-            return points[low] + share * (points[high] - points[low])
-    return points[known[-1]]
-
-
-def _dense(m: float, n: float, k: float) -> float:
-    """Mean over the measured shapes, weighted by their nearness in log N and log K."""
-    total = weight = 0.0
-    for (n0, k0), points in _DENSE.items():
-        distance = math.log(n / n0) ** 2 + math.log(k / k0) ** 2
-        if distance == 0:
-            return _between(points, m)
-        total += _between(points, m) / distance
-        weight += 1 / distance
-    return total / weight
-
-
-_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+def nearness(n: int, k: int, shapes: Collection[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Weights, 1 in all, of timed shapes of products for another one: itself alone, or all by their nearness in log n and log k."""
+    if (n, k) in shapes:
+        return {(n, k): 1.0}
+    near = {shape: 1 / (math.log(n / shape[0]) ** 2 + math.log(k / shape[1]) ** 2) for shape in shapes}
+    return {shape: weight / sum(near.values()) for shape, weight in near.items()}
 
 
 @functools.cache
-def dense_curve(n: int, k: int, itemsize: float = 1.0) -> Curve:
-    """Seconds on an H800 of a dense product `[rows, k] × [k, n]` over rows; bf16 (`itemsize` 2) at FP8's shares of its ceilings."""
-    peak = H800_FP8_FLOPS if itemsize < 2 else H800_BF16_FLOPS
+def _shares(shape: tuple[int, int], masked: bool = False) -> tuple[list[float], list[float]]:
+    """(logarithms of the rows that were timed, shares of an H800's ceilings)."""
+    times = (_MASKED if masked else _DENSE)[shape]
+    works = [product_work(rows, *shape, "fp8_block") for rows in times]
+    shares = [w.seconds(as_filed("h800"), 1.0) * t * 1e12 / w.flops for w, t in zip(works, times.values(), strict=True)]
+    return [math.log(rows) for rows in times], shares
+
+
+def _dense_share(rows: float, n: int, k: int) -> float:
+    """Straight in the logarithm of the rows, constant beyond those that were timed."""
+    near = nearness(n, k, _DENSE)
+    return sum(weight * np.interp(math.log(rows), *_shares(shape)) for shape, weight in near.items())
+
+
+@functools.cache
+def dense_curve(n: int, k: int, dtype: str) -> Curve:
+    """Seconds on an H800 of a dense product `[rows, k] × [k, n]` over rows; bf16 at FP8's shares of its ceilings."""
 
     def best(rows: float) -> float:
-        return roofline(2.0 * rows * n * k, product_bytes(rows, n, k, itemsize, itemsize), peak, H800_BANDWIDTH)
+        return product_work(rows, n, k, dtype).seconds(as_filed("h800"), 1.0)
 
     # The table's own sizes exactly; between them its share of the ceilings is straight in the logarithm of the rows.
-    return Curve([(rows, best(rows) / _dense(rows, n, k)) for rows in _ROWS], best)
+    sizes = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    return Curve([(rows, best(rows) / _dense_share(rows, n, k)) for rows in sizes], best)
 
 
-def grouped_seconds(used: float, rows: float, decode: bool) -> float:
-    """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, by the masked or contiguous table.
+def grouped_seconds(used: float, rows: float) -> float:
+    """Seconds on an H800 of both of V3's expert products, `rows` over `used` experts, in decode's layout.
 
     Up to 192 rows an expert a product reaches what a dense one of as many rows does.
     """
     total, each = 0.0, rows / max(used, 1e-9)
-    for n, k in ((4096, 7168), (7168, 2048)):
-        share = _SHARE_OF_MANY_ROWS[decode][n, k]
+    for n, k in _MASKED:
+        share = statistics.mean(_shares((n, k), True)[1])
         if each < 192:
-            share = min(share, _dense(max(each, 1.0), n, k))
-        moved = used * n * k + rows * (k + 2 * n)
-        total += roofline(2.0 * rows * n * k, moved, H800_FP8_FLOPS, H800_BANDWIDTH) / share
+            share = min(share, _dense_share(max(each, 1.0), n, k))
+        work = OperationWork(2.0 * rows * n * k, 8, used * n * k + rows * (k + 2 * n))
+        total += work.seconds(as_filed("h800"), share)
     return total
 
 
-def decode_attention_seconds(flops: float, read: float) -> float:
-    """Seconds on an H800 of absorbed attention in decode; the README says "up to", of which 95 % is taken."""
-    return roofline(flops, read, 0.95 * FLASH_MLA_FLOPS, 0.95 * FLASH_MLA_BANDWIDTH)
-
-
-def prefill_attention_seconds(flops: float, context: float) -> float:
-    """Seconds on an H800 of naive causal attention, for want of a table: at most FlashMLA's share, less at short prompts.
-
-    The tiles of 128 on the diagonal are computed whole, so that a prompt of `2 × context` tokens costs that of one tile more.
-    """
-    return flops / (0.6 * H800_BF16_FLOPS) * (1 + 64 / max(context, 1.0))
+@functools.cache
+def all_reduce_curves(device: str, ranks: int) -> list[Curve]:
+    """Seconds over bytes of a sum over at most so many devices of one host, an H200's or a B200's; on Blackwell also with the residual
+    and norm that follow it in the same kernel (of 8 B300, at V3's width)."""
+    text = (importlib.resources.files("configs") / "all_reduce.csv").read_text(encoding="utf-8")
+    times: dict[tuple[bool, int], list[tuple[float, float]]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        if row["device"] == device:
+            point = 2.0 * int(row["bf16_values"]), float(row["latency_us"]) * 1e-6
+            times.setdefault((row["with_norm"] == "yes", int(row["ranks"])), []).append(point)
+    timed = [known for with_norm, known in times if not with_norm]
+    plain = times[False, min((known for known in timed if known >= ranks), default=max(timed))]
+    return [Curve(plain), *(Curve(points) for (with_norm, _), points in times.items() if with_norm)]
 
 
 def low_latency_fit(combine: bool) -> tuple[float, float, float]:
-    """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels.
+    """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels, within the largest residual.
 
-    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's. Ranges
-    are the slopes between neighbouring points' extremes and ± the residual.
+    Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's.
     """
-    row_bytes = COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES
-    payload = LOW_LATENCY_TOKENS * LOW_LATENCY_TOP_K * row_bytes
-    points = [(payload * (1 - 8 / r), t[combine]) for r, t in LOW_LATENCY_SECONDS.items() if r > 8]
+    payload, seconds = 128 * 8 * ROW_BYTES[combine], {r: us[combine] * 1e-6 for r, us in _LOW_LATENCY_US.items()}
+    points = [(payload * (1 - 8 / r), time) for r, time in seconds.items() if r > 8]
     slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
-    residual = max(abs(fixed + slope * sent - seconds) for sent, seconds in points)
-    share = 1 / slope / H800_NETWORK
+    residual = max(abs(fixed + slope * sent - time) for sent, time in points)
+    share = 1 / slope / _NETWORK
     spread = residual / (slope * points[-1][0])
-    inside = payload * 7 / 8 / (LOW_LATENCY_SECONDS[8][combine] - fixed) / H800_NVLINK
+    inside = payload * 7 / 8 / (seconds[8] - fixed) / _NVLINK
     what = "combine" if combine else "dispatch"
     return (
         measured(fixed, max(fixed - residual, 5e-6), fixed + residual, f"{what}, fixed part", DEEPEP, "s"),
@@ -224,14 +205,17 @@ def low_latency_fit(combine: bool) -> tuple[float, float, float]:
     )
 
 
-def normal_shares() -> tuple[float, float]:
-    """(share of the network's rate, share of NVLink's) of DeepEP's normal kernels, rows to the own host taken out."""
-    network = [
-        rate * remote / H800_NETWORK for ranks, remote in ((32, 3 / 4), (64, 3.5 / 4)) for rate in NORMAL_RDMA[ranks]
-    ]
-    inside = statistics.mean(NORMAL_NVLINK) / H800_NVLINK
-    value = statistics.mean(network)
+def normal_network_share() -> float:
+    """Share of the network's rate that DeepEP's normal kernels reach, rows to the own host taken out."""
+    shares = [rate * remote / _NETWORK for (_, remote), rates in _NORMAL_RDMA.items() for rate in rates]
+    return measured(statistics.mean(shares), min(shares), max(shares), "normal kernels, share of network", DEEPEP)
+
+
+def normal_fit() -> tuple[float, float, float]:
+    """What `low_latency_fit` gives, of DeepEP's normal kernels."""
+    share = statistics.mean(_NORMAL_NVLINK) / _NVLINK
     return (
-        measured(value, min(network), max(network), "normal kernels, share of network", DEEPEP),
-        measured(inside, 0.95 * inside, 1.05 * inside, "normal kernels, share of scale-up link", DEEPEP),
+        assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s"),
+        normal_network_share(),
+        measured(share, 0.95 * share, 1.05 * share, "normal kernels, share of scale-up link", DEEPEP),
     )

@@ -58,34 +58,37 @@ class Precision:
         return {"block": 128 if self.linear == FP8_BLOCK else None, "expert_block": fp4}
 
     @property
-    def expert_unit(self) -> str:
-        """Which of a device's units multiplies by the experts' weights."""
-        if self.expert < 1 and not self.widens_fp4:
-            return "fp4"
-        return "fp8" if 1 <= self.expert < BF16 else "bf16"
+    def expert_bits(self) -> int:
+        """Bits of the numbers that a device's unit multiplies by the experts' weights."""
+        if self.expert < 1:
+            return 16 if self.widens_fp4 else 4
+        return 8 if self.expert < BF16 else 16
 
     def only_experts_in_fp4(self) -> Precision:
         """With FP4 as dsjax has it (docs/fp4.md): routed experts only, widened to bf16, and rows sent to them in FP8."""
         return dataclasses.replace(self, wire=_WIRE_FP8, mlp_bytes=self.linear, widens_fp4=True)
 
-    def peak(self, chip: Hardware, expert: bool) -> float:
-        """Operations a second of the unit that multiplies by such weights.
+    def check_units(self, chip: Hardware) -> None:
+        """Make sure that a device multiplies by such weights.
 
         Raises:
-            UserError: FP4 on a device that has no FP4 unit.
+            UserError: FP4 on a device that has no FP4 unit, or INT8 on one that has none as fast as its FP8 one.
         """
-        itemsize = self.expert if expert else self.linear
         if self.name == "int8" and chip.key.startswith(("gb300", "tpu")):
             raise UserError(
                 f"--precision int8: {chip.name} has no INT8 unit as fast as its FP8 one; choose fp8 or bf16"
             )
-        if itemsize < 1 and self.widens_fp4:
-            return chip.bf16_flops
-        if itemsize < 1:
-            if chip.fp4_flops is None:
-                raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
-            return chip.fp4_flops
-        return chip.fp8_flops if itemsize < BF16 else chip.bf16_flops
+        if self.expert_bits == 4 and chip.fp4_flops is None:
+            raise UserError(f"--precision {self.name}: {chip.name} has no FP4 unit; choose fp8 or bf16")
+
+
+TABLED = {"nvfp4": (4, 0.5625), "fp8_block": (8, 1.0), "bfloat16": (16, BF16)}
+"""Weights as tables of operations name them: bits of the unit that multiplies by them, and bytes of one."""
+
+
+def tabled(itemsize: float) -> str:
+    """The one of `TABLED` that weights of so many bytes are."""
+    return "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16"
 
 
 def of_files(config: ModelConfig, chosen: Precision) -> Precision:

@@ -8,9 +8,8 @@ from functools import partial
 from dsjax.plan.figure import assumed
 from dsjax.plan.network import (
     all_reduce,
+    deepep_exchange,
     exchanged_rows,
-    low_latency_exchange,
-    normal_exchange,
     own_exchange,
     xla_collective,
 )
@@ -105,11 +104,16 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
     else:
         # With one rank the sums over tp are the exchange.
         ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
-        known, normal, low_latency = (step.operators, step.shared), [], []
-        for row, combine in zip(rows, (False, True), strict=True):
-            about = row, slowest, combine, *known
-            normal.append(normal_exchange(cluster, config, ranks, rank_tokens, *about))
-            low_latency.append(low_latency_exchange(cluster, ranks, rank_tokens, top_k, *about))
+        ways = tuple(zip(rows, (False, True), strict=True))
+        normal, low_latency = (
+            [
+                deepep_exchange(
+                    cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.operators, step.shared
+                )
+                for row, combine in ways
+            ]
+            for low in (False, True)
+        )
         # Decode takes the faster of DeepEP's two kinds of kernels. Capturing the normal ones in a CUDA graph is not priced.
         there, back = low_latency if decode and sum(low_latency) <= sum(normal) else normal
     if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes:

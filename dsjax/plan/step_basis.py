@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,10 +14,10 @@ from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.network import own_method
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
 from dsjax.plan.precision import Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
+from sharding.dispatch import choose_method
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,14 @@ class StepBasis:
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
     def own_method(self, tokens: float, halved: bool = False) -> str:
-        """The method of dsjax's own dispatch for so many tokens of a device."""
-        mesh, domain, top_k = self.layout.mesh, self.cluster.domain, self.config.num_experts_per_tok
-        return own_method(self.dispatch, mesh, domain, tokens, top_k, halved, self.routed_groups)
+        """The method of dsjax's own dispatch for so many tokens of a device (or of its half batch), as the engine resolves it."""
+        mesh, whole = self.layout.mesh, max(1, math.ceil(tokens))
+        about = {"overlapped": halved, "on_host": self._ranks_on_host, "routed_groups": self.routed_groups}
+        return choose_method(self.dispatch, whole, self.config.num_experts_per_tok, mesh.ep_size, "gpu", **about)
+
+    @cached_property
+    def _ranks_on_host(self) -> int:
+        return self.layout.mesh.expert_ranks_on_host(self.cluster.domain)
 
     @property
     def routed_groups(self) -> tuple[int, int] | None:

@@ -85,6 +85,12 @@ def test_what_was_not_timed_is_told_by_the_nearest_and_called_an_assumption(clus
     assert all_reduce(cluster, 32, 1e6) == all_reduce(plain, 32, 1e6)  # nothing of the kind in the file
 
 
+def test_a_message_takes_no_longer_than_a_larger_one_that_was_timed(written):
+    rows = [row("all_to_all", False, 8, sent, seconds) for sent, seconds in ((1000, 5e-3), (2000, 1e-3), (4000, 2e-3))]
+    cluster = dataclasses.replace(load_cluster("h100-32"), measured=read_network(written(rows)))
+    assert [xla_collective(cluster, 8, sent / 7) for sent in (1000, 1500, 3000)] == pytest.approx([1e-3, 1e-3, 1.5e-3])
+
+
 def test_a_sweep_scales_what_was_measured(cluster):
     each = 2000 / 31
     assert xla_collective(cluster.scaled("network", 2), 32, each) == pytest.approx(10e-3 + 20e-3 / 2)

@@ -10,19 +10,11 @@ from dsjax.hardware import load_hardware
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.network import all_reduce, hosts_of_a_token
+from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, operator_tables
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.routed import routed_experts
 from dsjax.plan.step import StepModel
-
-
-def test_a_token_reaches_no_more_hosts_than_its_groups_and_experts_allow(v3):
-    assert hosts_of_a_token(v3, 1) == 1
-    # 4 of 8 groups, 2 groups a host on 4 hosts: 4 (1 - C(6,4) / C(8,4)).
-    assert hosts_of_a_token(v3, 4) == pytest.approx(4 * (1 - 15 / 70))
-    assert hosts_of_a_token(v3, 8) == 4
-    assert 4 < hosts_of_a_token(v3, 18) < 8
 
 
 @pytest.mark.parametrize("resource", ["fp8_flops", "memory_bandwidth"])

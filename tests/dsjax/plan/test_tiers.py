@@ -6,7 +6,7 @@ import pytest
 
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.network import all_reduce, cache_transfer, normal_exchange
+from dsjax.plan.network import all_reduce, cache_transfer, deepep_exchange
 from dsjax.plan.search import search
 from dsjax.plan.tiers import Tier, Wiring, read_wiring
 from dsjax.plan.workload import Objective, Pins, PlanOptions
@@ -30,7 +30,7 @@ def test_an_exchange_takes_as_long_as_the_tiers_that_it_crosses(v3):
     tiered = dataclasses.replace(flat, wiring=RACKS)
 
     def seconds(cluster, ranks):
-        return normal_exchange(cluster, v3, ranks, 4096, 7168, 1.0)
+        return deepep_exchange(cluster, v3, ranks, 4096, 7168, 1.0)
 
     assert seconds(tiered, 32) == pytest.approx(seconds(dataclasses.replace(flat, latency=2e-6), 32))
     thinner = dataclasses.replace(flat, network_gbps=400 / 3.2, latency=6e-6)
