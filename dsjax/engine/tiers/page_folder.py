@@ -147,7 +147,7 @@ class PageFolder(OwnedFolder):
             names = set(os.listdir(root)) - {_LOST_AND_FOUND}
             if _content(MARK, root) is not None:
                 return
-            if MARK not in names and (not names or self._is_of_an_earlier_version(names, root)):
+            if not names:
                 file = os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
                 with contextlib.suppress(OSError):  # its name is enough
                     os.write(file, _MARK_TEXT)
@@ -159,14 +159,6 @@ class PageFolder(OwnedFolder):
             f"--disk-cache: {self.path} holds files that are not dsjax's ({shown}), and nothing of them is touched; "
             "give a folder that is empty or does not exist yet"
         )
-
-    def _is_of_an_earlier_version(self, names: set[str], root: int) -> bool:
-        """Whether this was a folder for pages before there was a mark, or the mark was deleted: a space, and no lock of another form.
-
-        The name of a space is a hash of what lies in it, so nobody else's folder has one by chance.
-        """
-        lock = _content(_LOCK, root) if _LOCK in names else b""
-        return lock is not None and re.fullmatch(rb"(\d{1,10}\n)?", lock) is not None and bool(self.spaces())
 
     def _unusable(self, error: OSError) -> UserError:
         return UserError(
