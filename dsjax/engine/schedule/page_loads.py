@@ -229,9 +229,7 @@ class SourcedPages:
         self.source = source
         self.ranks = [PageLoads(pool, source, rank) for rank, pool in enumerate(pools)]
         self._num_staged = 0  # `FetchPages` so far
-        source.bind(
-            [RankPages(pool, loads.landing, pool.events) for pool, loads in zip(pools, self.ranks, strict=True)]
-        )
+        source.bind([RankPages(pool, loads.landing) for pool, loads in zip(pools, self.ranks, strict=True)])
         for loads in self.ranks:
             loads.landing.first_number = source.slots
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from dsjax.engine.contract.commands import int32s
-from dsjax.engine.schedule.page_events import RankEvents
+from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.request import Request
 
 NAME_BYTES = 32
@@ -23,15 +23,15 @@ class PagePool:
     Attributes:
         on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. The page's values are there until the next
             commands are carried out; afterwards they are lost.
-        events: told of pages that can be found and of those that cannot any more; None: nobody wants to know.
+        events: told of pages of `rank` that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
-    def __init__(self, num_pages: int, page_size: int, events: RankEvents | None = None):
+    def __init__(self, num_pages: int, page_size: int, events: PageEvents | None = None, rank: int = 0):
         if num_pages < 2:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
             raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
-        self.page_size, self.num_pages, self.events = page_size, num_pages, events
+        self.page_size, self.num_pages, self.events, self.rank = page_size, num_pages, events, rank
         self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
@@ -150,7 +150,7 @@ class PagePool:
         names = request.page_hashes
         new = [place for place, page in enumerate(pages, start=first) if self.seal(page, names[place])]
         if self.events is not None and new:
-            self.events.computed(request, new)
+            self.events.computed(self.rank, request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let pages be found no more. Who holds them keeps them."""
@@ -163,7 +163,7 @@ class PagePool:
         self.forget_all()
         self.events = events
         if events is not None:
-            events.cleared()
+            events.cleared(self.rank)
 
     def forget_all(self) -> None:
         """Forget every page, and tell of each."""
@@ -178,7 +178,7 @@ class PagePool:
 
     def _unname(self, page: int) -> None:
         if self.events is not None:
-            self.events.removed("device", (self._hash_of[page],))
+            self.events.removed(self.rank, "device", (self._hash_of[page],))
         del self._page_of[self._hash_of[page]]
         self._hash_of[page] = None
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
-from dsjax.engine.schedule.page_events import Event, PageEvents, RankEvents
+from dsjax.engine.schedule.page_events import Event, PageEvents
 from dsjax.engine.schedule.page_loads import SourcedPages
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.pages import PagePool
@@ -48,16 +48,13 @@ class Scheduler:
     ):
         self.config, self._is_sourced, self.source = config, source is not None, source or PageSource()
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
-        pools = [self._pool(rank) for rank in range(num_ranks)]
+        sizes = config.pages_per_rank, config.page_size
+        pools = [PagePool(*sizes, self.events, rank) for rank in range(num_ranks)]
         self.pages = SourcedPages(self.source, pools)
         self.ranks = [Rank(pool, config, loads) for pool, loads in zip(pools, self.pages.ranks, strict=True)]
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-
-    def _pool(self, rank: int) -> PagePool:
-        events = None if self.events is None else RankEvents(self.events, rank)
-        return PagePool(self.config.pages_per_rank, self.config.page_size, events)
 
     @property
     def num_unfinished(self) -> int:

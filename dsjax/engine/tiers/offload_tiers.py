@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -74,7 +73,8 @@ class OffloadTiers(PageSource):
         self.ranks, config = ranks, self.config
         self.host = [HostTier(self.slots, max(2, config.num_batches)) for _ in ranks] if self.slots else []
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
-        if self.disk is not None and ranks[0].events is not None:
+        self._events = ranks[0].pool.events
+        if self.disk is not None and self._events is not None:
             self.disk.on_gone = self._events.gone_from_disk
         self._stores: list[list[StoredPage]] = [[] for _ in ranks]
         self._readings: list[list[Reading]] = [[] for _ in ranks]
@@ -160,14 +160,13 @@ class OffloadTiers(PageSource):
         stored = self.host[rank].store(name) if self.host else None
         slot = NOWHERE if stored is None else stored[0]
         number = NOWHERE if self.disk is None else self.disk.write(name)
-        events = self.ranks[rank].events
-        if events is not None:
+        if self._events is not None:
             if number != NOWHERE:
-                events.goes_to_disk(name)
+                self._events.holds(name)
             if stored is not None:
                 if stored[1] is not None:
-                    events.removed("host", (stored[1],))
-                events.stored_in_host(name)
+                    self._events.removed(rank, "host", (stored[1],))
+                self._events.stored(rank, "host", name)
         if slot != NOWHERE or number != NOWHERE:
             self._stores[rank].append(StoredPage(page, slot, number, name))
 
@@ -200,9 +199,7 @@ class OffloadTiers(PageSource):
     def forget(self, rank: int, names: Sequence[bytes]) -> None:
         """Let pages be found no more, and delete them from the disk."""
         if self.host:
-            gone = self.host[rank].forget(names)
-            if self.ranks[rank].events is not None:
-                self.ranks[rank].events.removed("host", gone)
+            self._tell_gone(rank, self.host[rank].forget(names))
         if self.disk is not None:
             self.disk.forget(names)
 
@@ -223,9 +220,7 @@ class OffloadTiers(PageSource):
     def invalidate(self, rank: int) -> None:
         """Forget host memory, and what was on its way to the disk."""
         if self.host:
-            gone = self.host[rank].flush()
-            if self.ranks[rank].events is not None:
-                self.ranks[rank].events.removed("host", gone)
+            self._tell_gone(rank, self.host[rank].flush())
         if self.disk is not None:
             self.disk.invalidate()
 
@@ -259,7 +254,7 @@ class OffloadTiers(PageSource):
             self.disk.listed(reports.listed)
         for number, ok in reports.written:
             name = self.disk.written(number, ok, now)
-            if self.ranks[0].events is not None and name is not None:
+            if self._events is not None and name is not None:
                 if ok:
                     self._events.stored(None, "disk", name)
                 else:
@@ -279,9 +274,9 @@ class OffloadTiers(PageSource):
             stores.append([one for one in reversed(stored) if one.number != NOWHERE])
         return stores
 
-    @property
-    def _events(self) -> PageEvents:
-        return self.ranks[0].events.all_ranks
+    def _tell_gone(self, rank: int, names: Iterable[bytes]) -> None:
+        if self._events is not None:
+            self._events.removed(rank, "host", names)
 
 
 class OffloadAttachment(Attachment):

@@ -396,7 +396,7 @@ class RemotePrefills(PageSource):
 
     def _pull(self, transfer: Transfer, offer: ChunkReady, now: float) -> bool:
         """Pull what an offer has; False where there is no room for it."""
-        rank, (pool, landing, _) = transfer.rank, self.ranks[transfer.rank]
+        rank, (pool, landing) = transfer.rank, self.ranks[transfer.rank]
         wanted = []
         for place in range(offer.count):
             page = offer.first - transfer.first + place
