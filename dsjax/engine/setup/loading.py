@@ -37,7 +37,7 @@ from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.experts.expert_exchange import ExpertExchange
-from dsjax.engine.experts.expert_moves import ExpertMoves
+from dsjax.engine.experts.expert_part import ExpertPart
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
@@ -327,7 +327,7 @@ class _Loader:
             reader = ExpertReader(self.config, self.checkpoint, self.weights, platform, mtp=step.has_module)
             writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
             writer.rehearse()
-        return lambda device, _: ExpertMoves(device, per_exchange, writer)
+        return lambda device, _: ExpertPart(device, per_exchange, writer)
 
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
         """Limits with as many pages as fit the devices with the least room."""
