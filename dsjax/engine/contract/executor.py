@@ -190,7 +190,7 @@ class Executor(Protocol):
         """Compile every program that commands can ask for."""
 
     def shutdown(self) -> None:
-        """Give back what the executor holds."""
+        """Give back what the executor holds, parameters included, whatever became of the last step."""
 
 
 class ExecutorWrapper:

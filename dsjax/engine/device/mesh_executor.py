@@ -200,16 +200,8 @@ class MeshExecutor:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
         return self._recorder.read() if self.recording else None
 
-    def shutdown(self) -> None:
-        """Free the state and drop the programs."""
-        for part in self._parts:
-            part.close()
-        for array in jax.tree.leaves(self.state):
-            array.delete()
-        self.programs.drop()
-
-    def release(self, held: HeldWeights | None = None) -> None:
-        """`shutdown`, and free the parameters too, whatever became of the last step.
+    def shutdown(self, held: HeldWeights | None = None) -> None:
+        """Free the state, the parameters and the programs, whatever became of the last step.
 
         held: takes over those parameters that a checkpoint has; None: they are freed like the others.
         """

@@ -482,12 +482,6 @@ def load_generation(
     return load_model(options, group, mesh=mesh, is_later=True, library=library, held=held)
 
 
-def drop(held: HeldWeights) -> None:
-    """Free held weights that this process does not need any more."""
-    held.clear()
-    gc.collect()  # JAX frees memory shared with NumPy only when it is next called, or here
-
-
 def mesh_of(announcement: Announcement) -> Mesh:
     """Arrange the devices of a generation that was announced as its mesh."""
     devices = {device.id: device for device in jax.devices()}
@@ -500,8 +494,8 @@ def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")
         elif not isinstance(layer, ExecutorWrapper):
-            layer.release(held)
-    gc.collect()
+            layer.shutdown(held)
+    gc.collect()  # JAX frees memory shared with NumPy only when it is next called, or here
 
 
 def _layers(executor: Executor | None) -> Iterator[Any]:

@@ -200,15 +200,10 @@ class PipelineExecutor:
         """What all stages recorded since recording began, layers in order."""
         return counts_of_all([stage.expert_counts() for stage in self.stages])
 
-    def shutdown(self) -> None:
-        """Give back what all stages hold."""
+    def shutdown(self, held: Any = None) -> None:
+        """Give back what all stages hold. held: nothing is taken over."""
         for stage in self.stages:
             stage.shutdown()
-
-    def release(self, held: Any = None) -> None:
-        """`shutdown`, whatever became of the last step. held: nothing is taken over."""
-        for stage in self.stages:
-            stage.release()
 
 
 def counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:

@@ -97,15 +97,10 @@ class StagesOfProcess(PipelineExecutor):
         self._loads = counts_of_all(parts_of(ExpertCounts, self._links.gather(lambda: plain(read()))))
         return self._loads
 
-    def shutdown(self) -> None:
+    def shutdown(self, held: Any = None) -> None:
         """Give back what all stages here hold, and end the connections."""
         self._links.close()
-        super().shutdown()
-
-    def release(self, held: Any = None) -> None:
-        """`shutdown`, whatever became of the last step."""
-        self._links.close()
-        super().release(held)
+        super().shutdown(held)
 
     def _found(self, pending: PendingStages) -> Any:
         """What came of a command at the last stage, in whichever thread."""
