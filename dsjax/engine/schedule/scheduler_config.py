@@ -1,7 +1,7 @@
 """`SchedulerConfig`: a scheduler's sizes and policy, and which requests could never finish within them. Plain Python, no JAX."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
@@ -55,20 +55,10 @@ class SchedulerConfig:
             raise UserError(f"scheduling policy {self.policy!r} is unknown, expected fcfs or priority")
 
     @classmethod
-    def from_limits(
-        cls,
-        limits: ExecutorLimits,
-        *,
-        max_num_batched_tokens: int,
-        policy: Literal["fcfs", "priority"] = "fcfs",
-        prefix_caching: bool = True,
-        speculation: SpeculativeConfig | None = None,
-        num_batches: int = 1,
-    ) -> "SchedulerConfig":
-        """Use all the room that an executor has."""
+    def from_limits(cls, limits: ExecutorLimits, *, prefix_caching: bool = True, **options: Any) -> "SchedulerConfig":
+        """Use all the room that an executor has. options: the fields that no limit gives."""
         return cls(
             max_num_seqs=limits.max_rows_decode,
-            max_num_batched_tokens=max_num_batched_tokens,
             prefill_chunk=limits.max_chunk,
             max_prefill_rows=limits.max_rows_prefill,
             page_size=limits.page_size,
@@ -77,10 +67,8 @@ class SchedulerConfig:
             host_pages_per_rank=limits.host_pages_per_rank if prefix_caching else 0,
             disk_pages=limits.disk_pages if prefix_caching else 0,
             disk_page_bytes=limits.disk_page_bytes,
-            policy=policy,
             prefix_caching=prefix_caching,
-            speculation=speculation,
-            num_batches=num_batches,
+            **options,
         )
 
     @property
