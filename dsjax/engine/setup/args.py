@@ -8,7 +8,7 @@ from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.experts.options import ExpertOptions
+from dsjax.engine.experts.eplb import ExpertOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.combinations import check_combinations
 from dsjax.engine.setup.side_options import SideOptions, check_sides, check_sizes
