@@ -22,8 +22,8 @@ from dsjax.engine.contract.commands import (
     from_int32s,
 )
 from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
-from dsjax.engine.device.buckets import Launch, num_decodes
-from dsjax.engine.device.logit_edits import bias_width, mask_words, padded_pieces
+from dsjax.engine.device.buckets import Launch, num_decodes, padded_pieces
+from dsjax.engine.device.logit_edits import bias_width, mask_words
 from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
 from dsjax.engine.device.slots import (
     ADMISSION_WIDTH,

@@ -5,11 +5,8 @@ In vLLM's order: bias, then penalties, then masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,16 +22,6 @@ def bias_width(num_positions: int) -> int:
 def mask_words(vocab_size: int) -> int:
     """int32 words of a packed mask."""
     return -(-vocab_size // 32)
-
-
-def padded_pieces(ranks: Sequence[np.ndarray], size: int, padding: int) -> Iterator[np.ndarray]:
-    """``[B, size, W]`` int32 pieces of each rank's ``[n, W]`` rows; what is left of a piece is ``padding``."""
-    for start in range(0, max(map(len, ranks)), size):
-        piece = np.full((len(ranks), size, ranks[0].shape[1]), padding, np.int32)
-        for rank, rows in enumerate(ranks):
-            part = rows[start : start + size]
-            piece[rank, : len(part)] = part
-        yield piece
 
 
 def add_biases(

@@ -17,7 +17,7 @@ from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, S
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
 from dsjax.engine.device import device_state, slots
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
-from dsjax.engine.device.buckets import Buckets, Launch, num_decodes
+from dsjax.engine.device.buckets import Buckets, Launch, num_decodes, padded_pieces
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_recorder import ExpertRecorder
 from dsjax.engine.device.launch_rows import (
@@ -29,7 +29,6 @@ from dsjax.engine.device.launch_rows import (
     read_step,
     split_page_changes,
 )
-from dsjax.engine.device.logit_edits import padded_pieces
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import explained_out_of_memory
 from dsjax.engine.device.programs import COPIES, Programs
