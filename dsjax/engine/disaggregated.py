@@ -70,7 +70,9 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
 def _engine_of(args: EngineArgs, model: LoadedEngine, sink: EventSink | None = None, **options: Any) -> PrefillEngine:
     config = args.scheduler_config(model.executor.limits)
     options |= {"timeout": args.transfer_timeout, "async_scheduling": args.async_scheduling}
-    return PrefillEngine(model.executor, config, attachments=attachments_of(config, args, sink), **options)
+    return PrefillEngine(
+        model.executor, config, attachments=attachments_of(config, args, () if sink is None else (sink,)), **options
+    )
 
 
 def load_prefill(

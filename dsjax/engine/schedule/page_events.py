@@ -60,23 +60,6 @@ class EventSink(Protocol):
         """The engine ends; nothing follows."""
 
 
-class EventSinks:
-    """Several sinks as one."""
-
-    def __init__(self, sinks: Sequence[EventSink]):
-        self._sinks = sinks
-
-    def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """Tell each."""
-        for sink in self._sinks:
-            sink.publish(rank, events)
-
-    def close(self) -> None:
-        """End each."""
-        for sink in self._sinks:
-            sink.close()
-
-
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message. ts: seconds since 1970."""
 

@@ -368,25 +368,23 @@ def _open(socket: Any, endpoint: str, bound: bool) -> None:
 
 
 class PageEventStream(Attachment):
-    """The part of an engine's core that tells a sink which pages can be found from now on, and which no more."""
+    """The part of an engine's core that tells sinks which pages can be found from now on, and which no more."""
 
     wants_page_events = True
 
-    def __init__(self, sink: EventSink):
-        self._sink = sink
+    def __init__(self, *sinks: EventSink):
+        self._sinks = sinks
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
         if self.scheduler is not None:
             for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
-                with contained("cache events", "Routers do not hear that pages are gone."):
-                    self._sink.publish(rank, [AllBlocksCleared()])
+                self._publish(rank, [AllBlocksCleared()], "Routers do not hear that pages are gone.")
 
     def planned(self) -> None:
         """Tell what has happened since the last time."""
         for rank, events in self.scheduler.take_page_events():
-            with contained("cache events", "Routers do not hear of some pages."):
-                self._sink.publish(rank, events)
+            self._publish(rank, events, "Routers do not hear of some pages.")
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """Tell what the step has sealed."""
@@ -397,6 +395,12 @@ class PageEventStream(Attachment):
         self.planned()
 
     def close(self, failed: bool) -> None:
-        """End the sink, unless the engine has failed."""
+        """End the sinks, unless the engine has failed."""
         if not failed:
-            self._sink.close()
+            for sink in self._sinks:
+                sink.close()
+
+    def _publish(self, rank: int, events: Sequence[Event], consequence: str) -> None:
+        for sink in self._sinks:
+            with contained("cache events", consequence):
+                sink.publish(rank, events)
