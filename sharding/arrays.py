@@ -27,7 +27,7 @@ class RepeatedPut:
     """``put`` for arrays that go to the same devices again and again, each step's inputs: what JAX works out of a shape is kept.
 
     That is most of what ``jax.device_put`` costs a small array: 18 µs instead of 197 on one device, 130 instead of 309 on 32 (two busy
-    cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32`).
+    cores, 2026-11-28, `python tools/bench_host.py --put --mesh dp=1 dp=32` at commit 69443ce0).
     """
 
     def __init__(self, sharding: Sharding):

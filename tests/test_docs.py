@@ -15,7 +15,9 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").rglob("*.md")]
 )
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-COMMAND = re.compile(r"(?:python -m dsjax\.|(?<![\w./-])dsjax )((?:bench |kernels )?[a-z]+)\b([^`\n]*)")
+COMMAND = re.compile(
+    r"(?:python -m dsjax\.|(?<![\w./-])dsjax )((?:bench |kernels |plan (?=(?:fit|recipe|search|simulate|step)\b))?[a-z]+)\b([^`\n]*)"
+)
 
 
 def named(page: Path) -> str:
@@ -32,7 +34,7 @@ def options() -> dict[str, set[str]]:
         for path, one in (parts or {name: command}).items():
             flags = {flag for parameter in one.params for flag in (*parameter.opts, *parameter.secondary_opts)}
             found[path] = {flag for flag in flags if flag.startswith("--")}
-    return found
+    return found | {"plan": found["plan search"]}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -3,15 +3,19 @@
     python tools/bench_generate.py transformers:grouped_mm transformers:eager dsjax:dp=1
     python tools/bench_generate.py --prompts 256 --prompt-tokens 32 dsjax:dp=1 dsjax:dp=32
     python tools/bench_generate.py dsjax:dp=1 dsjax+synchronous:dp=1 dsjax+speculative:dp=1 dsjax+speculative+synchronous:dp=1
+    python tools/bench_generate.py --prompts 128 dsjax:dp=32 dsjax+http:dp=32            # what serving costs
+    taskset -c 1 python tools/bench_generate.py dsjax:dp=1@../before dsjax:dp=1          # two checkouts on one core
 
 A system is ``dsjax:MESH`` or ``transformers:EXPERTS``. ``dsjax:MESH/NAME=VALUE/…`` gives this one engine options of its own, for example
-``dsjax:dp=1/kernels=plain``; ``dsjax+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module; ``dsjax+synchronous``
-turns asynchronous scheduling off; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand in one run.
+``dsjax:dp=1/kernels=plain/batch_invariant=true``; ``dsjax+speculative`` drafts ``--drafts`` tokens a row with the model's MTP module;
+``dsjax+synchronous`` turns asynchronous scheduling off; ``dsjax+http`` streams the answers from ``dsjax serve``, and its processor time is
+the server's and the client's; ``dsjax:MESH@DIRECTORY`` runs another checkout's code, so that two commits stand in one run.
 ``llama.cpp:FILE.gguf`` decodes all prompts together, at most 256 at a time, which is its limit (``tools/make_gguf.py`` makes the file).
 
 Each system runs in a process of its own; they take turns, one round each, so that a slow minute of the machine hits all of them. Round 0
-warms up and is not counted. The figure is the median over rounds of (prompts × new tokens) ÷ seconds, prefill included; the ratio is to
-the first system. The second ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with
+warms up and is not counted; ``start s`` is the time from a system's start to the end of its round 0, with the compiled programs that
+``JAX_COMPILATION_CACHE_DIR`` keeps. The figure is the median over rounds of (prompts × new tokens) ÷ seconds, prefill included; the ratio
+is to the first system. The second ratio is of processor time, the least of the rounds: on a machine shared with others it says more, with
 one thread (``taskset -c 0 … --threads 1``).
 
 All use the same prompts, greedy; dsjax without its prefix cache, which would spare it every prompt after the first round. ``--held-out``
@@ -22,6 +26,8 @@ text, and how many is printed by position.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -29,9 +35,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-KINDS, VARIANTS = ("dsjax", "transformers", "llama.cpp"), {"speculative", "synchronous"}
+KINDS, VARIANTS = ("dsjax", "transformers", "llama.cpp"), {"speculative", "synchronous", "http"}
 
 
 def main() -> None:
@@ -40,7 +47,7 @@ def main() -> None:
     parser.add_argument(
         "systems",
         nargs="*",
-        help="dsjax[+speculative][+synchronous]:MESH, transformers:EXPERTS (eager, batched_mm, grouped_mm) or llama.cpp:FILE",
+        help="dsjax[+speculative][+synchronous][+http]:MESH, transformers:EXPERTS (eager, batched_mm, grouped_mm) or llama.cpp:FILE",
     )
     parser.add_argument("--model", default=str(ROOT / "configs" / "models" / "demo"))
     parser.add_argument("--prompts", type=int, default=32)
@@ -64,7 +71,8 @@ def main() -> None:
         kind, *variants = first.split("+")
         if kind not in KINDS or set(variants) - (VARIANTS if kind == "dsjax" else set()):
             parser.error(
-                f"no such system: {system}; expected dsjax[+speculative][+synchronous]:MESH, transformers:EXPERTS or llama.cpp:FILE"
+                f"no such system: {system}; expected dsjax[+speculative][+synchronous][+http]:MESH, transformers:EXPERTS "
+                "or llama.cpp:FILE"
             )
     if not args.systems:
         parser.error("name at least one system, for example: transformers:grouped_mm dsjax:dp=1")
@@ -73,14 +81,17 @@ def main() -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Start a worker for each system, let them take turns, and print the table."""
-    workers = {system: _start(args, system) for system in args.systems}
+    workers: dict[str, subprocess.Popen] = {}
+    started: dict[str, float] = {}
     seconds: dict[str, list[float]] = {system: [] for system in args.systems}
     processor: dict[str, list[float]] = {system: [] for system in args.systems}
     produced: dict[str, list] = {}
     drafts: dict[str, list[int]] = {}
     try:
         for round_number in range(args.rounds + 1):
-            for system, worker in workers.items():
+            for system in args.systems:
+                began = time.perf_counter()
+                worker = workers[system] = workers.get(system) or _start(args, system)
                 worker.stdin.write("go\n")
                 worker.stdin.flush()
                 line = worker.stdout.readline()
@@ -92,25 +103,31 @@ def compare(args: argparse.Namespace) -> None:
                 if round_number:
                     seconds[system].append(answer["seconds"])
                     processor[system].append(answer.get("processor", float("nan")))  # an older checkout says none
+                else:
+                    started[system] = time.perf_counter() - began
             print(
                 f"round {round_number} of {args.rounds}" + (" (warm-up)" if not round_number else ""), file=sys.stderr
             )
     finally:
         for worker in workers.values():
-            worker.kill()
+            _end(worker)
     total = args.prompts * args.new_tokens
     first = statistics.median(seconds[args.systems[0]])
     rows = []
-    print(f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7} {'processor s':>12} {'ratio':>7}  same tokens")
+    print(
+        f"{'system':32} {'tokens/s':>10} {'best':>10} {'ratio':>7} {'processor s':>12} {'ratio':>7} {'start s':>8}  same tokens"
+    )
     for system, times in seconds.items():
         median = statistics.median(times)
-        same = statistics.fmean(a == b for a, b in zip(produced[system], produced[args.systems[0]], strict=True))
+        pair = produced[system], produced[args.systems[0]]
+        same = f"{statistics.fmean(a == b for a, b in zip(*pair, strict=True)):.0%}" if None not in pair else "–"
         least, of_first = min(processor[system]), min(processor[args.systems[0]])
         found = {"seconds": times, "processor_seconds": processor[system], "tokens_per_second": total / median}
+        found["start_seconds"] = started[system]
         rows.append({"system": system, **found, "ratio": first / median, "processor_ratio": of_first / least})
         print(
             f"{system:32} {total / median:10.0f} {total / min(times):10.0f} {first / median:7.2f} {least:12.2f} "
-            f"{of_first / least:7.2f}  {same:.0%}"
+            f"{of_first / least:7.2f} {started[system]:8.1f}  {same}"
         )
         if drafts[system]:
             rows_with, *accepted = drafts[system]
@@ -136,6 +153,15 @@ def _start(args: argparse.Namespace, system: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def _end(worker: subprocess.Popen) -> None:
+    """End a worker by the end of its input, so that it ends a server of its own."""
+    worker.stdin.close()
+    try:
+        worker.wait(60)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+
+
 def work(args: argparse.Namespace) -> None:
     """Load one system, then run a round for each line that comes."""
     # Libraries print; only the answers may go to the pipe.
@@ -143,18 +169,23 @@ def work(args: argparse.Namespace) -> None:
     os.dup2(2, 1)
     system, _, how = args.worker.partition(":")
     kind, *variants = system.split("+")
-    if kind == "dsjax":
-        run = _dsjax(args, how, variants)
-    else:
-        run = (_transformers if kind == "transformers" else _llama_cpp)(args, how)
-    for _ in sys.stdin:
-        start, processor = time.perf_counter(), time.process_time()
-        tokens = run()
-        found = {"seconds": time.perf_counter() - start, "processor": time.process_time() - processor, "tokens": tokens}
-        found["drafts"] = list(getattr(run, "drafts", []))
-        json.dump(found, answers)
-        answers.write("\n")
-        answers.flush()
+    with contextlib.ExitStack() as stack:
+        if "http" in variants:
+            run = _served(args, how, variants, stack)
+        elif kind == "dsjax":
+            run = _dsjax(args, how, variants)
+        else:
+            run = (_transformers if kind == "transformers" else _llama_cpp)(args, how)
+        server_seconds = getattr(run, "server_seconds", float)
+        for _ in sys.stdin:
+            start, processor = time.perf_counter(), time.process_time() + server_seconds()
+            tokens = run()
+            found = {"seconds": time.perf_counter() - start, "tokens": tokens}
+            found["processor"] = time.process_time() + server_seconds() - processor
+            found["drafts"] = list(getattr(run, "drafts", []))
+            json.dump(found, answers)
+            answers.write("\n")
+            answers.flush()
 
 
 def _prompts(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
@@ -186,19 +217,66 @@ def _held_out(args: argparse.Namespace) -> list[list[int]]:
     return prompts
 
 
-def _dsjax(args: argparse.Namespace, mesh: str, variants: list[str]):
+def _engine_options(args: argparse.Namespace, how: str, variants: list[str]) -> dict[str, Any]:
+    """The engine's options of ``MESH/NAME=VALUE/…``, values as JSON where they are JSON."""
+    mesh, *own = how.split("/")
+    options = {"mesh": mesh, "dtype": "float32", "enable_prefix_caching": False}
+    options["async_scheduling"] = "synchronous" not in variants
+    if "speculative" in variants:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.drafts}
+    for option in args.option + own:
+        name, _, value = option.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    """Return the options as command-line arguments."""
+    flags = []
+    for name, value in options.items():
+        word = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{word}" if value else f"--no-{word}")
+        else:
+            flags += [f"--{word}", value if isinstance(value, str) else json.dumps(value)]
+    return flags
+
+
+def _served(args: argparse.Namespace, how: str, variants: list[str], stack: contextlib.ExitStack):
+    sys.path.insert(0, str(ROOT))
+    from dsjax.bench.serve.client import Client, Target, open_session
+    from dsjax.bench.serve.load import run_load
+    from dsjax.bench.serve.records import BenchRequest
+    from dsjax.config import load_config
+    from tools.serve_process import processor_seconds, serve_process
+
+    flags = ["--model", args.model, "--served-model-name", "bench", *_flags(_engine_options(args, how, variants))]
+    server = stack.enter_context(serve_process(flags))
+    prompts = _prompts(args, load_config(args.model).vocab_size)
+    requests = [BenchRequest(prompt, len(prompt), args.new_tokens) for prompt in prompts]
+
+    async def send() -> None:
+        async with open_session(None) as session:
+            client = Client(session, Target(server.url, "completions", "bench", ignore_eos=True))
+            result = await run_load(client, requests, [0.0] * len(requests), None)
+        if failed := [record.error for record in result.records if record.error is not None]:
+            sys.exit(f"{len(failed)} requests failed: {failed[0]}")
+
+    def run() -> None:
+        asyncio.run(send())
+
+    run.server_seconds = lambda: processor_seconds(server.pid)
+    return run
+
+
+def _dsjax(args: argparse.Namespace, how: str, variants: list[str]):
     sys.path.insert(0, str(ROOT))
     from dsjax import LLM, SamplingParams
 
-    options = {"enable_prefix_caching": False, "async_scheduling": "synchronous" not in variants}
-    if "speculative" in variants:
-        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.drafts}
-    mesh, *own = mesh.split("/")
-    options |= {
-        name: int(value) if value.isdigit() else value
-        for name, _, value in (o.partition("=") for o in args.option + own)
-    }
-    llm = LLM(args.model, mesh=mesh, dtype="float32", **options)
+    llm = LLM(args.model, **_engine_options(args, how, variants))
     params = SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in _prompts(args, llm.config.vocab_size)]
 

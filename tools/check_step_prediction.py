@@ -13,6 +13,7 @@ steps; most of them lie between the sizes at which modules are timed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import statistics
@@ -152,6 +153,7 @@ def predictions(setting, rows, device, ceilings, steps, args):
     """The planner's figure for each step, and the file that it was given."""
     from dsjax.bench.modules.report import to_json
     from dsjax.bench.modules.run import ModuleResults
+    from dsjax.plan.figure import spread
     from dsjax.plan.layout import parse_layout
     from dsjax.plan.measured import Measured
     from dsjax.plan.measured_step import MeasuredStep
@@ -165,10 +167,18 @@ def predictions(setting, rows, device, ceilings, steps, args):
     model = MeasuredStep(setting.config, cluster, layout, choose_precision("auto", "auto", measured), measured=measured)
     found = []
     for step in steps:
+
+        def compute(step=step):
+            fresh = dataclasses.replace(model, shared={})
+            if step.chunk == 1:
+                return [fresh.decode(step.rows, step.cached, drafts=step.drafts)]
+            return [fresh.prefill(step.rows * step.chunk, prompt=step.chunk, cached=step.cached)]
+
         if step.chunk == 1:
-            found.append(model.decode(step.rows, step.cached, drafts=step.drafts))
+            parts = model.decode_parts(step.rows, step.cached, drafts=step.drafts)
         else:
-            found.append(model.prefill(step.rows * step.chunk, prompt=step.chunk, cached=step.cached))
+            parts, _ = model.prefill_parts(step.rows * step.chunk, prompt=step.chunk, cached=step.cached)
+        found.append((spread(compute)[0], parts))
     return found, body
 
 
@@ -245,15 +255,14 @@ def show(steps, figures, body, args) -> int:
     )
     print(f"{'step':34} {'measured ms':>22} {'predicted ms':>26} {'error':>8}")
     errors = []
-    for step, figure in zip(steps, figures, strict=True):
+    for step, (figure, parts) in zip(steps, figures, strict=True):
         median, low, high = statistics.median(step.samples), min(step.samples), max(step.samples)
-        errors.append(figure.value / median - 1)
+        errors.append(figure / median - 1)
         measured = f"{median * 1e3:.2f} [{low * 1e3:.2f}–{high * 1e3:.2f}]"
-        predicted = f"{figure.value * 1e3:.2f} [{figure.low * 1e3:.2f}–{figure.high * 1e3:.2f}]"
+        predicted = f"{figure * 1e3:.2f} [{figure.low * 1e3:.2f}–{figure.high * 1e3:.2f}]"
         print(f"{step.name:34} {measured:>22} {predicted:>26} {errors[-1]:>+8.1%}")
-        if args.parts:
-            for part in figure.parts:
-                print(f"      {part.name:30} {part.value * 1e3:8.3f} [{part.low * 1e3:.3f}–{part.high * 1e3:.3f}]")
+        for name, seconds in parts.items() if args.parts else ():
+            print(f"      {name:30} {seconds * 1e3:8.3f}")
     mean = statistics.mean(map(abs, errors))
     worst = max(map(abs, errors))
     print(
@@ -261,7 +270,7 @@ def show(steps, figures, body, args) -> int:
     )
     if args.json:
         found = [
-            {"step": s.name, "samples_s": s.samples, "predicted_s": f.to_json(), "error": e}
+            {"step": s.name, "samples_s": s.samples, "predicted_s": f[0].to_json(), "error": e}
             for s, f, e in zip(steps, figures, errors, strict=True)
         ]
         Path(args.json).write_text(json.dumps({"steps": found, "modules": body}, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ shape, come in time, and be no 5xx; a stream must have its end, and no error tha
 few good requests must be answered as before, to the bit, which the server's `--batch-invariant` promises. Exits with 1 if anything was
 otherwise, and prints what. One seed sends the same requests again.
 
-With `--changing` the server's mesh changes meanwhile, and others use it too, as `tools/check_host_loss.py --fuzz` has it: then 503 is right
+With `--changing` the server's mesh changes meanwhile, and others use it too, as in `tools/lab.py hosts`: then 503 is right
 where it says that the mesh is being changed (`changing_mesh`), and of `/ready`; pages are not looked at.
 """
 

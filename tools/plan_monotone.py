@@ -53,7 +53,7 @@ def easier(asked: Question, source: random.Random) -> tuple[str, Question] | Non
         return named, dataclasses.replace(asked, cluster=asked.cluster.scaled(way, factor))
     if way == "memory":
         chip = asked.cluster.hardware
-        chip = dataclasses.replace(chip, memory_bytes=round(chip.memory_bytes * factor))
+        chip = dataclasses.replace(chip, driver_bytes=round(chip.visible_bytes * factor))
         return named, dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, hardware=chip))
     if way in ("ttft", "tpot"):
         bound = getattr(asked.objective, way)
@@ -72,7 +72,7 @@ def easier(asked: Question, source: random.Random) -> tuple[str, Question] | Non
 def worse(asked: Question, name: str, eased: Question, before: Candidate) -> float:
     """Share of its tokens a second that the answer lost; 0 where it lost none. Prints what it lost."""
     after = search(eased).winner
-    lost = 1 - (after.throughput.value if after else 0.0) / before.throughput.value
+    lost = 1 - (after.throughput if after else 0.0) / before.throughput
     if lost <= ROUNDING:
         return 0.0
     work, objective = asked.workload, asked.objective

@@ -34,6 +34,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -49,7 +51,6 @@ from dsjax.model.mla_costs import mla_cost, weight_values
 from dsjax.model.parameter_counts import parameter_counts
 from sharding.emulation import emulate_devices
 from sharding.mesh import MeshSpec
-from tools.bench_products import multiplier, read_bandwidth
 
 SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "experts", "mlp", "head")
 COLLECTIVE = re.compile(r"all[-_]gather|reduce[-_]scatter|all[-_]to[-_]all|all[-_]reduce|collective")
@@ -267,10 +268,28 @@ def step_work(config: ModelConfig, rows: int, context: int) -> dict[str, tuple[f
 
 def own_rates(step_bytes: float) -> tuple[float, float]:
     """Multiply-adds and bytes a second of these cores: with a matrix in the caches, and reading as many bytes as a step does."""
+    import jax
+    import jax.numpy as jnp
+
     kernels = choose_kernels("native", "cpu", np.dtype(np.float32), devices=1, cache=cache_folder() / "native")
-    multiply, array = multiplier(kernels), np.zeros(max(int(step_bytes), 1 << 20) // 8, np.uint64)
-    multiplied = max(multiply(time.perf_counter) for _ in range(50))
-    return multiplied, max(read_bandwidth(array, kernels.native.threads, time.perf_counter) for _ in range(50))
+    rows, matrix = jnp.ones((96, 512)), jnp.ones((1, 512, 512))
+    product = jax.jit(lambda rows, matrix: kernels.native.dense(matrix, None, jnp.int32(0), rows))
+    multiplying = least_seconds(lambda: jax.block_until_ready(product(rows, matrix)))
+    array = np.zeros(max(int(step_bytes), 1 << 20) // 8, np.uint64)
+    parts = np.array_split(array, kernels.native.threads)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        reading = least_seconds(lambda: list(pool.map(np.max, parts)))
+    return rows.size * 512 / multiplying, array.nbytes / reading
+
+
+def least_seconds(run: Callable[[], object], repeats: int = 50) -> float:
+    """Seconds of the fastest call."""
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def print_table(

@@ -26,7 +26,7 @@ COMMANDS = {
     "convert": ("dsjax.cli.convert", "convert"),
     "dryrun": ("dsjax.cli.dryrun", "dryrun"),
     "info": ("dsjax.cli.info", "info"),
-    "plan": ("dsjax.cli.plan", "plan"),
+    "plan": ("dsjax.cli.plan", "app"),
     "bench": ("dsjax.bench.command", "bench"),
     "accept": ("dsjax.bench.accept.command", "accept"),
     "top": ("dsjax.top.command", "top"),

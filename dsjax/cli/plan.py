@@ -3,64 +3,128 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
+from dsjax.cli.help import PLAIN, Commands, PanelledCommand
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json, writing
-from dsjax.plan.arguments import PlanArgs
+from dsjax.plan.arguments import FitArgs, PlanArgs, ServiceArgs, SimulateArgs, StepArgs
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dsjax.plan.candidate import Candidate
+    from dsjax.plan.percentiles import Kept, Slo
     from dsjax.plan.question import Question
     from dsjax.plan.search import Plan
-    from dsjax.plan.simulation.outcome import SimulationOutcome
     from dsjax.plan.sweep import Sweep
 
+_SEARCH = "search"
 
-@options_of(lambda kind: None, args=PlanArgs)
-def plan(args: PlanArgs) -> None:
+
+class _PlanCommands(Commands):
+    """A group that searches where no other subcommand is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words behind `dsjax plan`."""
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [_SEARCH, *args])
+
+
+class _SearchCommand(PanelledCommand):
+    """The subcommand that `dsjax plan` is, whose help lists the others."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections."""
+        super().format_options(ctx, formatter)
+        if ctx.parent is not None:
+            ctx.parent.command.format_commands(ctx.parent, formatter)
+
+
+app = typer.Typer(name="plan", cls=_PlanCommands, **PLAIN)
+
+
+@app.callback()
+def group() -> None:
     """Find the layout for a cluster, a workload and objectives; every figure with its kind and interval."""
-    question, slos = args.question()
-    if args.fit:
-        _show_fit(args, question)
-        return
-    if args.is_static:
-        _show_batches(args, question)
-        return
-    from dsjax.plan.explain import explain
-    from dsjax.plan.report import show, show_sweep, to_json
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A plan, and the percentiles that were played for it."""
+
+    question: Question
+    plan: Plan
+    slos: list[Slo]
+    kept: list[Kept]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The winner, or the nearest where none meets the objectives."""
+        return next(iter([*self.plan.ranked[:1], *self.plan.missed[:1]]), None)
+
+    def to_json(self, args: ServiceArgs, sweeps: Sequence[Sweep] = (), outcomes: Any = ()) -> dict[str, Any]:
+        """The plan and the percentiles."""
+        from dsjax.plan.report import to_json
+
+        body = to_json(self.plan, args.model, args.rows, list(sweeps), outcomes)
+        return body | {"percentiles": [one.to_json(self.slos) for one in self.kept]}
+
+    def show(self, console: Console, args: ServiceArgs) -> None:
+        """The percentiles and the plan."""
+        from dsjax.plan.report import show
+
+        if self.kept:
+            from dsjax.plan.percentiles import show_within
+
+            show_within(console, self.kept, self.slos)
+        show(console, self.plan, args.model, args.rows)
+
+
+def _answer(args: ServiceArgs) -> _Answer:
     from dsjax.plan.search import search
+
+    question = args.question()
+    plan, slos, kept = search(question), args.slos(question.workload), []
+    if slos:
+        from dsjax.plan.percentiles import within
+
+        plan, kept = within(plan, slos, num_requests=args.num_prompts, seed=args.seed, burstiness=args.burstiness)
+    return _Answer(question, plan, slos, kept)
+
+
+@app.command(_SEARCH, cls=_SearchCommand)
+@options_of(lambda kind: None, args=PlanArgs)
+def search_layouts(args: PlanArgs) -> None:
+    """Find the layout for a cluster, a workload and objectives; `dsjax plan` alone does this."""
+    from dsjax.plan.explain import explain
+    from dsjax.plan.report import show_sweep
     from dsjax.plan.sweep import read_sweep, sweep
 
-    answer, kept = search(question), []
-    if slos:
-        from dsjax.plan.percentiles import show_within, within
-
-        answer, kept = within(answer, slos, num_requests=args.num_prompts, seed=args.seed, burstiness=args.burstiness)
-    beside = _published_beside(args, question, answer)
-    best = answer.winner or (answer.missed[0] if answer.missed else None)
-    sweeps = [sweep(question, best, *read_sweep(text)) for text in args.sweep or ()] if best else []
-    outcomes = _simulate(args, question, best)
-    _draw(args, answer, sweeps)
-    _write_recipe(args, question, answer, best)
+    points = [read_sweep(text) for text in args.sweep or ()]
+    answer = _answer(args)
+    best, beside = answer.best, _published_beside(args, answer)
+    sweeps = [sweep(answer.question, best, *one) for one in points] if best else []
+    _draw(args, answer.plan, sweeps)
     found = None
     if args.working_set is not None and best:
         from dsjax.plan.reuse import reuse
 
         found = reuse(best, args.working_set, args.host_cache_gb * 1e9, args.disk_cache_gb * 1e9)
     if args.json_file is not None:
-        body = to_json(answer, args.model, args.rows, sweeps, outcomes) | {"reuse": found and found.to_json()}
-        write_json(args.json_file, {**body, "published": beside, "percentiles": [one.to_json(slos) for one in kept]})
+        body = {"reuse": found and found.to_json(), "published": beside}
+        write_json(args.json_file, answer.to_json(args, sweeps) | body)
         return
     console = report_console()
-    if kept:
-        show_within(console, kept, slos)
-    show(console, answer, args.model, args.rows)
+    answer.show(console, args)
     if found:
         console.print(str(found), highlight=False, soft_wrap=True)
     if beside:
@@ -69,20 +133,58 @@ def plan(args: PlanArgs) -> None:
         console.print(
             Text(explain(best, args.explain)) if best else "nothing fits: there is nothing to explain", soft_wrap=True
         )
-    if outcomes:
-        from dsjax.plan.simulation.report import show_simulation
-
-        show_simulation(console, best, outcomes)
     for swept in sweeps:
         show_sweep(console, swept)
 
 
-def _show_batches(args: PlanArgs, question: Question) -> None:
-    """Show or write one batch of every layout (`--mode static` and its like)."""
+@app.command("compare", cls=PanelledCommand)
+@options_of(lambda kind: None, args=ServiceArgs)
+def compare_layouts(
+    args: ServiceArgs,
+    layouts: Annotated[
+        list[str],
+        typer.Argument(
+            help="Two layouts or more: a mesh (dp=32), a prefill and a decode mesh ('tp=8|dp=24'), or a file of dsjax plan recipe.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Compare the first layout with the others: ratios with intervals of their own, and what decides them."""
+    from dsjax.plan.comparison import compare, show
+
+    found = compare(args.question(), layouts)
+    if args.json_file is not None:
+        write_json(args.json_file, {"model": args.model, **found.to_json()})
+    else:
+        show(report_console(), found)
+
+
+@app.command("fit", cls=PanelledCommand)
+@options_of(lambda kind: None, args=FitArgs)
+def fit(args: FitArgs) -> None:
+    """Say whether a layout fits into memory, and with which memory fractions; exit status 3 where it does not."""
+    from dsjax.plan.fit import DOES_NOT_FIT, asked, show
+
+    question = args.question()
+    about = (question.config, question.cluster, question.options, question.workload)
+    verdict = asked(*about, args.mesh or "", args.memory_fraction, args.context)
+    if args.json_file is None:
+        report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
+    else:
+        write_json(args.json_file, {"model": args.model, "cluster": question.cluster.name, **verdict.to_json()})
+    if not verdict.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+@app.command("step", cls=PanelledCommand)
+@options_of(lambda kind: None, args=StepArgs)
+def step(args: StepArgs) -> None:
+    """Time one batch of every layout, phase by phase, without a service around it."""
     from dsjax.plan.report import show_usages
     from dsjax.plan.search import instances, usages
     from dsjax.plan.static import no_room, show_static, static_of
 
+    question = args.question()
     _, fitting, too_large = instances(question)
     results, taken = static_of(fitting, args.mode, args.batch), usages(question, fitting + too_large)
     if args.json_file is None:
@@ -96,40 +198,73 @@ def _show_batches(args: PlanArgs, question: Question) -> None:
     write_json(args.json_file, {**body, "ranked": ranked, "compiled": compiled})
 
 
-def _show_fit(args: PlanArgs, question: Question) -> None:
-    """Show or write whether the layout fits (`--fit`)."""
-    from dsjax.plan.fit import DOES_NOT_FIT, asked, show
+@app.command("simulate", cls=PanelledCommand)
+@options_of(lambda kind: None, args=SimulateArgs)
+def simulate(args: SimulateArgs) -> None:
+    """Play arrivals through on the best deployment: percentiles, goodput."""
+    from dsjax.plan.simulation.report import show_simulation, simulations
 
-    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
-    if args.json_file is None:
-        report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
-    else:
-        write_json(args.json_file, {"model": args.model, "cluster": question.cluster.name, **verdict.to_json()})
-    if not verdict.fits:
-        raise typer.Exit(DOES_NOT_FIT)
+    answer, at_once = _answer(args), args.request_rate == math.inf
+    best, outcomes = answer.best, []
+    if best:
+        skipped = 0 if at_once and args.warmup is None else args.warmup
+        bounds = answer.question.bounds
+        outcomes = simulations(best, bounds, args.burstiness, args.num_prompts, args.seed, skipped, at_once)
+    if args.json_file is not None:
+        write_json(args.json_file, answer.to_json(args, outcomes=outcomes))
+        return
+    console = report_console()
+    answer.show(console, args)
+    if outcomes:
+        show_simulation(console, best, outcomes)
 
 
-def _published_beside(args: PlanArgs, question: Question, answer: Plan) -> str | None:
+@app.command("recipe", cls=PanelledCommand)
+@options_of(lambda kind: None, args=ServiceArgs)
+def recipe(
+    args: ServiceArgs,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="FILE.json; FILE.sh with the commands of --engine vllm, sglang or tensorrt-llm; FILE.yaml for NVIDIA Dynamo's operator; "
+            "or a folder with a kustomize overlay for Kubernetes."
+        ),
+    ],
+) -> None:
+    """Write the best deployment as something to run; exit status 1 where there is none."""
+    from dsjax.plan.manifests import write_graph, write_overlay
+    from dsjax.plan.recipe import check_recipe, write_json_recipe, write_script
+
+    check_recipe(file, args.engine)
+    answer = _answer(args)
+    winner = answer.plan.winner
+    if winner is None:
+        why = "no deployment meets the objectives" if answer.best else "nothing fits"
+        report_console(stderr=True).print(Text(f"{file} is not written: {why}", "yellow"))
+        raise typer.Exit(1)
+    write = {".json": write_json_recipe, ".sh": write_script, ".yaml": write_graph, ".yml": write_graph}
+    with writing(file):
+        chosen = write.get(file.suffix, write_overlay)
+        chosen(file, args.model, answer.question, winner, shlex.join(["dsjax", *sys.argv[1:]]))
+    if args.json_file is not None:
+        write_json(args.json_file, answer.to_json(args))
+        return
+    console = report_console()
+    answer.show(console, args)
+    console.print(f"written to {file}", highlight=False, soft_wrap=True)
+
+
+def _published_beside(args: PlanArgs, answer: _Answer) -> str | None:
     """What published engines would do there, for a plan of dsjax's own figures; None for another."""
     from dsjax.plan.engine import PUBLISHED
     from dsjax.plan.recipe import published_beside
     from dsjax.plan.search import search
 
+    question = answer.question
     if question.options.engine.name != "dsjax" or args.compiled or args.measured:
         return None
     options = dataclasses.replace(question.options, engine=PUBLISHED, dispatch=args.dispatch or PUBLISHED.dispatch)
-    return published_beside(answer.winner, search(dataclasses.replace(question, options=options)).winner)
-
-
-def _simulate(args: PlanArgs, question: Question, best: Candidate | None) -> list[SimulationOutcome]:
-    """Play requests through on the best deployment, where that is asked for."""
-    if not (args.simulate and best):
-        return []
-    from dsjax.plan.simulation.report import simulations
-
-    at_once = bool(args.request_rate)
-    skipped = 0 if at_once and args.warmup is None else args.warmup
-    return simulations(best, question.bounds, args.burstiness, args.num_prompts, args.seed, skipped, at_once)
+    return published_beside(answer.plan.winner, search(dataclasses.replace(question, options=options)).winner)
 
 
 def _draw(args: PlanArgs, answer: Plan, sweeps: list[Sweep]) -> None:
@@ -146,26 +281,3 @@ def _draw(args: PlanArgs, answer: Plan, sweeps: list[Sweep]) -> None:
             args.plots.mkdir(parents=True, exist_ok=True)
             for swept in sweeps:
                 draw_sweep(swept, args.plots / f"{swept.quantity}.png")
-
-
-def _write_recipe(args: PlanArgs, question: Question, answer: Plan, best: Any) -> None:
-    """Write the winner's recipe, where one is asked for; say why where there is no winner."""
-    from dsjax.plan.recipe import recipe, write_script
-
-    path = args.recipe_file
-    if path is None:
-        return
-    if not answer.winner:
-        why = "no deployment meets the objectives" if best else "nothing fits"
-        report_console(stderr=True).print(Text(f"--recipe {path} is not written: {why}", "yellow"))
-        return
-    if path.suffix == ".json":
-        write_json(path, recipe(args.model, question, answer.winner))
-        return
-    write = write_script
-    if path.suffix in (".yaml", ".yml"):
-        from dsjax.plan.dynamo_graph import write_graph as write
-    elif path.suffix != ".sh":
-        from dsjax.plan.kubernetes import write_overlay as write
-    with writing(path):
-        write(path, args.model, question, answer.winner, shlex.join(["dsjax", *sys.argv[1:]]))

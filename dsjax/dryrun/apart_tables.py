@@ -35,7 +35,7 @@ def show_apart(console: Console, report: ApartReport) -> None:
         console.print(_timeline(report.timeline))
     for assumption in report.assumptions.values():
         console.print(f"[dim]assumed: {assumption}[/dim]", highlight=False)
-    for one in report.timeline.assumed() if report.timeline else ():
+    for one in report.timeline.assumed if report.timeline else ():
         console.print(
             f"[dim]assumed: {one.name} {one.value:.4g} ({one.low:.4g} – {one.high:.4g}): {one.source}[/dim]",
             highlight=False,

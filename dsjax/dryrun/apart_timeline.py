@@ -13,12 +13,10 @@ import jax.numpy as jnp
 
 from dsjax.dryrun.side_program import SideProgram
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, Kind, total
+from dsjax.plan.figure import Draw, Figure, Kind, drawing, drawn, spread
 from dsjax.plan.moves import Moves, moves
 from dsjax.plan.turns import THREADS, Played, Turn, play_turns
 from sharding.dispatch.between import Between
-
-_ENDS = ("value", "low", "high")
 
 
 class Pass(NamedTuple):
@@ -32,47 +30,40 @@ class Pass(NamedTuple):
 class ApartTimeline:
     """A step of two sides.
 
-    step: its seconds, with the ends at which everything assumed is most and least favourable. others: of the programs outside the layers
-    with experts, which are in it. played: each pass at the middle of everything assumed. moved: of each pass, what its moves take.
+    step: its seconds. others: of the programs outside the layers with experts, which are in it. played: each pass at the middle of
+    everything assumed. moved: of each pass, what its moves take. assumed: what these were priced with.
     """
 
     step: Figure
     others: Figure
     played: tuple[Played, ...]
     moved: tuple[Moves, ...]
+    assumed: tuple[Figure, ...]
 
     @classmethod
     def of(
         cls, others: Sequence[Figure], passes: Sequence[Pass], attention: Cluster, experts: Cluster
     ) -> ApartTimeline:
         """others: seconds of the programs outside the layers. attention, experts: the two sides' hosts and network."""
-        outside = total(list(others)).named("programs outside the layers with experts", "s")
-        seconds, played, moved = dict.fromkeys(_ENDS, 0.0), [], []
-        for one in passes:
-            ways = [_moves(between, attention, experts) for _, between in one.halves]
-            moved.append(ways[0])
-            for end in _ENDS:
-                turns = [_turn(programs, way, end) for (programs, _), way in zip(one.halves, ways, strict=True)]
-                result = play_turns(turns, one.layers, one_call=ways[0].one_call)
-                seconds[end] += result.seconds
-                if end == "value":
-                    played.append(result)
-        ends = [seconds[end] + getattr(outside, end) for end in _ENDS]
-        step = Figure(*ends, Kind.COMPILED | Kind.ASSUMPTION, name="step", unit="s")
-        return cls(step, outside, tuple(played), tuple(moved))
+
+        def compute() -> tuple[float, float, list[tuple[Played, Moves]]]:
+            outside, passed = sum(map(drawn, others)), []
+            for one in passes:
+                ways = [_moves(between, attention, experts) for _, between in one.halves]
+                turns = [_turn(programs, way) for (programs, _), way in zip(one.halves, ways, strict=True)]
+                passed.append((play_turns(turns, one.layers, one_call=ways[0].one_call), ways[0]))
+            return outside + sum(played.seconds for played, _ in passed), outside, passed
+
+        with drawing(Draw()) as middle:
+            passed = compute()[2]
+        assumed = tuple(figure for figure in middle.seen.values() if figure.kinds == Kind.ASSUMPTION)
+        step, outside = spread(lambda: compute()[:2])
+        step.unit = outside.unit = "s"
+        return cls(step, outside, *zip(*passed, strict=True), assumed)
 
     def busy(self) -> dict[str, float]:
         """Thread → seconds in which it works in the layers with experts."""
         return {name: sum(one.busy[name] for one in self.played) for name in THREADS}
-
-    def assumed(self) -> list[Figure]:
-        """What moves and launches were priced with, once each."""
-        found: dict[str, Figure] = {}
-        for way in self.moved:
-            for figure in (way.there, way.back, way.begin_there, way.launch):
-                for leaf in _leaves(figure):
-                    found.setdefault(leaf.name, leaf)
-        return list(found.values())
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields, which `docs/dryrun.md` documents."""
@@ -82,7 +73,7 @@ class ApartTimeline:
             "outside_layers": self.others.value,
             "in_layers": sum(one.seconds for one in self.played),
             "busy": self.busy(),
-            "assumed": [{"name": one.name, **one.to_json(), "source": one.source} for one in self.assumed()],
+            "assumed": [{"name": one.name, **one.to_json(), "source": one.source} for one in self.assumed],
         }
 
     def write(self, file: Path, title: str) -> None:
@@ -112,13 +103,6 @@ def _moves(between: Between, attention: Cluster, experts: Cluster) -> Moves:
     return moves(attention, experts, between.senders, between.group.size, between.capacity, needed, sizes)
 
 
-def _turn(programs: dict[str, SideProgram], way: Moves, end: str) -> Turn:
-    computed = [getattr(programs[name].report.timeline.step, end) for name in ("attend", "share", "receive", "compute")]
-    moved = [getattr(one, end) for one in (way.there, way.back, way.launch, way.begin_there, way.begin_back)]
-    return Turn(*computed, *moved)
-
-
-def _leaves(figure: Figure) -> list[Figure]:
-    if not figure.parts:
-        return [figure] if Kind.ASSUMPTION in Kind(figure.kinds) else []
-    return [leaf for part in figure.parts for leaf in _leaves(part)]
+def _turn(programs: dict[str, SideProgram], way: Moves) -> Turn:
+    computed = [drawn(programs[name].report.timeline.step) for name in ("attend", "share", "receive", "compute")]
+    return Turn(*computed, way.there, way.back, way.launch, way.begin_there, way.begin_back)

@@ -101,7 +101,7 @@ class Assumed:
             fixed_inside=collective_start(cluster, between=False),
             fixed_between=collective_start(cluster, between=True),
             latency=network_latency(cluster),
-            hops=torus_hops(cluster).named("links that a row crosses"),
+            hops=_named(torus_hops(cluster), "links that a row crosses"),
             host_link=assumed(25e9, 12e9, 50e9, "bytes a second between a device and its host", "PCIe 5.0 × 16, shared or not"),
             host_turn=assumed(
                 50e-6, 20e-6, 200e-6, "a lookup by the host in a step, fixed part", "two copies and a thread that wakes", "s"
@@ -118,6 +118,12 @@ def _peak_figure(chip: Hardware, bits: int) -> Figure:
     unit, own = chip.unit(bits), UNITS[bits].removesuffix("_flops")
     name = own.upper() if own.startswith("fp") else own
     return _ceiling(chip.peaks[unit], f"{name} operations a second", chip.sources[unit])
+
+
+def _named(figure: float, name: str) -> Figure:
+    if not isinstance(figure, Figure):
+        return Figure(figure, name=name)
+    return Figure(figure, figure.low, figure.high, figure.kinds, name=name, source=figure.source)
 
 
 def _ceiling(value: float, name: str, source: str) -> Figure:

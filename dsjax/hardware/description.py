@@ -64,7 +64,7 @@ class Hardware:
 
     @property
     def visible_bytes(self) -> int:
-        """Memory as the driver reports it, of which `dsjax plan --fit` judges; the datasheet's where that is not known."""
+        """Memory as the driver reports it, of which `dsjax plan fit` judges; the datasheet's where that is not known."""
         return self.driver_bytes or self.memory_bytes
 
     @property

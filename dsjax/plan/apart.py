@@ -17,7 +17,6 @@ from typing import Any
 from dsjax.config import ModelConfig
 from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, Kind, Middle, exact, total
 from dsjax.plan.host_time import step_message
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import Moves, moves, processes_of, published_moves
@@ -74,22 +73,22 @@ class ApartStep(StepModel):
         """Hosts of the experts."""
         return self.cluster.experts or self.cluster
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
+    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step takes beside layers and head: where attention has several processes of dsjax, its command on its way to them too."""
         parts = super().beside(tokens, rows, decode)
         if not self.published and processes_of(self.cluster, self.layout.mesh.num_devices) > 1:
             parts["command to the other processes"] = self._known("step message", step_message)
         return parts
 
-    def moving(self) -> dict[str, Figure]:
+    def moving(self) -> dict[str, float]:
         """Experts move between the devices that have them."""
         return self.expert_side.moving()
 
-    def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
+    def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, float]:
         """What all layers cost by name, computed one after the other."""
-        return self._parts(tokens, read, context, decode, self.config.num_hidden_layers, Figure(1.0), None)
+        return self._parts(tokens, read, context, decode, self.config.num_hidden_layers, 1.0, None)
 
-    def _routed(self, tokens: float, decode: bool, layers: int, busy: float, halved: bool) -> dict[str, Figure]:
+    def _routed(self, tokens: float, decode: bool, layers: int, busy: float, halved: bool) -> dict[str, float]:
         """The experts' products, of the tokens of all attention devices."""
         each = tokens * self.layout.mesh.dp_size / self.layout.experts
         return {"experts": self.expert_side._routed(each, decode, layers, busy, False)["experts"]}
@@ -101,54 +100,41 @@ class ApartStep(StepModel):
         context: float,
         decode: bool,
         layers: int,
-        wait: Figure,
+        wait: float,
         dense: int | None = None,
         busy: float = 1.0,
-    ) -> dict[str, Figure]:
+    ) -> dict[str, float]:
         """Price a step: layers without experts as a whole, those with experts in turn."""
         dense = self.config.num_dense_layers if dense is None else dense
         moe = layers - dense
         parts = self._parts(tokens, read, context, decode, dense, wait, dense, busy) if dense else {}
         if moe:
             parts[IN_TURN] = self._in_turn(tokens, read, context, decode, moe, wait, busy)
-        return {name: part.named(name, "s") for name, part in parts.items()}
+        return parts
 
     def _in_turn(
-        self, tokens: float, read: float, context: float, decode: bool, layers: int, wait: Figure, busy: float
-    ) -> Figure:
+        self, tokens: float, read: float, context: float, decode: bool, layers: int, wait: float, busy: float
+    ) -> float:
         batches = self.micro_batches if layers > 1 else 1  # the MTP module's layer has the whole step
         tokens, read = tokens / batches, read / batches
         each = self._parts(tokens, read, context, decode, layers, wait, 0, busy)
         shared, computed = each.pop("shared experts", None), each.pop("experts")
-        attention = total(list(each.values())) / layers
+        attention = sum(each.values()) / layers
         way = self._moves(tokens, busy)
-        answers = self._answers(tokens)
-        pieces = {
-            "attention and routing": attention,
-            "shared experts": shared / layers if shared else exact(0.0),
-            "adding answers": answers,
-            "experts": computed / layers,
-            "rows there": way.there,
-            "answers back": way.back,
-            "starting a program": way.launch,
-            "beginning to send rows": way.begin_there,
-            "beginning to send answers, or waiting for the others'": way.begin_back,
-        }
-        ends = [
-            _seconds(Turn(*(getattr(one, end) for one in pieces.values())), batches, layers, way.one_call)
-            for end in (("value",) if self.middle else ("value", "low", "high"))
-        ]
-        if self.middle:
-            return Middle(ends[0])
-        kinds = Kind.EXACT
-        for one in pieces.values():
-            kinds |= Kind(one.kinds)
-        parts = tuple(
-            one.named(f"{name}, of a layer and micro-batch", "s") for name, one in pieces.items() if one.value
+        turn = Turn(
+            attend=attention,
+            share=shared / layers if shared else 0.0,
+            receive=self._answers(tokens),
+            compute=computed / layers,
+            there=way.there,
+            back=way.back,
+            launch=way.launch,
+            begin_there=way.begin_there,
+            begin_back=way.begin_back,
         )
-        return Figure(*ends, kinds, parts=parts)
+        return _seconds(turn, batches, layers, way.one_call)
 
-    def _answers(self, tokens: float) -> Figure:
+    def _answers(self, tokens: float) -> float:
         """Seconds in which an attention device adds the answers to its rows."""
         rows, width = tokens / self.layout.mesh.tp_size, self.config.hidden_size * BF16
         answers = 1.0 if self.published else self._room(rows) * self.layout.experts / max(1.0, rows)
@@ -163,28 +149,24 @@ class ApartStep(StepModel):
         config, mesh, E, side = self.config, self.layout.mesh, self.layout.experts, self.expert_side
         top_k, width = config.num_experts_per_tok, config.hidden_size
         sizes = width * self.precision.wire + 6 * top_k + 4, width * BF16
-        key = ("moves", mesh, E, self.layout.redundant, tokens, busy, self.published, self.places_by_load, self.middle)
+        key = ("moves", mesh, E, self.layout.redundant, tokens, busy, self.published, self.places_by_load)
         if key in self.shared:
             return self.shared[key]
         rows, senders = tokens / mesh.tp_size, mesh.num_devices
         arriving = rows * senders * busy * top_k / E
-        slowest = side.skew.slowest(
-            side.expert_slots, config.n_routed_experts, arriving, side.places_by_load, self.middle
-        )
+        slowest = side.skew.slowest(side.expert_slots, config.n_routed_experts, arriving, side.places_by_load)
         if self.published:
             made = published_moves(self.cluster, self.expert_cluster, senders, E, rows, top_k, sizes, slowest)
         else:
             needed, room = rows * (1 - (1 - 1 / E) ** top_k), self._room(rows)
-            made = moves(self.cluster, self.expert_cluster, senders, E, room, exact(needed) * slowest, sizes)
-            further = math.ceil(needed * slowest.value / room) - 1 if room < rows else 0
+            made = moves(self.cluster, self.expert_cluster, senders, E, room, needed * slowest, sizes)
+            further = math.ceil(needed * slowest / room) - 1 if room < rows else 0
             if further > 0:  # in which both sides wait for each other
                 again = made
                 if made.one_call:  # the rows are those that are needed, in however many rounds
-                    again = moves(self.cluster, self.expert_cluster, senders, E, room, exact(0.0), sizes)
+                    again = moves(self.cluster, self.expert_cluster, senders, E, room, 0.0, sizes)
                 once = again.there + again.back + again.begin_there + again.begin_back + again.launch * 3
-                made = dataclasses.replace(
-                    made, back=(made.back + once * further).named("answers, further rounds", "s")
-                )
+                made = dataclasses.replace(made, back=made.back + once * further)
         self.shared[key] = made
         return made
 

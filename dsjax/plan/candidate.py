@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dsjax.plan.figure import Figure, Middle, exact, smallest, unless_settled
+import numpy as np
+from jaxtyping import Float64
+
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
 from dsjax.plan.host_time import front_door
 from dsjax.plan.instance import Instance
-from dsjax.plan.network import cache_transfer
+from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
 
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
 _HALVINGS = 14
-_FRONT = front_door().value
 _BUSY = 0.85
 """Most of the time that prefill instances are kept busy: above, queues grow without bound for small changes of the load."""
 
@@ -28,7 +31,8 @@ _BUSY = 0.85
 class Candidate:
     """A deployment: `count` instances that decode (and, aggregated, prefill too), and `prefill_count` that prefill.
 
-    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole.
+    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole. draws: of what is
+    shown, throughput, TPOT and TTFT in each draw.
     """
 
     mode: str
@@ -38,9 +42,10 @@ class Candidate:
     prefill: Instance
     prefill_count: int
     prefill_tokens: float
-    ttft: Figure
-    tpot: Figure
-    throughput: Figure
+    ttft: float
+    tpot: float
+    throughput: float
+    draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def devices(self) -> int:
@@ -56,12 +61,12 @@ class Candidate:
         return (self.mode, self.decode.layout, self.prefill.layout, ratio)
 
     @property
-    def per_device(self) -> Figure:
+    def per_device(self) -> float:
         """Output tokens a second a device."""
-        return self.throughput / self.devices
+        return through(self.throughput, lambda rate: rate / self.devices)
 
     @property
-    def cost(self) -> Figure | None:
+    def cost(self) -> float | None:
         """Price of a million output tokens, in the currency of the devices' price an hour; None where that is not given."""
         decode_devices = self.decode.layout.devices * self.count
         sides = ((self.decode, decode_devices), (self.prefill, self.devices - decode_devices))
@@ -75,12 +80,12 @@ class Candidate:
         if any(price is None for price, _ in prices):
             return None
         total = sum(price * devices for price, devices in prices)
-        return (total / 3600 * 1e6 / self.throughput).named("cost of a million output tokens")
+        return through(self.throughput, lambda rate: total / 3600 * 1e6 / rate)
 
     @property
-    def per_user(self) -> Figure:
+    def per_user(self) -> float:
         """Tokens a second that a user sees."""
-        return 1.0 / self.tpot
+        return through(self.tpot, lambda seconds: 1.0 / seconds)
 
     @property
     def concurrency(self) -> float:
@@ -95,11 +100,11 @@ class Candidate:
         """Objective → how many times too slow: above 1."""
         missed = {}
         for name, bound in (("ttft", objective.ttft), ("tpot", objective.tpot)):
-            figure: Figure = getattr(self, name)
+            figure = getattr(self, name)
             if bound is not None:
-                missed[name] = (figure.high if sure else figure.value) / bound
+                missed[name] = (figure.high if sure else figure) / bound
         if objective.throughput is not None:
-            missed["throughput"] = objective.throughput / (self.throughput.low if sure else self.throughput.value)
+            missed["throughput"] = objective.throughput / (self.throughput.low if sure else self.throughput)
         return {name: ratio for name, ratio in missed.items() if ratio > 1.0}
 
     def name(self) -> str:
@@ -124,14 +129,14 @@ class Candidate:
             "devices": self.devices,
             "batch_per_dp_rank": self.decode.requests(self.batch),
             "two_batch_overlap": self.decode.overlapped(self.batch),
-            "ttft_s": self.ttft.to_json(),
-            "tpot_s": self.tpot.to_json(),
-            "output_tokens_per_s": self.throughput.to_json(),
-            "output_tokens_per_s_device": self.per_device.to_json(),
-            "tokens_per_s_user": self.per_user.to_json(),
-            "cost_per_million_output_tokens": self.cost.to_json() if self.cost else None,
+            "ttft_s": as_json(self.ttft),
+            "tpot_s": as_json(self.tpot),
+            "output_tokens_per_s": as_json(self.throughput),
+            "output_tokens_per_s_device": as_json(self.per_device),
+            "tokens_per_s_user": as_json(self.per_user),
+            "cost_per_million_output_tokens": as_json(self.cost) if self.cost else None,
             "weight_bytes_per_device": self.decode.memory.weights_total,
-            "cache_tokens_per_dp_rank": self.decode.memory.cache_tokens.to_json(),
+            "cache_tokens_per_dp_rank": self.decode.cache_tokens.to_json(),
             "max_batch_per_dp_rank": self.decode.max_batch,
         }
         if self.mode == "separated":
@@ -149,83 +154,82 @@ def frontier(candidates: list[Candidate]) -> list[Candidate]:
     """Pareto front of tokens a second a device against tokens a second a user, by the user's rate ascending."""
     front: list[Candidate] = []
     most = 0.0
-    for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot.value, -c.throughput.value / c.devices)):
-        each = candidate.throughput.value / candidate.devices
+    for candidate in sorted(candidates, key=lambda c: (-1.0 / c.tpot, -c.throughput / c.devices)):
+        each = candidate.throughput / candidate.devices
         if not front or each > most:
             front.append(candidate)
             most = each
     return front[::-1]
 
 
-def _queue(service: Figure, busy: Figure) -> Figure:
-    """Mean wait of an M/D/1 queue; the load is kept below 0.95 at each end."""
-    ends = [min(end, 0.95) for end in (busy.value, busy.low, busy.high)]
-    factor = Figure(*(b / (2 * (1 - b)) for b in ends), busy.kinds, name="queue, mean services waited for")
-    return (service * unless_settled(factor)).named("waiting for other prompts", "s")
-
-
 def aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
-    """Every instance prefills and decodes: a step with prompts takes them beside its decodes.
+    """Serving whose steps have prompts and decodes together.
 
-    With a rate, prompts arrive at any time: half a mean step passes, and a prompt waits for those before it on its replica, as in an
-    M/D/1 queue whose server is the step with prompts, decodes and all. With a given concurrency
-    the loop is closed: a prompt arrives when a step ends, while the next one, planned already, is under way, which lasts a mean
-    step (decodes, and prompts where it has any); then it is computed beside those that arrived with it. Where steps are planned
-    ahead, one more step, planned before the prompt came, passes.
+    TPOT: a decode step, and what prompts add to it. TTFT: the steps that a request's own prompt takes beside decodes, after those in
+    progress, and after what waits before it as in an M/D/1 queue whose load is kept below 0.95. With a given concurrency each request that
+    ends is replaced by the next one, and nothing else waits.
     """
-    output = instance.workload.output.mean
-    seconds = instance.tpot(batch)
-    others, step = prompts_beside_decodes(instance, batch, tokens)
-    tpot = (seconds + others).named("TPOT", "s")
-    chunks = max(1.0, instance.workload.computed / tokens)
-    decode = instance.decode_step(batch)
-    if instance.workload.concurrency is None:
-        whole, mean, load = step + decode, tpot * instance.options.tokens_a_step, own_load(instance, batch, tokens)
-        # Both are of the same operations, so that they are long together.
-        shares = [load * a / b if b > 0 else math.inf for a, b in zip(_ends(whole), _ends(mean), strict=True)]
-        busy = Figure(shares[0], min(shares), max(shares), tpot.kinds)
-        first = (whole * chunks).named("own prompt, beside decodes", "s") + _queue(whole, busy)
-        ttft = first + (mean * _passing(instance)).named("steps in progress", "s")
-    else:
-        seconds = (own_step(instance, batch, tokens) + decode) * chunks
-        ttft = seconds.named("own prompt and those that come with it, beside decodes", "s")
-        under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
-        ttft = ttft + under_way.named("steps under way while the one before ends", "s")
-    ttft = (ttft + front_door()).named("TTFT", "s")
-    users = exact(batch * instance.replicas * count, "requests at once")
-    throughput = (users * output / (ttft + tpot * max(output - 1, 0) if output > 1 else ttft)).named(
-        "throughput", "tokens/s"
-    )
-    return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
-
-
-def quick_aggregated(instance: Instance, count: int, batch: float, tokens: float) -> Candidate:
-    """`aggregated` with middle values only, for the search; `in_full` gives what is shown."""
     output, work = instance.workload.output.mean, instance.workload
-    decode = instance.middle.decode_step(batch).value
-    others, step = (added.value for added in prompts_beside_decodes(instance.middle, batch, tokens))
-    tpot = decode / instance.options.tokens_a_step.value + others
+    decode = instance.decode_step(batch)
+    others, step = prompts_beside_decodes(instance, batch, tokens)
+    tpot = decode / instance.options.tokens_a_step + others
     chunks = max(1.0, work.computed / tokens)
     if work.concurrency is None:
-        whole, mean = step + decode, tpot * instance.options.tokens_a_step.value
+        whole, mean = step + decode, tpot * instance.options.tokens_a_step
         busy = min(own_load(instance, batch, tokens) * whole / mean, 0.95)
         ttft = whole * chunks + whole * busy / (2 * (1 - busy)) + mean * _passing(instance)
     else:
-        under_way = tpot * instance.options.tokens_a_step.value * (_passing(instance) + 0.5)
-        ttft = own_step(instance.middle, batch, tokens).value * chunks + decode * chunks + under_way
-    ttft += _FRONT
+        under_way = tpot * instance.options.tokens_a_step * (_passing(instance) + 0.5)
+        ttft = own_step(instance, batch, tokens) * chunks + decode * chunks + under_way
+    ttft += front_door()
     users = batch * instance.replicas * count
     throughput = users * output / (ttft + tpot * max(output - 1, 0))
-    ends = (Middle(ttft), Middle(tpot), Middle(throughput))
-    return Candidate("aggregated", instance, count, batch, instance, count, tokens, *ends)
+    return Candidate("aggregated", instance, count, batch, instance, count, tokens, ttft, tpot, throughput)
 
 
-def in_full(candidate: Candidate) -> Candidate:
-    """Work a candidate out with intervals and derivations."""
+def priced(candidate: Candidate) -> Candidate:
+    """Compute the figures of a deployment from its instances, in the current draw."""
     if candidate.mode == "aggregated":
         return aggregated(candidate.decode, candidate.count, candidate.batch, candidate.prefill_tokens)
     pool = prefill_pool(candidate.prefill, candidate.prefill_tokens)
-    return separated(pool, candidate.prefill_count, candidate.decode, candidate.count, candidate.batch)
+    return separated(pool, candidate.prefill_count, candidate.decode, candidate.count, candidate.batch, between=False)
+
+
+def moved(
+    candidate: Candidate,
+    cluster: Cluster | None = None,
+    shared: dict | None = None,
+    batch: float | None = None,
+    concurrency: float | None = None,
+) -> Candidate:
+    """Compute a deployment again: on another cluster, with another batch or concurrency, or in the current draw.
+
+    Nothing that was priced before is kept. shared: prices that deployments on that cluster have in common; pass the same dict to all.
+    """
+    cluster, shared = cluster or candidate.decode.cluster, {} if shared is None else shared
+    first, beside = cluster, shared
+    if candidate.mode != "aggregated" and cluster.prefill is not None:
+        first, beside = cluster.prefill, shared.setdefault("prefill", {})
+    return priced(
+        dataclasses.replace(
+            candidate,
+            decode=candidate.decode.on(cluster, shared, concurrency),
+            prefill=candidate.prefill.on(first, beside, concurrency),
+            batch=candidate.batch if batch is None else batch,
+        )
+    )
+
+
+def with_intervals(candidate: Candidate, draws: int = DRAWS) -> Candidate:
+    """Add intervals to the TTFT, TPOT and throughput of a deployment."""
+
+    def compute() -> tuple[float, float, float]:
+        again = moved(candidate)
+        return again.throughput, again.tpot, again.ttft
+
+    seen = samples(compute, draws)
+    throughput, tpot, ttft = spread(compute, seen)
+    return dataclasses.replace(candidate, ttft=ttft, tpot=tpot, throughput=throughput, draws=seen)
 
 
 @dataclass(frozen=True)
@@ -238,24 +242,19 @@ class PrefillPool:
 
     instance: Instance
     tokens: float
-    rate: Figure
-    seconds: Figure
-    alone: Figure
+    rate: float
+    seconds: float
+    alone: float
     shares: dict[float, float | None] = field(default_factory=dict, compare=False, repr=False)
 
-    def seconds_at(self, rate: float) -> Figure:
+    def seconds_at(self, rate: float) -> float:
         """Seconds of a prompt at so many requests a second of the instance: a step takes what arrived in the one before.
 
         Tokens and seconds of such a step settle where `seconds = f(fullest rank's share of rate × seconds)`; f is linear from
         one prompt a rank to a full step.
         """
         share = self.share_at(rate)
-        return self.seconds if share is None else self.alone * (1 - share) + self.seconds * share
-
-    def quick_seconds_at(self, rate: float) -> float:
-        """The middle value of `seconds_at`."""
-        share = self.share_at(rate)
-        full, alone = self.seconds.value, self.alone.value
+        full, alone = self.seconds, self.alone
         return full if share is None else alone * (1 - share) + full * share
 
     @cached_property
@@ -272,7 +271,7 @@ class PrefillPool:
 
     def _share_at(self, rate: float) -> float | None:
         computed, ranks, variation = self._settling
-        full, alone = self.seconds.value, self.alone.value
+        full, alone = self.seconds, self.alone
         if computed >= self.tokens or full <= alone:
             return None
         # Tokens of the fullest rank, from one prompt to a full step. The router spreads prompts evenly, and they are whole, which adds
@@ -297,109 +296,71 @@ class PrefillPool:
 
 
 def prefill_pool(instance: Instance, tokens: float) -> PrefillPool:
-    """`static_ctx` as a rate; of `instance.middle` with middle values only."""
-    rate = (instance.replicas / instance.prompt_seconds(tokens)).named("prompts a second of an instance", "1/s")
+    """`static_ctx` as a rate."""
+    rate = instance.replicas / instance.prompt_seconds(tokens)
     steps = max(1.0, instance.workload.computed / tokens)
     alone = instance.prefill_step(min(instance.workload.computed, tokens)) * steps
     return PrefillPool(instance, tokens, rate, instance.prefill_step(tokens) * steps, alone)
 
 
-def quick_pool(instance: Instance, tokens: float) -> PrefillPool:
-    """`prefill_pool` with middle values only, for the search."""
-    return dataclasses.replace(prefill_pool(instance.middle, tokens), instance=instance)
-
-
-def separated(pool: PrefillPool, prefill_count: int, instance: Instance, count: int, batch: float) -> Candidate:
-    """Prefill and decode on instances of their own; the latent cache travels between them.
-
-    The rate is the smaller of what the two sides sustain, prefill at 85 % at most; where that is prefill's, fewer than `batch`
-    requests of a rank decode at once. With a given concurrency the loop is closed:
-    of `batch` requests a rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay.
-    """
-    output, work = instance.workload.output.mean, instance.workload
-    decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, _priced(instance))
-    tpot = instance.tpot(decoding_at_once).named("TPOT", "s")
-    transfer = _transfer(instance, pool.instance).named("cache transfer", "s")
-    passing = instance.decode_step(decoding_at_once) * _passing(instance)
-    first = transfer + passing.named("steps in progress", "s") + front_door()
-    # With room for more requests than prefill sends, decode could still do what it does with all of them.
-    room = batch if work.concurrency is None else decoding_at_once
-    users = exact(room * instance.replicas * count, "requests that decode at once")
-    can_decode = (users / (instance.tpot(room) * max(output - 1, 1.0))).named("requests a second, decode", "1/s")
-    most = _BUSY if work.concurrency is None else 1.0
-    can_prefill = (pool.rate * (prefill_count * most)).named("requests a second, prefill", "1/s")
-    rate = smallest(can_decode, can_prefill)
-    ends = [min(most, r / c) for r, c in zip(_ends(rate * most), _ends(can_prefill), strict=True)]
-    prompt = pool.seconds_at(rate.value / prefill_count).named("own prompt", "s")
-    ttft = prompt + first + _queue(prompt, Figure(ends[0], min(ends), max(ends), rate.kinds))
-    if work.concurrency is not None:
-        waiting = batch * instance.replicas * count - users.value
-        ttft = (ttft * (waiting / rate.value / ttft.value)).named("the rest of the stay, by Little's law", "s")
-    ttft = ttft.named("TTFT", "s")
-    throughput = (rate * output).named("throughput", "tokens/s")
-    return Candidate(
-        "separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, ttft, tpot, throughput
-    )
-
-
-def quick_separated(
+def separated(
     pool: PrefillPool,
     prefill_count: int,
     instance: Instance,
     count: int,
     batch: float,
     seconds: Callable[[float], float] | None = None,
+    *,
+    between: bool = True,
 ) -> Candidate:
-    """`separated` with middle values only, for the search. seconds: of a decode step of a batch, or as it is priced."""
-    ends = map(Middle, separated_middles(pool, prefill_count, instance, count, batch, seconds))
+    """Prefill and decode on instances of their own; the latent cache travels between them.
+
+    The rate is the smallest of what the two sides and the transfer sustain, prefill and transfer at 85 % at most; where that is not
+    decode's, fewer than `batch` requests of a rank decode at once. With a given concurrency the loop is closed: of `batch` requests a
+    rank some decode and the others are at their prompts, and by Little's law all of them are the rate × their stay. seconds: of a decode
+    step of a batch, or as it is priced. between: a batch that prefill leaves no room for is priced between those that are tried, which is
+    faster, and up to 6 % off.
+    """
+    ends = separated_times(pool, prefill_count, instance, count, batch, seconds, between=between)
     return Candidate("separated", instance, count, batch, pool.instance, prefill_count, pool.tokens, *ends)
 
 
-def separated_middles(
+def separated_times(
     pool: PrefillPool,
     prefill_count: int,
     instance: Instance,
     count: int,
     batch: float,
     seconds: Callable[[float], float] | None = None,
+    *,
+    between: bool = True,
 ) -> tuple[float, float, float]:
-    """The TTFT, the TPOT and the throughput of `quick_separated`."""
-    seconds = seconds or _priced(instance)
-    output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step.value
+    """The TTFT, the TPOT and the throughput of `separated`."""
+    seconds = seconds or instance.decode_step
+    output, work, made = instance.workload.output.mean, instance.workload, instance.options.tokens_a_step
     closed = work.concurrency is not None
     decoding_at_once = _decoding(pool, prefill_count, instance, count, batch, seconds)
-    exactly = decoding_at_once == batch
-    step = seconds(batch) if exactly else instance.decode_curve(decoding_at_once)
+    exactly = decoding_at_once == batch or not between
+    step = seconds(decoding_at_once) if exactly else instance.decode_curve(instance.rows(decoding_at_once))
     tpot = step / made
     users = decoding_at_once * instance.replicas * count
     room, full = (decoding_at_once, step) if closed else (batch, seconds(batch))
     outputs = max(output - 1, 1.0) / made
     can_decode = room * instance.replicas * count / (full * outputs)
-    can_prefill = pool.rate.value * (prefill_count * (1.0 if closed else _BUSY))
-    rate = min(can_decode, can_prefill)
+    rate = min(can_decode, _arriving(pool, prefill_count, instance, count))
     if closed:
         ttft = (batch * instance.replicas * count - users) / rate
     else:
-        ttft = quick_first(pool, prefill_count, instance, step, rate)
+        ttft = first_token(pool, prefill_count, instance, step, rate)
     return ttft, tpot, rate * output
 
 
-def quick_first(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
+def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step: float, rate: float) -> float:
     """Seconds to the first token at so many requests a second, beside decode steps of so many seconds. It grows with both."""
-    return first_beside(pool, prefill_count, instance, step)(rate)
-
-
-def first_beside(pool: PrefillPool, prefill_count: int, instance: Instance, step: float) -> Callable[[float], float]:
-    """`quick_first` over the requests a second, beside one and the same step."""
     most = _BUSY if instance.workload.concurrency is None else 0.95
-    beside = _FRONT + _transfer(instance, pool.instance).value + step * _passing(instance)
-    kept = pool.rate.value * prefill_count
-
-    def first(rate: float) -> float:
-        prompt, busy = pool.quick_seconds_at(rate / prefill_count), min(most, rate / kept)
-        return beside + prompt + prompt * busy / (2 * (1 - busy))
-
-    return first
+    prompt, busy = pool.seconds_at(rate / prefill_count), min(most, rate / (pool.rate * prefill_count))
+    exposed = exposed_transfer() * transfer_seconds(instance, pool.instance)
+    return front_door() + exposed + step * _passing(instance) + prompt + prompt * busy / (2 * (1 - busy))
 
 
 def _decoding(
@@ -412,47 +373,53 @@ def _decoding(
 ) -> float:
     """Requests of a rank that decode, where it has room for `batch`, or `batch` of each are in a closed loop: by Little's law.
 
-    So many that decode leave at a rate that prefill keeps up with; in a closed loop, at one at which prompts take so long that
-    the rest of the loop is full.
+    So many that decode leave at a rate that prefill and the transfer keep up with; in a closed loop, at one at which prompts take so
+    long that the rest of the loop is full.
     """
     slots, closed = instance.replicas * count, instance.workload.concurrency is not None
-    outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step.value
-    most = pool.rate.value * prefill_count * (1.0 if closed else _BUSY)
+    outputs = max(instance.workload.output.mean - 1, 1.0) / instance.options.tokens_a_step
+    most = _arriving(pool, prefill_count, instance, count)
     if not closed and batch * slots / (outputs * seconds(batch)) <= most:
         return batch
     low, high, curve = 0.0, batch, instance.decode_curve
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        step = curve(middle)
+        step = curve(instance.rows(middle))
         rate = middle * slots / (outputs * step)
         full = rate >= most
         if closed and not full:
-            first = quick_first(pool, prefill_count, instance, step, rate)
+            first = first_token(pool, prefill_count, instance, step, rate)
             full = middle * slots + rate * first > batch * slots
         low, high = (low, middle) if full else (middle, high)
     return low if closed else high
 
 
-def _priced(instance: Instance) -> Callable[[float], float]:
-    """Seconds of a decode step over the batch."""
-    return lambda batch: instance.middle.decode_step(batch).value
-
-
-def _transfer(instance: Instance, prefill: Instance) -> Figure:
+def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
     if "transfer" not in instance.steps:
         size = instance.memory.cache_per_token * instance.workload.input.mean
         sender = prefill.cluster if instance.cluster.prefill is not None else None
         # In dsjax one device of a replica pulls the pages and hands them to the others.
-        links = 1 if instance.options.engine.name == "dsjax" else instance.layout.mesh.tp_size
-        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender)
+        own = instance.options.engine.name == "dsjax"
+        links = 1 if own else instance.layout.mesh.tp_size
+        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender, own)
     return instance.steps["transfer"]
+
+
+def _ways(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Caches that travel at once: one of each dsjax replica; of other engines as many as all devices of the smaller side carry."""
+    own, tp = instance.options.engine.name == "dsjax", instance.layout.mesh.tp_size
+    sides = ((pool.instance, prefill_count), (instance, count))
+    return min(number * (one.replicas if own else one.layout.devices / tp) for one, number in sides)
+
+
+def _arriving(pool: PrefillPool, prefill_count: int, instance: Instance, count: int) -> float:
+    """Requests a second that prefill and the transfer keep up with."""
+    most = _BUSY if instance.workload.concurrency is None else 1.0
+    moved = _ways(pool, prefill_count, instance, count) / transfer_seconds(instance, pool.instance)
+    return most * min(pool.rate * prefill_count, moved)
 
 
 def _passing(instance: Instance) -> float:
     """Decode steps that pass before one that takes in what arrives at any time: half of the one in progress, and the planned one."""
     return 1.5 if instance.ahead else 0.5
-
-
-def _ends(figure: Figure) -> tuple[float, float, float]:
-    return figure.value, figure.low, figure.high

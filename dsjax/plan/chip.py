@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve, Grid, doublings
-from dsjax.plan.figure import Figure, Kind, Middle, assumed
+from dsjax.plan.figure import assumed, measured
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,
@@ -26,6 +26,7 @@ from dsjax.plan.operations import (
 from dsjax.plan.operator_tables import AICONFIGURATOR, BUNDLED, Grouped, OperatorTables
 from dsjax.plan.precision import BF16, Precision
 
+_EXPERTS = "experts' products"
 _CEILING = 0.95
 """The largest share of a ceiling that an operation is taken to reach on any device."""
 _LAUNCH = 3e-6
@@ -77,23 +78,29 @@ class Chip:
     """One device and the precision of its weights. operators: tables of operations.
 
     fp8_mla: decode multiplies an FP8 cache as FP8 on an H20, too. fp8_rate: operations a second (value, low, high) that dense FP8
-    products reach at most with the engine's kernel; None: those of the tables. middle: only middle values are worked out. known: results,
-    shared by all users.
+    products reach at most with the engine's kernel; None: those of the tables. known: curves, which all users share; priced: seconds, in
+    the draw at hand.
     """
 
     hardware: Hardware
     precision: Precision
     operators: OperatorTables = BUNDLED
-    middle: bool = False
     known: dict = field(default_factory=dict, compare=False, repr=False)
+    priced: dict = field(default_factory=dict, compare=False, repr=False)
     fp8_mla: bool = False
     fp8_rate: tuple[float, float, float] | None = None
 
-    def _once(self, key: tuple, make) -> Figure:
+    def _once(self, key: tuple, make):
         known = self.known.get(key)
         if known is None:
             known = self.known[key] = make()
         return known
+
+    def _price(self, key: tuple, make: Callable[[], float]) -> float:
+        seconds = self.priced.get(key)
+        if seconds is None:
+            seconds = self.priced[key] = make()
+        return seconds
 
     def _device(self, key: str) -> Hardware:
         """A device as its file has it: what its table was measured on."""
@@ -113,23 +120,17 @@ class Chip:
         return (self.hardware.key, self.hardware.operators or "h200")
 
     @cached_property
-    def carried_over(self) -> Figure:
+    def carried_over(self) -> float:
         """Factor on the speed of what another die was measured at; 1 on the same die."""
         hardware = self.hardware
         if hardware.same_die or hardware.key == hardware.operators:
-            return Figure(1.0)
+            return 1.0
         why = f"measured on {hardware.operators or 'h200'}, not on {hardware.name}"
         return assumed(1.0, 0.8, 1.1, "carried over to this device", why)
 
-    def _figure(self, seconds: Sequence[float], spread: float, name: str, source: str) -> Figure:
-        """The first with the others as ends, at least `spread` each way; over what carrying to another die adds."""
-        value = seconds[0]
-        if self.middle:
-            return Middle(value / self.carried_over.value)
-        low, high = min(*seconds, value / (1 + spread)), max(*seconds, value * (1 + spread))
-        timed = Figure(value, low, high, Kind.MEASURED, name=name, source=source, unit="s")
-        factor = self.carried_over
-        return timed if factor.low == factor.high else timed / factor
+    def _timed(self, seconds: float, spread: float, name: str, source: str) -> float:
+        """What was timed, within `spread` of it each way, over what carrying it to another die adds."""
+        return measured(1.0, 1 / (1 + spread), 1 + spread, name, source) * seconds / self.carried_over
 
     def _table(self, find) -> tuple[object, Hardware] | None:
         """The first device of `tables_of` for which there is a table, and that device."""
@@ -141,58 +142,35 @@ class Chip:
 
     # Products -----------------------------------------------------------------------------------------------------------------
 
-    def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> Figure:
+    def product(self, rows: float, n: int, k: int, *, expert: bool = False) -> float:
         """Seconds of a dense product `[rows, k] × [k, n]` with bf16 results, weights of the precision's kind."""
         itemsize = self.precision.mlp if expert else self.precision.linear
         self.precision.peak(self.hardware, expert)
         return self._product(rows, n, k, "nvfp4" if itemsize < 1 else "fp8_block" if itemsize < BF16 else "bfloat16")
 
-    def bf16_product(self, rows: float, n: int, k: int) -> Figure:
+    def bf16_product(self, rows: float, n: int, k: int) -> float:
         """Seconds of a product with bf16 weights: absorbed matrices, head, router."""
         return self._product(rows, n, k, "bfloat16")
 
-    def _product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
-        return self._once(("product", rows, n, k, dtype, self.middle), lambda: self._at_most(rows, n, k, dtype))
+    def _product(self, rows: float, n: int, k: int, dtype: str) -> float:
+        return self._price(("product", rows, n, k, dtype), lambda: self._at_most(rows, n, k, dtype))
 
-    def _at_most(self, rows: float, n: int, k: int, dtype: str) -> Figure:
+    def _at_most(self, rows: float, n: int, k: int, dtype: str) -> float:
         """A product by the tables, no faster than the engine's own kernel for dense FP8 is."""
-        figure = self._new_product(rows, n, k, dtype)
+        seconds = self._by_tables(rows, n, k, dtype)
         if self.fp8_rate is None or dtype != "fp8_block":
-            return figure
-        value, high, low = (2.0 * rows * n * k / rate for rate in self.fp8_rate)
-        if value <= figure.value:
-            return figure
-        if self.middle:
-            return Middle(value)
-        name = f"product {rows:.0f}×{n}×{k}"
-        return Figure(
-            value,
-            max(low, figure.low),
-            max(high, figure.high),
-            Kind.MEASURED,
-            name=name,
-            source=FLASHINFER_FP8,
-            unit="s",
-        )
+            return seconds
+        rate = measured(*self.fp8_rate, "rate of dense FP8 products", FLASHINFER_FP8, "FLOP/s")
+        return max(seconds, 2.0 * rows * n * k / rate)
 
-    def _new_product(self, rows: float, n: int, k: int, dtype: str) -> Figure:
-        curves = self.known.get(("curves", n, k, dtype))
-        table, readme, spread, best = curves or self._once(
-            ("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype)
-        )
-        if self.middle and table and not readme:
-            return Middle(table(rows) / self.carried_over.value)
-        seconds, source = [table(rows)] if table else [], AICONFIGURATOR
-        if readme:
-            source = f"{DEEPGEMM}; {AICONFIGURATOR}"
-            if self.hardware.key == "h800" or not seconds:
-                seconds.insert(0, readme(rows))
-            else:
-                # Two tables of the same die, neither of this device: between them.
-                seconds = [math.sqrt(readme(rows) * seconds[0]), readme(rows), seconds[0]]
-        if not seconds:
-            seconds = [best(rows) / 0.5]
-        return self._figure(seconds, spread, f"product {rows:.0f}×{n}×{k}", source)
+    def _by_tables(self, rows: float, n: int, k: int, dtype: str) -> float:
+        table, readme, spread, best = self._once(("curves", n, k, dtype), lambda: self._product_curves(n, k, dtype))
+        if table and readme and self.hardware.key != "h800":
+            # Two tables of the same die, neither of this device: between them.
+            return self._timed(math.sqrt(readme(rows) * table(rows)), 0.25, "products", f"{DEEPGEMM}; {AICONFIGURATOR}")
+        if curve := readme or table:
+            return self._timed(curve(rows), spread, "products", DEEPGEMM if readme else AICONFIGURATOR)
+        return self._timed(best(rows) / 0.5, 0.25, "products", "half of the device's ceilings, for want of a table")
 
     def _product_curves(self, n: int, k: int, dtype: str):
         """(aiconfigurator's seconds here over rows, DeepGEMM's, the spread of the first, seconds at the ceilings).
@@ -230,37 +208,28 @@ class Chip:
         moved = used * 3 * width * inner * itemsize + rows * (width * (min(itemsize, 2) + 2) + 5 * inner)
         return OperationWork(6.0 * rows * width * inner, unit, moved)
 
-    def experts(self, used: float, rows: Figure, received: float, slots: float, width: int, inner: int, decode: bool):
+    def experts(
+        self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
+    ) -> float:
         """Seconds of a rank's routed experts: `rows` over `used` of its `slots`, of `received` tokens that were brought here.
 
         Decode's are in the masked layout of wide EP, prefill's in the contiguous one.
         """
         self.precision.peak(self.hardware, True)
-        if self.middle:
-            value, _, source = self._experts(used, rows.value, received, slots, width, inner, decode)
-            return self._figure([value], 0.0, "experts' products", source)
-        seconds = [self._experts(used, end, received, slots, width, inner, decode)
-                   for end in (rows.value, rows.low, rows.high)]  # fmt: skip
-        (value, spread, source), (low, _, _), (high, _, _) = seconds
-        table = self._figure([value], spread, "experts' products", source)
-        below, above = (
-            math.hypot(value / low - 1, value / table.low - 1),
-            math.hypot(high / value - 1, table.high / value - 1),
-        )
-        return Figure(value, value / (1 + below), value * (1 + above), table.kinds | rows.kinds, parts=(rows, table))
+        return self._timed(*self._experts(used, rows, received, slots, width, inner, decode))
 
     def _experts(
         self, used: float, rows: float, received: float, slots: float, width: int, inner: int, decode: bool
-    ) -> tuple[float, float, str]:
-        """(seconds, relative spread, source)."""
+    ) -> tuple[float, float, str, str]:
+        """(seconds, relative spread, name, source)."""
         curves = None if decode else self._table(self.operators.grouped_prefill)
         if curves:
             terms, spread = self._once(("contiguous", width, inner), lambda: self._contiguous(*curves, width, inner))
             each = sum(term * size for term, size in zip(terms, (rows, received, slots, 1.0), strict=True))
-            return max(curves[0].least, each), spread, AICONFIGURATOR
+            return max(curves[0].least, each), spread, _EXPERTS, AICONFIGURATOR
         masked = self._once(("masked", width, inner, decode), lambda: self._masked(width, inner, decode))
         grid, spread, source = masked
-        return grid(used, rows), spread, source
+        return grid(used, rows), spread, _EXPERTS, source
 
     def _masked(self, width: int, inner: int, decode: bool) -> tuple[Grid, float, str]:
         """(seconds over experts with rows and rows in all, relative spread, source): decode's layout, and prefill's without a table."""
@@ -320,7 +289,7 @@ class Chip:
         are taken off.
         """
         curve = self._once(("fused", of, tp, ep), lambda: self._fused_experts(touched, tp, ep))
-        return curve and self._figure([curve(tokens)], 0.1, "fused experts", AICONFIGURATOR)
+        return curve and self._timed(curve(tokens), 0.1, "fused experts", AICONFIGURATOR)
 
     def _fused_experts(self, touched: Callable[[float], float], tp: int, ep: int) -> Curve | None:
         if self.precision.expert >= BF16 or not (self.hardware.same_die or self.hardware.is_blackwell):
@@ -346,8 +315,8 @@ class Chip:
         busiest: Callable[[float], float],
         of: object,
         ep: int,
-        more: Callable[[float], Figure] | None,
-    ) -> tuple[Figure, bool] | None:
+        more: Callable[[float], float] | None,
+    ) -> tuple[float, bool] | None:
         """(seconds of whole experts on the busiest of `ep` ranks, of an engine without DeepEP; whether so many tokens were timed).
 
         None where no such engine was timed. More tokens than were timed get the seconds of the most that were: they take no less.
@@ -361,7 +330,7 @@ class Chip:
             return None
         curve, even = found
         most = curve.sizes[-1]
-        seconds = self._figure([curve(min(tokens, most))], 0.1, "spread experts", AICONFIGURATOR)
+        seconds = self._timed(curve(min(tokens, most)), 0.1, "spread experts", AICONFIGURATOR)
         return seconds * more(min(tokens, most)) if even and more is not None else seconds, tokens <= most
 
     def _spread_experts(self, busiest: Callable[[float], float], ep: int) -> tuple[Curve, bool] | None:
@@ -385,18 +354,18 @@ class Chip:
 
     # Attention ----------------------------------------------------------------------------------------------------------------
 
-    def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
+    def decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer: `rows` requests at `context` cached positions of `latent` values each."""
-        return self._once(
-            ("decode", heads, rows, context, latent, rank, self.middle),
+        return self._price(
+            ("decode", heads, rows, context, latent, rank),
             lambda: self._decode_attention(heads, rows, context, latent, rank),
         )
 
-    def _decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> Figure:
+    def _decode_attention(self, heads: float, rows: float, context: float, latent: int, rank: int) -> float:
         heads = round(heads, 6)  # a quotient of rows: 32.0000001 heads are not 33
         key = ("decode grid", heads, latent, rank)
         grid, spread, source = self._once(key, lambda: self._decode_grid(heads, latent, rank))
-        return self._figure([grid(rows, context)], spread, "attention", source)
+        return self._timed(grid(rows, context), spread, "attention", source)
 
     def _decode_grid(self, heads: float, latent: int, rank: int) -> tuple[Grid, float, str]:
         ways = [self._decode_times(False, heads, latent, rank)]
@@ -443,41 +412,39 @@ class Chip:
         contexts = sorted({size for curve in curves.values() for size in curve.sizes}) or doublings(32.0, 131_072)
         return rows, contexts, time, max(0.05, spread), AICONFIGURATOR if curves else FLASH_MLA
 
-    def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
+    def prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:
         """Seconds of naive causal attention in one layer of `tokens` from `prompts` prompts, each attending to `context` on average.
 
         per_pair: key and value widths together. A prompt behind cached positions counts as one whose mean token attends to as many.
         """
-        return self._once(
-            ("prefill", heads, tokens, prompts, context, per_pair, self.middle),
+        return self._price(
+            ("prefill", heads, tokens, prompts, context, per_pair),
             lambda: self._prefill_attention(heads, tokens, prompts, context, per_pair),
         )
 
-    def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> Figure:
+    def absorbed_prompts(self, heads: int, tokens: float, context: float, latent: int, rank: int) -> float:
         """Seconds of absorbed attention in one layer of so many prompt tokens, each attending to `context` positions on average.
 
         With so many rows it is bound by its products. Tables of decode end long before, and FlashMLA's published rate is taken.
         """
         work = OperationWork(2.0 * heads * (latent + rank) * tokens * context, "bf16", 0.0)
         seconds = decode_attention_seconds(work.flops, 0.0)
-        return self._figure([carried(seconds, work, self._device("h800"), self.hardware)], 0.2, "attention", FLASH_MLA)
+        return self._timed(carried(seconds, work, self._device("h800"), self.hardware), 0.2, "attention", FLASH_MLA)
 
-    def _prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> Figure:
+    def _prefill_attention(self, heads: int, tokens: float, prompts: float, context: float, per_pair: int) -> float:
         # With an FP8 cache an engine may still compute prompts in bf16, and quantises what it stores; the faster way counts.
         ways = [False, True] if self.precision.cache < BF16 else [False]
         times = [self._prefill_attention_in(fp8, heads, tokens, prompts, context, per_pair) for fp8 in ways]
-        return min(times, key=lambda figure: figure.value)
+        return min(times)
 
     def _prefill_attention_in(
         self, fp8: bool, heads: int, tokens: float, prompts: float, context: float, per_pair: int
-    ) -> Figure:
+    ) -> float:
         each = self._once(("prefill curves", fp8, heads, per_pair), lambda: self._prefill_curves(fp8, heads, per_pair))
         if each is None:
             work = OperationWork(2.0 * heads * per_pair * tokens * context, "bf16", 0.0)
             seconds = prefill_attention_seconds(work.flops, context)
-            return self._figure(
-                [carried(seconds, work, self._device("h800"), self.hardware)], 0.2, "attention", FLASH_MLA
-            )
+            return self._timed(carried(seconds, work, self._device("h800"), self.hardware), 0.2, "attention", FLASH_MLA)
         curves, least = each
         length, prompts = 2 * context - 1, max(1.0, min(8.0, prompts))
         at = max(n for n in curves if n <= prompts)
@@ -488,7 +455,7 @@ class Chip:
             seconds = (
                 tokens / prompts * ((1 - share) * at * curves[at](length) + share * 2 * at * curves[2 * at](length))
             )
-        return self._figure([max(least, seconds)], 0.07, "attention", AICONFIGURATOR)
+        return self._timed(max(least, seconds), 0.07, "attention", AICONFIGURATOR)
 
     def _prefill_curves(self, fp8: bool, heads: int, per_pair: int) -> tuple[dict[float, Curve], float] | None:
         """(prompts in a step → seconds of a token over the length of a prompt, seconds that no step is below).
@@ -514,12 +481,12 @@ class Chip:
             tokens[after] = {n: min(time, tokens[before][n] * before / after) for n, time in tokens[after].items()}
         return {count: Curve(tokens[count].items(), lambda length: length) for count in counts}, least
 
-    def stream(self, moved: float) -> Figure:
+    def stream(self, moved: float) -> float:
         """Norms, rotation, activations: `moved` bytes through memory."""
-        return Middle(moved / self._streaming.value) if self.middle else moved / self._streaming
+        return moved / self._streaming
 
     @cached_property
-    def _streaming(self) -> Figure:
+    def _streaming(self) -> float:
         """Bytes a second."""
         share = assumed(
             0.75, 0.55, 0.9, "element-wise share of bandwidth", "at best a plain copy: 4.3 of 4.8 TB/s, H200"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, assumed, exact, smallest
+from dsjax.plan.figure import Figure, assumed, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
@@ -43,18 +43,23 @@ def host_bytes(instance: Instance) -> int:
     return beside + stages * sum(size * parts.get(name, 1) for name, size in weights.items())
 
 
-def storage_rate(cluster: Cluster) -> Figure:
+def storage_rate(cluster: Cluster) -> float:
     """Bytes a second at which one host reads a checkpoint while all do: of the cluster file, or assumed, within what its cards give."""
     if cluster.storage is not None:
-        return exact(cluster.storage, "storage, of each host", "B/s", f"{cluster.name}: storage_gb_per_s")
+        return cluster.storage
     rate = assumed(
         3e9, 1e9, 7e9, "storage, of each host", "one NVMe disk, or a client of a parallel file system", "B/s"
     )
-    cards = exact(cluster.network_bandwidth * cluster.devices_per_host, "a host's cards", "B/s")
-    return smallest(rate, cards)
+    return min(rate, cluster.network_bandwidth * cluster.devices_per_host)
 
 
-def cold_start(instance: Instance) -> Figure:
-    """Seconds in which every host of an instance has read its weights. Compiling, and starting Python and JAX, are not in it."""
-    size = exact(host_bytes(instance), "weights that a host reads", "B")
-    return (size / storage_rate(instance.cluster)).named("cold start: reading weights", "s")
+def reading(cluster: Cluster, size: float) -> Figure:
+    """Seconds in which a host reads so many bytes."""
+    [seconds] = spread(lambda: [size / storage_rate(cluster)])
+    seconds.unit = "s"
+    return seconds
+
+
+def cold_start(*instances: Instance) -> Figure:
+    """Seconds until each host has read its weights. Excludes compiling, and starting Python and JAX."""
+    return reading(instances[0].cluster, sum(map(host_bytes, instances)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError, why_unreadable
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, drawn
 from dsjax.plan.layout import InstanceLayout
 from sharding.errors import MeshError
 from sharding.mesh import MeshSpec
@@ -71,7 +71,7 @@ class DryRun:
     temporaries: int
     collectives: tuple[Sent, ...]
     flops: Mapping[str, float]
-    timeline: Figure | None = None
+    timeline: float | None = None
     halves: bool = False
 
     @property
@@ -103,9 +103,11 @@ class DryRun:
         """One copy of the experts: what a plan prices."""
         return InstanceLayout(self.mesh, self.physical_experts - config.n_routed_experts).unit
 
-    def figure(self, value: float, name: str, unit: str = "") -> Figure:
+    def figure(self, value: float, name: str, unit: str = "") -> float:
         """A number that was read from this program."""
-        return Figure(value, kinds=Kind.COMPILED, name=name, unit=unit, source=f"{self.provenance}: {self.shape}")
+        return drawn(
+            Figure(value, kinds=Kind.COMPILED, name=name, unit=unit, source=f"{self.provenance}: {self.shape}")
+        )
 
 
 def read_dry_run(path: str | Path) -> DryRun:
@@ -166,7 +168,7 @@ def _from_json(file: str, written: str, values: Mapping[str, Any]) -> DryRun:
     )
 
 
-def _predicted(step: Mapping[str, Any]) -> Figure:
+def _predicted(step: Mapping[str, Any]) -> float:
     value, low, high = (_number(step, end, above=True) for end in ("value", "low", "high"))
     if not low <= value <= high:
         raise ValueError(

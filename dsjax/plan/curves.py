@@ -42,6 +42,10 @@ class Curve:
         share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
+    def times(self, factor: float) -> Curve:
+        """Return the curve with all seconds multiplied by `factor`."""
+        return Curve(zip(self.sizes, (time * factor for time in self.seconds), strict=True), self._beyond)
+
 
 class Grid:
     """Seconds over two sizes that were evaluated at `firsts × seconds`: a weighted mean of the four corners of a cell.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from dsjax.errors import UserError
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import assumed
 
 FIRST = 0.85
 """Chance that a step's first draft is accepted: DeepSeek-V3's report has 0.85 to 0.90 (section 5.4.3)."""
@@ -21,21 +21,21 @@ to 0.90 has with a ratio of 0.78 to 0.86. The measured curve of another model wi
 _UNSURE = 0.05
 
 
-def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> Figure:
+def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
     """The next token, and drafts while all before were accepted.
 
     acceptance: of the first draft, or of each position the share of steps in which its draft was accepted, as vLLM logs it.
     """
     if not drafts:
-        return Figure(1.0)
+        return 1.0
     if isinstance(acceptance, Sequence):
         seen = [1 + sum(min(1.0, max(0.0, share + d)) for share in acceptance[:drafts]) for d in (0, -_UNSURE, _UNSURE)]
         source = f"acceptance of each position as given, ± {_UNSURE:g}"
-        return Figure(*seen, Kind.ASSUMPTION, name="tokens a step", source=source)
+        return assumed(*seen, "tokens a step", source)
     ends = zip((acceptance + d for d in (0, -_UNSURE, _UNSURE)), FADING, strict=True)
     made = [_yield(min(1.0, max(0.0, first)), fading, drafts) for first, fading in ends]
     source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; of each further one {FADING[0]} (0.76 – 0.87) of the one before"
-    return Figure(*made, Kind.ASSUMPTION, name="tokens a step", source=source)
+    return assumed(*made, "tokens a step", source)
 
 
 def _yield(first: float, fading: float, drafts: int) -> float:

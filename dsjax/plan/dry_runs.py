@@ -98,7 +98,7 @@ def usage(
     if other:
         return DryRunUsage(run, True, f"{memory}; not its exchanges and operations: {other}")
     if run.halves:
-        timed = f"its time, {run.timeline.value * 1e3:.4g} ms" if run.timeline else "no time: it has no timeline"
+        timed = f"its time, {run.timeline * 1e3:.4g} ms" if run.timeline else "no time: it has no timeline"
         return DryRunUsage(run, True, f"{memory}; of a step in two halves {timed}")
     count = sum(sent.times for sent in run.collectives)
     sent = sum(sent.times * sent.size for sent in run.collectives)

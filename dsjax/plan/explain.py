@@ -1,11 +1,12 @@
-"""Derivations as text: each figure with its value, interval, kind and source, what it was made of below it."""
+"""Why a figure is what it is: the parts of the steps that it is made of, the assumptions behind it, and what each of them moves."""
 
 from __future__ import annotations
 
-from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure, Kind, settled
-from dsjax.plan.limits import on
-from dsjax.plan.prompts import MEAN_OF_STEPS
+from collections.abc import Callable
+
+from dsjax.plan.candidate import Candidate, moved
+from dsjax.plan.figure import Draw, Figure, Kind, drawing
+from dsjax.plan.instance import Instance
 
 EXPLAINED = ("tpot", "ttft", "throughput", "memory")
 
@@ -18,70 +19,72 @@ def explain(candidate: Candidate, what: str) -> str:
         lines += [f"  {size / 1e9:10.3f} GB  {name}  (exact)" for name, size in memory.weights.items()]
         lines += [f"  {memory.weights_total / 1e9:10.3f} GB  weights  (exact)"]
         lines += [f"  {memory.cache_per_token:,} B  a cached token  (exact)"]
-        return "\n".join([*lines, *derivation(memory.cache_tokens, 1)])
-    return "\n".join([*lines, *derivation(getattr(candidate, what)), *_ranked(candidate, what), *_compiled(candidate)])
+        tokens = candidate.decode.cache_tokens
+        lines += [f"  {tokens:,.0f} tokens of cache a DP rank [{tokens.low:,.0f} … {tokens.high:,.0f}]"]
+        return "\n".join([*lines, *_effects(lambda: moved(candidate).decode.memory.cache_tokens)])
+    lines += [f"{amount(getattr(candidate, what), 'tokens/s' if what == 'throughput' else 's'):>12}  {what}"]
+    lines += _step("a decode step", candidate.decode.decode_parts(candidate.batch))
+    if what != "tpot" or candidate.mode == "aggregated":
+        lines += _step("a prefill step", candidate.prefill.prefill_parts(candidate.prefill_tokens))
+    return "\n".join([*lines, *_effects(lambda: getattr(moved(candidate), what)), *_compiled(candidate)])
 
 
-def widening(candidate: Candidate, what: str) -> list[tuple[str, float]]:
-    """Each assumption below `ttft`, `tpot` or `throughput`, and by which share the interval would be narrower if its middle value were
-    known to be right; the one that widens it most first."""
-    cluster, mean = candidate.decode.cluster, (MEAN_OF_STEPS,)  # has a range of its own beside those of its parts
-    whole: Figure = getattr(on(candidate, cluster), what)
-    names = {
-        part.name
-        for part, _ in whole.walk()
-        if part.name and part.kinds & Kind.ASSUMPTION and part.low < part.high and (not part.parts or part.name in mean)
-    }
-    shares = []
-    for name in names:
-        with settled(name):
-            known: Figure = getattr(on(candidate, cluster), what)
-        shares.append((name, 1 - (known.high - known.low) / (whole.high - whole.low)))
-    return sorted(shares, key=lambda one: (-one[1], one[0]))
+def _step(name: str, parts: dict[str, float]) -> list[str]:
+    total = sum(parts.values())
+    lines = [f"  {amount(total, 's'):>10}  {name}"]
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    return lines + [f"  {amount(seconds, 's'):>10}  {seconds / total:5.0%}  {part}" for part, seconds in ranked]
 
 
-def _ranked(candidate: Candidate, what: str) -> list[str]:
-    """The assumptions by how much they widen the interval; those that take less than a hundredth of it together in one line."""
-    ranked = widening(candidate, what)
-    shown = [(name, share) for name, share in ranked if share >= 0.01]
-    if not ranked:
-        return []
-    lines = [f"the interval of {what} would be narrower by so much if an assumption were known:"]
-    lines += [f"  {share:5.0%}  {name}" for name, share in shown]
-    if len(shown) < len(ranked):
-        lines.append(f"  under 1% each: {', '.join(sorted(name for name, share in ranked if share < 0.01))}")
+def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
+    """Each assumption and measurement that a result hangs on, with the result at its low and at its high end ÷ the result; the one
+    that moves it most first. Everything else stays at its middle value."""
+    with drawing(Draw()) as middle:
+        usual = compute()
+    found = []
+    for name, figure in middle.seen.items():
+        if figure.low == figure.high:
+            continue
+        ends = []
+        for place in (-1.0, 1.0):
+            with drawing(Draw({name: place})):
+                ends.append(compute() / usual)
+        found.append((figure, *ends))
+    return sorted(found, key=lambda one: (-abs(one[2] - one[1]), one[0].name))
+
+
+def _effects(compute: Callable[[], float]) -> list[str]:
+    """The inputs by how far they move the result; those that move it by less than 1 % are named only."""
+    ranked = effects(compute)
+    lines = ["the result × so much at either end of an input's range:"]
+    small = []
+    for figure, low, high in ranked:
+        if max(abs(low - 1), abs(high - 1)) < 0.01:
+            small.append(figure.name)
+            continue
+        ends = f"{amount(figure, figure.unit)} [{amount(figure.low, figure.unit)} … {amount(figure.high, figure.unit)}]"
+        lines.append(f"  {low:.2f} … {high:.2f}  {figure.name}: {ends} ({Kind(figure.kinds).words()}: {figure.source})")
+    if small:
+        lines.append(f"  within 1 %: {', '.join(sorted(small))}")
     return lines
 
 
 def _compiled(candidate: Candidate) -> list[str]:
     """The steps that were compiled: what the planner says of the same rows and context, and the timeline's prediction."""
     lines = []
-    for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
+    sides: dict[int, Instance] = {id(i): i for i in (candidate.prefill, candidate.decode)}
+    for instance in sides.values():
         for run in instance.dry_runs:
-            said = f"the planner says {_interval(instance.compiled_step(run))}"
             predicted = f"its timeline {_interval(run.timeline)}" if run.timeline else "it has no timeline"
-            lines.append(f"{run.file}: {run.shape}: {said}; {predicted}")
+            said = amount(instance.compiled_step(run), "s")
+            lines.append(f"{run.file}: {run.shape}: the planner says {said}; {predicted}")
     return lines
 
 
 def _interval(figure: Figure) -> str:
-    low, value, high = (amount(end, "s") for end in (figure.low, figure.value, figure.high))
-    return f"{value} [{low} … {high}] ({Kind(figure.kinds).words()})"
-
-
-def derivation(figure: Figure, depth: int = 0) -> list[str]:
-    """Lines; a figure that the same parent uses several times is shown once."""
-    words = Kind(figure.kinds).words()
-    certain = figure.low == figure.high
-    interval = "" if certain else f"  [{amount(figure.low, figure.unit)} … {amount(figure.high, figure.unit)}]"
-    source = "; ".join(text for text in (words, figure.source, figure.note) if text)
-    lines = [f"{'  ' * depth}{amount(figure.value, figure.unit):>12}{interval}  {figure.name}  ({source})"]
-    seen: set[tuple[str, float]] = set()
-    for part in figure.parts:
-        if (part.name, part.value) not in seen:
-            seen.add((part.name, part.value))
-            lines += derivation(part, depth + 1)
-    return lines
+    return (
+        f"{amount(figure, 's')} [{amount(figure.low, 's')} … {amount(figure.high, 's')}] ({Kind(figure.kinds).words()})"
+    )
 
 
 def amount(value: float, unit: str) -> str:

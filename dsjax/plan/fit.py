@@ -1,4 +1,4 @@
-"""`dsjax plan --fit`: whether one layout starts and serves in its devices' memory, by the rule with which its engine divides it."""
+"""`dsjax plan fit`: whether one layout starts and serves in its devices' memory, by the rule with which its engine divides it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
 from dsjax.model.stage import stages_of
-from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.figure import Figure, assumed, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
 from dsjax.plan.precision import BF16
 
 if TYPE_CHECKING:
     from dsjax.config import ModelConfig
+    from dsjax.plan.cluster import Cluster
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.precision import Precision
-    from dsjax.plan.question import Question
+    from dsjax.plan.workload import PlanOptions, Workload
 
 PROFILED, STATIC, FREE = "profiled", "static", "free"
 RULES = {
@@ -44,8 +45,9 @@ _LOW_LATENCY_TOKENS = 128
 """Tokens of a rank for which DeepEP's decode kernels keep buffers, as in its README."""
 
 
+_DRAWS = 64
 DOES_NOT_FIT = 3
-"""Exit status of `dsjax plan --fit` where a launch does not fit."""
+"""Exit status of `dsjax plan fit` where a launch does not fit."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Condition:
-    """What must lie in a room. name: of what is needed. Bytes."""
+    """What must lie in a room. name: of what is needed. left: room that is left, below 0 where it does not fit. Bytes."""
 
     name: str
     needed: Figure
     room: Figure
-
-    @property
-    def left(self) -> Figure:
-        """Room that is left; below 0 where it does not fit."""
-        return self.room - self.needed
+    left: Figure
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
@@ -112,7 +110,7 @@ class Verdict:
     @property
     def fits(self) -> bool:
         """Whether the middle estimates fit."""
-        return all(condition.left.value >= 0 for condition in self.conditions)
+        return all(condition.left >= 0 for condition in self.conditions)
 
     @property
     def sure(self) -> bool:
@@ -153,70 +151,100 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
         per_token = math.ceil(
             per_token * math.ceil(config.num_hidden_layers / launch.stages) / config.num_hidden_layers
         )
-    conditions, cache = _judge(launch, launch.share, parts, per_token)
     tried = [n / 100 for n in range(30, 100)]
-    good = [f for f in tried if all(c.left.value >= 0 for c in _judge(launch, f, parts, per_token)[0])]
-    tokens = (cache / per_token).named("cache tokens", "tokens")
-    tokens.low, tokens.value, tokens.high = (max(0.0, end) for end in (tokens.low, tokens.value, tokens.high))
-    return Verdict(launch, layout, tuple(parts.values()), conditions, tokens, (good[0], good[-1]) if good else None)
+    good = [f for f in tried if all(room >= needed for _, needed, room in _judge(launch, f, parts, per_token)[0])]
+    conditions, _ = _judge(launch, launch.share, parts, per_token)
+
+    def compute() -> list[float]:
+        parts = _parts(config, layout, precision, launch)
+        judged, cache = _judge(launch, launch.share, parts, per_token)
+        rooms = [value for _, needed, room in judged for value in (needed, room, room - needed)]
+        return [*parts.values(), *rooms, max(0.0, cache / per_token)]
+
+    *figures, tokens = spread(compute, _DRAWS)
+    for (name, part), figure in zip(parts.items(), figures, strict=False):
+        figure.name, figure.unit, figure.source = name, "B", getattr(part, "source", "")
+    rest = iter(figures[len(parts) :])
+    shown = tuple(Condition(name, next(rest), next(rest), next(rest)) for name, _, _ in conditions)
+    return Verdict(launch, layout, tuple(figures[: len(parts)]), shown, tokens, (good[0], good[-1]) if good else None)
 
 
-def asked(question: Question, mesh: str, fraction: float | None, longest: int | None) -> Verdict:
-    """Judge the layout that `dsjax plan --fit` is asked about.
+def asked(
+    config: ModelConfig,
+    cluster: Cluster,
+    options: PlanOptions,
+    workload: Workload,
+    mesh: str,
+    fraction: float | None = None,
+    longest: int | None = None,
+) -> Verdict:
+    """Judge the layout that `dsjax plan fit` is asked about.
 
     Raises:
         UserError: more devices than the cluster has, a fraction out of range, or what the engine or the model lacks.
         MeshError: a mesh that does not parse, or does not fit the model.
     """
-    options, cluster = question.options, question.cluster
-    options.check_launch(question.config, question.workload)
-    layout = parse_layout(mesh, options.redundant, question.config)
+    options.check_launch(config, workload)
+    layout = parse_layout(mesh, options.redundant, config)
     layout = dataclasses.replace(layout, fused=options.fused)
     if layout.devices > cluster.num_devices:
         raise UserError(
             f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
             "--hosts"
         )
-    launch = Launch(
+    longest = longest or math.ceil(workload.held)
+    launch = planned_launch(options, cluster.hardware.visible_bytes, layout, longest, fraction)
+    return fit(config, layout, options.precision, launch)
+
+
+def planned_launch(
+    options: PlanOptions, device_bytes: int, layout: InstanceLayout, longest: int, fraction: float | None = None
+) -> Launch:
+    """How a plan starts a layout."""
+    return Launch(
         engine=options.engine.name,
-        device_bytes=cluster.hardware.visible_bytes,
+        device_bytes=device_bytes,
         fraction=fraction,
         prefill_tokens=options.prefill_tokens,
-        longest=longest or math.ceil(question.workload.held),
+        longest=longest,
         graphs=options.engine.name != "dsjax",
         deepep=options.dispatch == "deepep" and layout.mesh.dp_size > 1,
         mtp=options.drafts > 0,
     )
-    return fit(question.config, layout, options.precision, launch)
+
+
+def set_aside(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> float:
+    """Bytes beside the loaded weights and the cache, at the greatest fraction that fits, where all of `RULES` leave the same."""
+    parts = _parts(config, layout, precision, launch)
+    loaded = sum(weight_bytes(config, layout, precision, launch.mtp).values())
+    return parts["weights"] - loaded + parts["step"] + parts["graphs"] + parts["outside"]
 
 
 def _judge(
-    launch: Launch, share: float, parts: dict[str, Figure], per_token: int
-) -> tuple[tuple[Condition, ...], Figure]:
-    """What must fit, and the bytes of the cache."""
-    device = exact(launch.device_bytes, "device", "B")
+    launch: Launch, share: float, parts: dict[str, float], per_token: int
+) -> tuple[tuple[tuple[str, float, float], ...], float]:
+    """((what is needed, its bytes, bytes of its room), …), and the bytes of the cache."""
+    device = launch.device_bytes
     weights, step, graphs, outside = (parts[name] for name in ("weights", "step", "graphs", "outside"))
     rule = RULES[launch.engine][0]
     if rule == STATIC:
         available = device - outside
         if "draft" in parts:
-            weights, step = weights - parts["draft"].value, step + parts["draft"] + graphs
+            weights, step = weights - parts["draft"], step + parts["draft"] + graphs
         cache = available * share - weights
         return (
-            Condition(
+            (
                 "weights and the cache of one step of prompts",
                 weights + launch.prefill_tokens * per_token,
                 available * share,
             ),
-            Condition(
-                "a step and captured graphs, in what the fraction leaves", step + graphs, available * (1 - share)
-            ),
+            ("a step and captured graphs, in what the fraction leaves", step + graphs, available * (1 - share)),
         ), cache
     if rule == FREE:
         cache = (device - outside - weights - step) * share
         return (
-            Condition("weights, a step and what lies outside the framework", weights + step + outside, device),
-            Condition(
+            ("weights, a step and what lies outside the framework", weights + step + outside, device),
+            (
                 "captured graphs, in what the fraction leaves",
                 graphs,
                 (device - outside - weights - step) * (1 - share),
@@ -225,30 +253,30 @@ def _judge(
     held = launch.longest * per_token
     cache = device * share - weights - step - outside
     return (
-        Condition(
+        (
             f"weights, a step and the cache of one request of {launch.longest:,} tokens",
             weights + step + outside + held,
             device * share,
         ),
-        Condition("captured graphs, in what the fraction leaves", graphs, device * (1 - share)),
+        ("captured graphs, in what the fraction leaves", graphs, device * (1 - share)),
     ), cache
 
 
-def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> dict[str, Figure]:
+def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, launch: Launch) -> dict[str, float]:
     """Weights, a step's peak, captured graphs, and what lies outside the framework.
 
     SGLang loads the draft model after it has given the main one its static share, so that the draft's weights and graphs lie in what the
     fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them, SemiAnalysisAI/InferenceX issue 2128).
     """
     found = {
-        "weights": exact(_weights(config, layout, precision, launch), "weights", "B"),
+        "weights": _weights(config, layout, precision, launch),
         "step": _step(config, layout, launch),
         "graphs": _graphs(launch),
         "outside": _outside(config, layout, launch),
     }
     if launch.mtp and RULES[launch.engine][0] == STATIC:
         without = _weights(config, layout, precision, dataclasses.replace(launch, mtp=False))
-        found["draft"] = exact(found["weights"].value - without, "draft", "B")
+        found["draft"] = found["weights"] - without
     return found
 
 
@@ -278,7 +306,7 @@ def _fullest_stage(config: ModelConfig, layout: InstanceLayout, launch: Launch, 
     return round(most * each + ends / 2)
 
 
-def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure:
+def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
     """The most that a prefill step holds at once, in bf16: queries, keys, values and outputs of one layer's attention, or each chosen
     expert's row before and after; the residual stream and its copies; float32 logits of the rows that sample.
 
@@ -312,16 +340,16 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure
     )
 
 
-def _graphs(launch: Launch) -> Figure:
+def _graphs(launch: Launch) -> float:
     if not launch.graphs:
-        return exact(0, "graphs", "B")
+        return 0
     return assumed(
         1.5e9, 0.5e9, 6e9, "graphs",
         "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143)", "B",
     )  # fmt: skip
 
 
-def _outside(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Figure:
+def _outside(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
     """The driver's share, contexts and communication buffers: with DeepEP's decode kernels twice a sent and a received row of bf16 for
     each expert and token, as its `get_low_latency_rdma_size_hint` counts."""
     many = layout.devices > 1
@@ -334,9 +362,9 @@ def _outside(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> Fig
         "B",
     )
     if not launch.deepep:
-        return base.named("outside", "B")
+        return base
     buffers = 2 * 2 * _LOW_LATENCY_TOKENS * (config.n_routed_experts + layout.redundant) * config.hidden_size * 2
-    return (base + exact(buffers, "DeepEP's buffers", "B")).named("outside", "B")
+    return base + buffers
 
 
 def show(verdict: Verdict, name: str, device: str) -> str:
@@ -350,13 +378,13 @@ def show(verdict: Verdict, name: str, device: str) -> str:
         lines.append(f"  {figure.name:<10} {_gb(figure)}" + (f"   {figure.source}" if figure.source else ""))
     for condition in verdict.conditions:
         left = condition.left
-        said = f"{left.value / 1e9:.1f} GB left" if left.value >= 0 else f"lacks {-left.value / 1e9:.1f} GB"
+        said = f"{left / 1e9:.1f} GB left" if left >= 0 else f"lacks {-left / 1e9:.1f} GB"
         lines.append(
             f"  {condition.name}: {_gb(condition.needed)} of {_gb(condition.room)}, {said} "
             f"({left.low / 1e9:.1f} – {left.high / 1e9:.1f})"
         )
     tokens = verdict.cache_tokens
-    lines.append(f"  cache of a DP rank: {tokens.value:,.0f} tokens ({tokens.low:,.0f} – {tokens.high:,.0f})")
+    lines.append(f"  cache of a DP rank: {tokens:,.0f} tokens ({tokens.low:,.0f} – {tokens.high:,.0f})")
     if verdict.fractions:
         low, high = verdict.fractions
         lines.append(f"  memory fractions that fit: {low:g} to {high:g}")
@@ -367,7 +395,7 @@ def show(verdict: Verdict, name: str, device: str) -> str:
     return "\n".join(lines)
 
 
-def _gb(figure: Figure) -> str:
+def _gb(figure: float) -> str:
     if figure.low == figure.high:
-        return f"{figure.value / 1e9:.1f} GB"
-    return f"{figure.value / 1e9:.1f} ({figure.low / 1e9:.1f} – {figure.high / 1e9:.1f}) GB"
+        return f"{figure / 1e9:.1f} GB"
+    return f"{figure / 1e9:.1f} ({figure.low / 1e9:.1f} – {figure.high / 1e9:.1f}) GB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dsjax.plan.figure import Figure, assumed, exact, largest, total
+from dsjax.plan.figure import assumed
 from dsjax.plan.network import exchanged_rows
 from dsjax.plan.step_basis import StepBasis
 
@@ -15,15 +15,15 @@ _LAUNCHES = 32, 7
 
 
 def halved_layers(
-    step: StepBasis, tokens: float, decode: bool, layers: int, whole: dict[str, Figure], half: dict[str, Figure]
-) -> dict[str, Figure]:
+    step: StepBasis, tokens: float, decode: bool, layers: int, whole: dict[str, float], half: dict[str, float]
+) -> dict[str, float]:
     """All layers of a step: of each of the four windows of a layer with experts the longer counts, what travels or what computes.
 
     layers: with experts. whole: parts of the other layers; half: parts of those with experts, of one half.
     """
     there, back = half["dispatch"], half["combine"]
-    experts = total([part for name, part in half.items() if name in ("experts", "shared experts")])
-    first = total(
+    experts = sum([part for name, part in half.items() if name in ("experts", "shared experts")])
+    first = sum(
         [part for name, part in half.items() if name not in ("experts", "shared experts", "dispatch", "combine")]
     )
     launches = more_launches(step, layers)
@@ -31,10 +31,10 @@ def halved_layers(
     share = None if decode else step.beside_communication()
     if share:
         experts, first = experts / (1 - share), first / (1 - share)
-    windows = [largest(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts))]
+    windows = [max(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts))]
     if rounds := further_rounds(step, tokens):
         windows.append((there + back + experts) * (2 * rounds))  # nothing runs beside these
-    return {name: part.named(name, "s") for name, part in (whole | {HALVES: total(windows)}).items()}
+    return whole | {HALVES: sum(windows)}
 
 
 def further_rounds(step: StepBasis, tokens: float) -> int:
@@ -46,16 +46,16 @@ def further_rounds(step: StepBasis, tokens: float) -> int:
             needed.append(1)
             continue
         rows, experts = each * top_k * mesh.expert_width_shards, step.config.n_routed_experts
-        load = step.skew.slowest(step.expert_slots, experts, rows, step.places_by_load, step.middle).value
+        load = step.skew.slowest(step.expert_slots, experts, rows, step.places_by_load)
         room = exchanged_rows("padded", each, top_k, ranks, halved)
         needed.append(math.ceil(load * exchanged_rows("ragged", each, top_k, ranks) / room))
     return max(0, needed[0] - needed[1])
 
 
-def more_launches(step: StepBasis, layers: int) -> tuple[Figure, Figure]:
+def more_launches(step: StepBasis, layers: int) -> tuple[float, float]:
     """Seconds of what a half launches more in so many layers with experts: in attention and routing, and in the experts' part."""
     if step.cluster.hardware.platform != "cuda":
-        return exact(0.0), exact(0.0)
+        return 0.0, 0.0
     why = (
         "counted in the programs compiled for dp=32 of H200s, 128 rows (docs/dryrun.md, two half batches): 64 operations a layer take no "
         "more than their launch in the whole step, 149 in two halves; 1 to 4 µs each"

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjax.hardware import Hardware
-from dsjax.plan.figure import Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
@@ -159,20 +158,16 @@ class Limits:
         self.prompt = math.ceil(max(k.input.mean * (1 + 3 * k.input.variation) for k in work.kinds))
         self.seqs = max(1, math.ceil(tokens / work.computed if role == "prefill" else batch))
         self.tokens = 0 if role == "decode" else math.ceil(tokens)
-        kept = memory.device - memory.reserve.value
+        kept = memory.device - memory.reserve
         self.share = math.floor(kept / memory.device * 100) / 100
         # Of what is free once the weights are there.
         self.free = max(
             0.01, math.floor((kept - memory.weights_total) / (memory.device - memory.weights_total) * 100) / 100
         )
-        figures = [] if role == "prefill" else [instance.decode_step(batch)]
-        figures += [] if role == "decode" else [instance.prefill_step(tokens)]
-        self.overlaps = any(_has(figure, "layers, two halves") for figure in figures)
+        decodes, prefills = role != "prefill", role != "decode"
+        overlaps = (decodes and instance.overlapped(batch)) or (prefills and instance.halved(tokens))
+        self.overlaps = not instance.layout.experts and overlaps
         self.cuts = bool(self.tokens) and self.tokens < self.prompt
-
-
-def _has(figure: Figure, start: str) -> bool:
-    return figure.name.startswith(start) or any(_has(part, start) for part in figure.parts)
 
 
 def front(engine: str, launches: list[LaunchCommand]) -> str | None:

@@ -100,9 +100,9 @@ def _vllm(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
         backend = "deepep_low_latency" if made.role == "decode" else "deepep_high_throughput"
         made.put("--all2all-backend", backend)
         made.put_variable("VLLM_RANDOMIZE_DP_DUMMY_INPUTS", 1)
-        if made.role == "prefill and decode":
+        if made.role != "prefill":
             made.lacks.append(
-                "DeepEP's normal kernels are priced for prompts and its low-latency kernels for decodes; vLLM takes one for both."
+                "DeepEP's normal kernels are priced for prompts and the faster of its two kinds for decodes; vLLM starts one kind."
             )
     if limits.overlaps:
         made.put("--enable-dbo")
@@ -166,6 +166,10 @@ def _sglang(made: LaunchCommand, instance: Instance, limits: Limits) -> None:
         made.put("--moe-a2a-backend", "deepep")
         mode = {"prefill": "normal", "decode": "low_latency"}.get(made.role, "auto")
         made.put("--deepep-mode", mode)
+        if made.role != "prefill":
+            made.lacks.append(
+                f"The faster of DeepEP's two kinds of kernels is priced for decodes; --deepep-mode {mode} takes the low-latency ones."
+            )
     elif mesh.ep_size > 1 and dp > 1:
         made.lacks.append(
             "DeepEP's exchange is priced; SGLang has it where experts are whole, and sums or gathers over all devices where they are cut."

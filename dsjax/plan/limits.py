@@ -6,56 +6,18 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dsjax.plan.candidate import Candidate, in_full
+from dsjax.plan.candidate import Candidate, moved
 from dsjax.plan.cluster import RESOURCES, Cluster
 from dsjax.plan.instance import Instance
 from dsjax.plan.pools import devices_kept, most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import Plan, of_prefill, search
 from dsjax.plan.separated import most_decode_instances
-from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import Objective
 
 _FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 _MORE_HOSTS = (2, 4, 8)
 _NEAREST = 12
-
-
-def on(
-    candidate: Candidate, cluster: Cluster, batch: float | None = None, concurrency: float | None = None
-) -> Candidate:
-    """Move a deployment to another cluster; optionally with another batch, or with so many requests in flight."""
-    decode, prefill = _both(candidate, cluster, {}, concurrency)
-    return in_full(_with(candidate, decode, prefill, batch))
-
-
-def quick_on(candidate: Candidate, cluster: Cluster, shared: dict, batch: float | None = None) -> Candidate:
-    """`on` with middle values only. shared: what deployments have in common on that cluster; give them the same dict."""
-    decode, prefill = (instance.middle for instance in _both(candidate, cluster, shared))
-    return in_full(_with(candidate, decode, prefill, batch))
-
-
-def _with(candidate: Candidate, decode: Instance, prefill: Instance, batch: float | None) -> Candidate:
-    batch = candidate.batch if batch is None else batch
-    return dataclasses.replace(candidate, decode=decode, prefill=prefill, batch=batch)
-
-
-def _both(
-    candidate: Candidate, cluster: Cluster, shared: dict, concurrency: float | None = None
-) -> tuple[Instance, Instance]:
-    """Decode and prefill on another cluster, prefill on its own hosts where the cluster has two kinds."""
-    decode = _moved(candidate.decode, cluster, shared, concurrency)
-    if candidate.mode == "aggregated" or cluster.prefill is None:
-        return decode, _moved(candidate.prefill, cluster, shared, concurrency)
-    return decode, _moved(candidate.prefill, cluster.prefill, shared.setdefault("prefill", {}), concurrency)
-
-
-def _moved(instance: Instance, cluster: Cluster, shared: dict, concurrency: float | None = None) -> Instance:
-    work = instance.workload
-    if concurrency is not None:
-        work = dataclasses.replace(work, concurrency=concurrency, rate=None)
-    steps = shared.setdefault(("steps", instance.layout.unit), {"shared": shared}) if concurrency is None else {}
-    return Instance(instance.config, cluster, instance.layout, instance.options, work, steps)
 
 
 @dataclass(frozen=True)
@@ -75,16 +37,11 @@ def bottlenecks(candidate: Candidate, shared: dict | None = None) -> list[Bottle
     Memory is a bottleneck where the batch fills it: twice the memory holds at least twice the batch. shared: what the deployments of
     one plan have in common; give all of them the same dict.
     """
-    now, cluster, shared = candidate.throughput.value, candidate.decode.cluster, {} if shared is None else shared
-    key = tables_of(candidate.decode.options.operators)
-    tables = candidate.decode.steps.get("shared", {}).get(key)
+    now, cluster, shared = candidate.throughput, candidate.decode.cluster, {} if shared is None else shared
 
     def gain(resource: str, there: Cluster, batch: float | None = None) -> Bottleneck:
-        known = shared.setdefault(resource, {})
-        if there.hardware is cluster.hardware and tables is not None:  # operations take as long as they did
-            known.setdefault(key, tables)
-        moved = quick_on(candidate, there, known, batch)
-        return Bottleneck(resource, moved.throughput.value / now)
+        again = moved(candidate, there, shared.setdefault(resource, {}), batch)
+        return Bottleneck(resource, again.throughput / now)
 
     gains = [gain(resource, cluster.scaled(resource, 2)) for resource in RESOURCES]
     if candidate.batch >= candidate.decode.max_batch:
@@ -133,7 +90,7 @@ def forbidden(plan: Plan) -> list[Forbidden]:
         alone = dataclasses.replace(Objective(), **{name: wanted})
         nearest = min(plan.every, key=lambda c, m=metric: m(c) if name != "throughput" else -m(c))
         if not nearest.meets(alone):
-            endless = metric(on(nearest, _of_everything(plan.question.cluster, _FACTORS[-1])))
+            endless = metric(moved(nearest, _of_everything(plan.question.cluster, _FACTORS[-1])))
             remedies = _remedies(plan, alone)
             reasons.append(Forbidden(name, wanted, metric(nearest), nearest.name(), remedies, endless))
     if reasons:
@@ -148,9 +105,9 @@ def forbidden(plan: Plan) -> list[Forbidden]:
 
 
 _METRICS: dict[str, Callable[[Candidate], float]] = {
-    "ttft": lambda c: c.ttft.value,
-    "tpot": lambda c: c.tpot.value,
-    "throughput": lambda c: c.throughput.value,
+    "ttft": lambda c: c.ttft,
+    "tpot": lambda c: c.tpot,
+    "throughput": lambda c: c.throughput,
 }
 
 
@@ -160,12 +117,12 @@ def _remedies(plan: Plan, objective: Objective) -> list[Remedy]:
     for resource in RESOURCES:
         for factor in _FACTORS:
             cluster, shared = question.cluster.scaled(resource, factor), {}
-            if any(quick_on(candidate, cluster, shared).meets(objective) for candidate in near):
+            if any(moved(candidate, cluster, shared).meets(objective) for candidate in near):
                 remedies.append(Remedy(resource, factor))
                 break
     for factor in _FACTORS:
         cluster, shared = _of_everything(question.cluster, factor), {}
-        if any(quick_on(candidate, cluster, shared).meets(objective) for candidate in near):
+        if any(moved(candidate, cluster, shared).meets(objective) for candidate in near):
             remedies.append(Remedy("all of these together", factor))
             break
     if question.cluster.num_devices <= 64:
@@ -261,9 +218,9 @@ def _no_room(plan: Plan) -> Forbidden:
     least = min(plan.too_large, key=lambda i: i.memory.weights_total) if plan.too_large else None
     chip = plan.question.cluster.hardware
     if least is None:
-        return Forbidden("memory", 0, chip.memory_bytes, "no layout", [])
+        return Forbidden("memory", 0, chip.visible_bytes, "no layout", [])
     needed = least.memory.weights_total + plan.question.workload.held * least.memory.cache_per_token
-    needed += least.memory.reserve.value
-    remedies = [Remedy("memory of a device", needed / chip.memory_bytes)]
+    needed += least.memory.reserve
+    remedies = [Remedy("memory of a device", needed / chip.visible_bytes)]
     remedies += _more_hosts(plan.question, Objective())
-    return Forbidden("memory", needed, chip.memory_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))
+    return Forbidden("memory", needed, chip.visible_bytes, str(least.layout), sorted(remedies, key=lambda r: r.factor))

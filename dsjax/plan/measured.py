@@ -13,7 +13,7 @@ from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError, why_unreadable
-from dsjax.plan.figure import Figure, Kind, unless_settled
+from dsjax.plan.figure import Figure, Kind, drawn
 
 FORMAT = "dsjax modules 1"
 _WIDTHS = (
@@ -89,7 +89,7 @@ class Measured:
         places: int = 1,
         scale: Callable[[float], float] | None = None,
         **sizes: float | str,
-    ) -> Figure | None:
+    ) -> float | None:
         """Seconds of `times` applications in one call, interpolated in tokens; None where the file has no such rows.
 
         places: how often the module stands in the program, each of which costs `once`. scale: what of the tokens to interpolate
@@ -102,7 +102,7 @@ class Measured:
 
     def attention(
         self, form: str, rows: float, chunk: float, cached: float, *, times: int, places: int, verify: bool = False
-    ) -> Figure | None:
+    ) -> float | None:
         """Seconds of attention for `rows` of `chunk` tokens behind `cached` positions: between contexts, then between rows.
 
         verify: decode rows with drafts; timed with that many drafts, or else as rows of a token each.
@@ -125,19 +125,16 @@ class Measured:
 
     def _figure(
         self, module: str, points: Sequence[TimedSize], tokens: float, times: int, places: int, outside: bool = False
-    ) -> Figure | None:
+    ) -> float | None:
         if not points:
             return None
         point, beyond = _at(points, tokens, tokens)
         # Setting up does not hang on the tokens, and is told apart best where there are few of them.
         once = min(points, key=lambda p: p.at).once * places
         ends = [end * times + once for end in (point.value, point.low, point.high)]
-        kinds, note = Kind.MEASURED, f"{tokens:g} tokens, {times} × {point.value * 1e6:,.3g} µs"
-        note += f" + {once * 1e6:,.3g} µs once" if once else ""
-        if beyond or outside:
-            kinds |= Kind.ASSUMPTION
-            note += f"; beyond what was timed ({points[0].at:g} to {points[-1].at:g}{', or its contexts' if outside else ''})"
-        return unless_settled(Figure(*ends, kinds, name=f"{module}, measured", unit="s", source=self.source, note=note))
+        kinds = Kind.MEASURED | Kind.ASSUMPTION if beyond or outside else Kind.MEASURED
+        name = f"{module}, measured" + (", and beyond what was timed" if beyond or outside else "")
+        return drawn(Figure(*ends, kinds, name=name, unit="s", source=self.source))
 
 
 def _reach(positions: float, block: int) -> float:

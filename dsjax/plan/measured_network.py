@@ -11,7 +11,7 @@ from typing import Any
 
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import Figure, Kind, drawn
 from dsjax.plan.measured import opened
 
 FORMAT = "dsjax network 1"
@@ -80,7 +80,7 @@ class MeasuredNetwork:
         name = {"scale-up": "inside_host", "network": "between_hosts", "latency": "latency"}.get(resource)
         return dataclasses.replace(self, **{name: getattr(self, name) * factor}) if name else self
 
-    def seconds(self, collective: str, between_hosts: bool, ranks: int, sent: Figure) -> Figure | None:
+    def seconds(self, collective: str, between_hosts: bool, ranks: int, sent: float) -> float | None:
         """One collective in which a device sends so many bytes; None where the file has none like it.
 
         Of groups of another size than was timed, the nearest size tells, and the interval reaches to time in proportion to the ranks.
@@ -95,35 +95,18 @@ class MeasuredNetwork:
         wire = self.between_hosts if between_hosts else self.inside_host
         latency = self.latency if between_hosts else 1.0
         ends, beyond = [], False
-        for end, size in enumerate((sent.value, sent.low, sent.high)):
-            whole, outside = curve.at(size, end)
+        for end in range(3):
+            whole, outside = curve.at(sent, end)
             fixed = min(curve.fixed, whole)
             ends.append(fixed / latency + (whole - fixed) / wire)
             beyond |= outside
         value, low, high = ends
-        kinds = sent.kinds | Kind.MEASURED
-        note = f"{sent.value:,.0f} B sent by each of {ranks}"
         if curve.ranks != ranks:
             low, high = low * min(1.0, ranks / curve.ranks), high * max(1.0, ranks / curve.ranks)
-            kinds |= Kind.ASSUMPTION
-            note += f"; timed over {curve.ranks}"
-        if beyond:
-            kinds |= Kind.ASSUMPTION
-            note += "; more than was timed"
-        if (wire, latency) != (1.0, 1.0):
-            kinds |= Kind.ASSUMPTION
-        where = "between hosts" if between_hosts else "inside a host"
-        return Figure(
-            value,
-            min(low, value),
-            max(high, value),
-            kinds,
-            name=f"{collective} {where}, measured",
-            unit="s",
-            source=self.source,
-            note=note,
-            parts=(sent,) if sent.name else sent.parts,
-        )
+        told = curve.ranks == ranks and not beyond and (wire, latency) == (1.0, 1.0)
+        kinds = Kind.MEASURED if told else Kind.MEASURED | Kind.ASSUMPTION
+        name = f"{collective} {'between hosts' if between_hosts else 'inside a host'}, measured"
+        return drawn(Figure(value, min(low, value), max(high, value), kinds, name=name, unit="s", source=self.source))
 
 
 def _is_row(row: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dsjax.plan.figure import Figure, exact, total
 from dsjax.plan.measured import Measured
 from dsjax.plan.skew import zipf_variation
 from dsjax.plan.step import StepModel
@@ -23,26 +22,26 @@ class MeasuredStep(StepModel):
 
     measured: Measured | None = None
 
-    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
-        """One decode step; the model's loop over the context runs to the longest of a batch, for all its rows."""
+    def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
+        """Seconds of the parts of a step; the model's loop over the context runs to the longest of a batch, for all its rows."""
         reach = min(math.sqrt(3), math.sqrt(2 * math.log(batch))) if batch > 1 else 0.0
-        return super().decode(batch, context * (1 + uneven * reach), drafts=drafts)
+        return super().decode_parts(batch, context * (1 + uneven * reach), drafts=drafts)
 
-    def _whole(self, parts: dict[str, Figure]) -> Figure:
+    def _whole(self, parts: dict[str, float]) -> float:
         """The sum: modules were timed with all that their launches take."""
-        return total(list(parts.values())).named("step", "s")
+        return sum(parts.values())
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
+    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
         """One layer as it was timed, with its projections; published where the file has none for such a layout."""
         whole = self.layout.mesh.tp_size == 1 and context > 0
         measured = self._measured_attention(tokens, read, context, decode, 1, 0) if whole else None
         return measured or super().attention(tokens, read, context, decode)
 
-    def launches(self, tokens: float = math.inf) -> Figure:
+    def launches(self, tokens: float = math.inf) -> float:
         """In the modules' own times."""
-        return exact(0.0)
+        return 0.0
 
-    def host_of_drafts(self, drafts: int) -> dict[str, Figure]:
+    def host_of_drafts(self, drafts: int) -> dict[str, float]:
         """Nothing: where each token is the most probable one, dsjax makes the drafts in the step's own program, whose launch was timed."""
         return {}
 
@@ -53,11 +52,11 @@ class MeasuredStep(StepModel):
         context: float,
         decode: bool,
         layers: int,
-        wait: Figure,
+        wait: float,
         dense: int | None,
         busy: float = 1.0,
         halved: bool = False,
-    ) -> dict[str, Figure]:
+    ) -> dict[str, float]:
         parts = super()._parts(tokens, read, context, decode, layers, wait, dense, busy, halved)
         dense = self.config.num_dense_layers if dense is None else dense
         stacks = (dense > 0) + (layers > dense)
@@ -76,12 +75,12 @@ class MeasuredStep(StepModel):
             self._add_experts(parts, tokens, layers - dense, whole, busy)
         return parts
 
-    def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> Figure | None:
+    def _module(self, name: str, tokens: float, times: int, places: int = 1, **sizes) -> float | None:
         return self.measured.seconds(name, tokens, times=times, places=places, **sizes)
 
     def _measured_attention(
         self, tokens: float, read: float, context: float, decode: bool, layers: int, stacks: int
-    ) -> Figure | None:
+    ) -> float | None:
         find = self.measured.attention
         if decode:
             rows = read / context if context else tokens
@@ -95,9 +94,9 @@ class MeasuredStep(StepModel):
         seconds = find(PREFILL_FORM, 1, chunk, cached + (prompt - chunk) / 2, times=layers, places=stacks)
         if seconds is None or tokens == chunk:
             return seconds
-        return seconds * exact(tokens / chunk, "chunks of prompts in a step")
+        return seconds * (tokens / chunk)
 
-    def _add_experts(self, parts: dict[str, Figure], tokens: float, layers: int, whole: bool, busy: float) -> None:
+    def _add_experts(self, parts: dict[str, float], tokens: float, layers: int, whole: bool, busy: float) -> None:
         config, mesh = self.config, self.layout.mesh
         rank_tokens = tokens / mesh.tp_size
         parts |= _given("router", self._module("router", rank_tokens, layers))
@@ -114,7 +113,7 @@ class MeasuredStep(StepModel):
             if both:  # timed there and back together
                 parts |= {"dispatch": both / 2, "combine": both / 2}
 
-    def _timed_experts(self, rank_tokens: float, layers: int) -> Figure | None:
+    def _timed_experts(self, rank_tokens: float, layers: int) -> float | None:
         """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
         config, mesh = self.config, self.layout.mesh
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
@@ -129,42 +128,33 @@ class MeasuredStep(StepModel):
             return slots * (1 - unused) + tokens * top_k / _TILE
 
         times = {"times": layers, "experts": slots, "scale": visits}
-        even = self.measured.seconds("experts", rank_tokens * slowest.value, variant="even", **times)
+        even = self.measured.seconds("experts", rank_tokens * slowest, variant="even", **times)
         if even is None:
             return None
         if mesh.ep_size > 1:
-            ends = [
-                self.measured.seconds("experts", rank_tokens * s, variant="even", **times)
-                for s in (slowest.low, slowest.high)
-            ]
-            kinds = even.kinds | slowest.kinds
-            return Figure(
-                even.value, min(even.low, ends[0].low), max(even.high, ends[1].high), kinds, parts=(even, slowest)
-            )
+            return even
         skewed = self.measured.seconds("experts", rank_tokens, variant="skewed", **times)
         if skewed is None:
             return even
         timed = zipf_variation(_TIMED_SKEW, config.n_routed_experts)
         share = min(1.0, self.skew.variation / timed)
-        value = (1 - share) * even.value + share * skewed.value
-        ends = (min(even.low, skewed.low), max(even.high, skewed.high))
-        return Figure(value, *ends, even.kinds | skewed.kinds, parts=(even, skewed))
+        return (1 - share) * even + share * skewed
 
-    def head(self, tokens: float) -> Figure:
+    def head(self, tokens: float) -> float:
         """As timed: final norm, projection, most probable token."""
         measured = self._module("head", tokens, 1) if self.layout.mesh.tp_size == 1 else None
-        return measured.named("head", "s") if measured else super().head(tokens)
+        return measured if measured else super().head(tokens)
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
+    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """As timed: the launch, the step's integers, the embedding."""
         launch = self._module("launch", rows, 1, places=0)
         if launch is None:
             return super().beside(tokens, rows, decode)
-        parts = {"launch": launch.named("launch", "s"), **self.moving()}
+        parts = {"launch": launch, **self.moving()}
         for name, variant in (("inputs", ""), ("embedding", "device")):
             parts |= _given(name, self._module(name, tokens, 1, variant=variant))
         return parts
 
 
-def _given(name: str, figure: Figure | None) -> dict[str, Figure]:
+def _given(name: str, figure: float | None) -> dict[str, float]:
     return {name: figure} if figure else {}

@@ -10,7 +10,7 @@ from dsjax.model.mla_costs import index_key_bytes
 from dsjax.model.parameter_counts import attention_matrices, parameter_counts, router_bias_parameters
 from dsjax.model.stage import stages_of
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, assumed, exact, largest
+from dsjax.plan.figure import assumed
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision, bytes_of
 
@@ -91,7 +91,7 @@ class Memory:
     """One device: weights by component, what is set aside, and what is left for the cache. Bytes."""
 
     weights: dict[str, int]
-    reserve: Figure
+    reserve: float
     device: int
     cache_per_token: int
 
@@ -101,20 +101,18 @@ class Memory:
         return sum(self.weights.values())
 
     @property
-    def cache(self) -> Figure:
+    def cache(self) -> float:
         """Bytes left for the cache; not positive where the weights do not fit."""
-        return (exact(self.device - self.weights_total) - self.reserve).named("cache", "B")
+        return self.device - self.weights_total - self.reserve
 
     @property
-    def cache_tokens(self) -> Figure:
+    def cache_tokens(self) -> float:
         """Tokens of a DP rank's cache."""
-        tokens = (self.cache / self.cache_per_token).named("cache tokens", "tokens")
-        tokens.low = max(0.0, tokens.low) if tokens.value > 0 else tokens.low
-        return tokens
+        return self.cache / self.cache_per_token
 
     def max_batch(self, tokens_each: float) -> int:
-        """Requests of so many tokens that a DP rank holds at once; the middle estimate."""
-        return max(0, int(self.cache_tokens.value // tokens_each))
+        """Requests of so many tokens that a DP rank holds at once."""
+        return max(0, int(self.cache_tokens // tokens_each))
 
 
 def memory(
@@ -122,44 +120,51 @@ def memory(
     layout: InstanceLayout,
     precision: Precision,
     device_bytes: int,
+    aside: float,
     mtp: bool = False,
     dry_runs: tuple[DryRun, ...] = (),
     balanced: bool = False,
     expert_device_bytes: int | None = None,
 ) -> Memory:
-    """Memory of one device of a layout. Set aside: runtime, communication buffers, graphs and a step's temporaries.
+    """Compute the memory of one device of a layout.
+
+    aside: bytes of the runtime, communication buffers, graphs and a step's temporaries (`fit.set_aside`).
 
     expert_device_bytes: of the devices that have the experts, where these are others. Where the experts do not fit there, their memory is
     told; else that of a device with attention. balanced: experts move while serving, so that the
     staging buffer of one layer's slots is set aside too.
     """
     if layout.mesh.pp_size > 1:
-        return _memory_of_stages(config, layout, precision, device_bytes, mtp, balanced)
+        return _memory_of_stages(config, layout, precision, device_bytes, aside, mtp, balanced)
     weights = weight_bytes(config, layout, precision, mtp)
-    reserve = set_aside(device_bytes, dry_runs)
+    reserve = _set_aside(device_bytes, aside, dry_runs)
     if layout.experts:
         there = {"experts": expert_side_bytes(config, layout, precision, mtp)}
-        beside = Memory(there, set_aside(expert_device_bytes or device_bytes), expert_device_bytes or device_bytes, 1)
-        if beside.cache.value <= 0:  # what forbids the layout is that side
+        beside = Memory(there, aside, expert_device_bytes or device_bytes, 1)
+        if beside.cache <= 0:  # what forbids the layout is that side
             return beside
     elif balanced:
         reserve = reserve + _staging(config, layout, precision)
     return Memory(weights, reserve, device_bytes, cache_bytes_per_token(config, precision, mtp))
 
 
-def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) -> Figure:
+def _staging(config: ModelConfig, layout: InstanceLayout, precision: Precision) -> float:
     """Bytes of a device for experts that are on their way to it: one layer's slots."""
     slots = (config.n_routed_experts + layout.redundant) // layout.mesh.ep_size
-    return exact(
-        slots * expert_bytes(config, layout.mesh.expert_width_shards, precision), "staging of experts that move", "B"
-    )
+    return slots * expert_bytes(config, layout.mesh.expert_width_shards, precision)
 
 
 def _memory_of_stages(
-    config: ModelConfig, layout: InstanceLayout, precision: Precision, device_bytes: int, mtp: bool, balanced: bool
+    config: ModelConfig,
+    layout: InstanceLayout,
+    precision: Precision,
+    device_bytes: int,
+    reserve: float,
+    mtp: bool,
+    balanced: bool,
 ) -> Memory:
     """The stage with room for the fewest tokens. Its tokens are of one of as many batches as there are stages, which share its cache."""
-    count, reserve = layout.mesh.pp_size, set_aside(device_bytes)
+    count = layout.mesh.pp_size
     staging = _staging(config, layout, precision) if balanced else None
     each = [
         Memory(
@@ -172,22 +177,14 @@ def _memory_of_stages(
             stages_of(config, count, mtp=mtp), _stages_weights(config, layout, precision, mtp), strict=True
         )
     ]
-    return min(each, key=lambda memory: memory.cache_tokens.value)
+    return min(each, key=lambda memory: memory.cache_tokens)
 
 
-def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:
+def _set_aside(device_bytes: int, usual: float, dry_runs: tuple[DryRun, ...]) -> float:
     """What is not for weights and cache: assumed, or the larger step's temporaries as compiled and what a compiler cannot see.
 
     With a dry run of one of the two steps only, not less than what is assumed.
     """
-    usual = assumed(
-        0.08 * device_bytes,
-        0.05 * device_bytes,
-        0.14 * device_bytes,
-        "set aside",
-        "engines commonly give 86 to 95 % of a device to weights and cache",
-        "B",
-    )
     if not dry_runs:
         return usual
     run = max(dry_runs, key=lambda one: one.temporaries)
@@ -199,7 +196,7 @@ def set_aside(device_bytes: int, dry_runs: tuple[DryRun, ...] = ()) -> Figure:
         "what a compiler does not see",
         "B",
     )
-    temporaries = run.figure(run.temporaries, f"temporaries, the {run.step} step's", "B") + unseen
+    temporaries = run.figure(run.temporaries, "temporaries", "B") + unseen
     if len({one.step for one in dry_runs}) == 1:
-        temporaries = largest(temporaries, usual)
-    return temporaries.named("set aside", "B")
+        temporaries = max(temporaries, usual)
+    return temporaries

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import Figure, amount, assumed, exact, largest, measured
+from dsjax.plan.figure import assumed, measured
 from dsjax.plan.operations import (
     ALL_REDUCE,
     COMBINE_ROW_BYTES,
@@ -46,7 +46,7 @@ COLLECTIVES_BETWEEN = (
 )
 
 
-def collective_start(cluster: Cluster, *, between: bool) -> Figure:
+def collective_start(cluster: Cluster, *, between: bool) -> float:
     """Seconds of a collective of XLA's that do not grow with its bytes: over the network, or within a scale-up domain."""
     alike = (
         None
@@ -61,15 +61,15 @@ def collective_start(cluster: Cluster, *, between: bool) -> Figure:
     )
 
 
-def network_latency(cluster: Cluster) -> Figure:
+def network_latency(cluster: Cluster) -> float:
     """Seconds one way between hosts."""
     return assumed(cluster.latency, cluster.latency_low, cluster.latency_high, "network latency", cluster.network, "s")
 
 
-def torus_hops(cluster: Cluster) -> Figure:
+def torus_hops(cluster: Cluster) -> float:
     """Links that a row crosses on average: 1 behind a switch; on a TPU's 2-D torus a quarter (wrapped) to a third of each side."""
     if cluster.hardware.platform != "tpu":
-        return Figure(1.0)
+        return 1.0
     wide = 2 ** math.ceil(math.log2(cluster.domain) / 2)
     sides = wide + cluster.domain / wide
     return assumed(
@@ -83,11 +83,11 @@ def _timed_inside(
     share: float,
     curve: Curve | None,
     tokens: float,
-    slowest: Figure,
+    slowest: float,
     name: str,
     operators: OperatorTables,
     timed_on: str,
-) -> Figure | None:
+) -> float | None:
     """Seconds within one scale-up domain by a table of 8 ranks of a host; None where there is none for such a device.
 
     share: bytes that leave a device ÷ those that did when the table was made. The fixed part stays; the rest goes with the link.
@@ -100,7 +100,7 @@ def _timed_inside(
     there = operators.device(timed_on).scale_up_bandwidth
     fixed = curve.seconds[0]
     moving = max(0.0, curve(tokens) - fixed) * share * there / hardware.scale_up_bandwidth
-    return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (exact(moving) * slowest + fixed)
+    return measured(1.0, 0.93, 1.07, name, AICONFIGURATOR) * (moving * slowest + fixed)
 
 
 def low_latency_exchange(
@@ -109,18 +109,18 @@ def low_latency_exchange(
     tokens: float,
     top_k: int,
     row_bytes: float,
-    slowest: Figure,
+    slowest: float,
     combine: bool,
     operators: OperatorTables = BUNDLED,
     known: dict | None = None,
-) -> Figure:
+) -> float:
     """One way of DeepEP's low-latency kernels: a row for each of a token's `top_k` experts, straight to its rank.
 
     tokens: of one device; ranks: neighbouring devices of the EP group; slowest: load of the busiest rank ÷ the mean. known: keeps what
     the links of this cluster come to; give the same dict to all steps on it.
     """
     if ranks == 1:
-        return exact(0.0)
+        return 0.0
     usual = COMBINE_ROW_BYTES if combine else DISPATCH_ROW_BYTES
     share = row_bytes / usual * (ranks - 1) / ranks / (7 / 8)
     timed_on = cluster.hardware.operators or cluster.hardware.key
@@ -134,11 +134,11 @@ def low_latency_exchange(
     links: _Links = known[key]
     near = links.near
     payload = tokens * top_k * row_bytes
-    sent = amount(payload * (near - 1) / ranks, "bytes to neighbours", "B", slowest)
+    sent = payload * (near - 1) / ranks
     time = sent * slowest * links.hops / links.inside
     if ranks > near:
-        away = amount(payload * (1 - near / ranks), "bytes to other hosts", "B", slowest) * slowest
-        time = largest(time, away / links.between)
+        away = (payload * (1 - near / ranks)) * slowest
+        time = max(time, away / links.between)
         time = time + links.latency - _REFERENCE_LATENCY
     return time + links.fixed
 
@@ -148,14 +148,14 @@ class _Links(NamedTuple):
     there, bytes a second that its kernels reach on that link and between hosts, the network's latency, and their fixed part."""
 
     near: int
-    hops: Figure
-    inside: Figure
-    between: Figure
-    latency: Figure
-    fixed: Figure
+    hops: float
+    inside: float
+    between: float
+    latency: float
+    fixed: float
 
     @classmethod
-    def of(cls, cluster: Cluster, ranks: int, fixed: Figure, network: Figure, link: Figure) -> _Links:
+    def of(cls, cluster: Cluster, ranks: int, fixed: float, network: float, link: float) -> _Links:
         """network, link: shares of the two that the kernels reach; cluster: as such a group meets it (`Cluster.between`)."""
         inside, between = link * cluster.hardware.scale_up_bandwidth, network * cluster.network_bandwidth
         near = min(cluster.domain, ranks)
@@ -168,17 +168,17 @@ def normal_exchange(
     ranks: int,
     tokens: float,
     row_bytes: float,
-    slowest: Figure,
+    slowest: float,
     combine: bool = False,
     operators: OperatorTables = BUNDLED,
     known: dict | None = None,
-) -> Figure:
+) -> float:
     """One way of DeepEP's normal kernels: a row once to each host that has one of its experts, then over the fast link.
 
     known: as of `low_latency_exchange`.
     """
     if ranks == 1:
-        return exact(0.0)
+        return 0.0
     domains = cluster.domains_of(ranks)
     top_k = config.num_experts_per_tok
     spread = ranks * (1 - (1 - 1 / ranks) ** top_k) * (ranks - 1) / ranks
@@ -201,12 +201,12 @@ def normal_exchange(
         fixed = assumed(40e-6, 20e-6, 80e-6, "normal kernels, fixed part", "layout exchange and synchronisation", "s")
         known[key] = _Links.of(cluster.between(ranks), ranks, fixed, *normal_shares())
     links: _Links = known[key]
-    inside = amount(tokens * row_bytes * spread, "bytes over the scale-up link", "B", slowest) * slowest
+    inside = (tokens * row_bytes * spread) * slowest
     time = inside * links.hops / links.inside
     if domains > 1:
         rows = hosts_of_a_token(config, domains) * (domains - 1) / domains
-        away = amount(tokens * row_bytes * rows, "bytes to other hosts", "B", slowest) * slowest
-        time = largest(time, away / links.between) + links.latency * 2
+        away = (tokens * row_bytes * rows) * slowest
+        time = max(time, away / links.between) + links.latency * 2
     return time + links.fixed
 
 
@@ -249,26 +249,26 @@ def own_exchange(
     tokens: float,
     top_k: int,
     row_bytes: float,
-    slowest: Figure,
+    slowest: float,
     overlapped: bool = False,
     routed_groups: tuple[int, int] | None = None,
-) -> Figure:
+) -> float:
     """One way of dsjax's own dispatch (`docs/dispatch.md`) as XLA's collectives.
 
     method: as `own_method` gives it.
     """
     if ranks == 1:
-        return exact(0.0)
+        return 0.0
     if method == "hierarchical":
         hosts = cluster.domains_of(ranks)
         if 1 < hosts < ranks:
             crossing = host_capacity(max(1, math.ceil(tokens)), top_k, hosts, overlapped, routed_groups) * row_bytes
             inside = hosts * exchanged_rows(method, tokens, top_k, ranks, overlapped) * row_bytes
-            return xla_collective(cluster, hosts, exact(crossing), near=1, of=ranks) + xla_collective(
-                cluster, ranks // hosts, exact(inside)
+            return xla_collective(cluster, hosts, crossing, near=1, of=ranks) + xla_collective(
+                cluster, ranks // hosts, inside
             )
         method = "padded"
-    each = exact(exchanged_rows(method, tokens, top_k, ranks, overlapped))
+    each = exchanged_rows(method, tokens, top_k, ranks, overlapped)
     each = (each * slowest if method == "ragged" else each) * row_bytes
     kind = {"gather": "all_gather", "padded": "all_to_all", "ragged": "ragged_all_to_all"}[method]
     return xla_collective(cluster, ranks, each, 2 if method == "ragged" else 1, kind)  # sizes go before rows
@@ -282,12 +282,12 @@ def spans_hosts(cluster: Cluster, ranks: int) -> bool:
 def xla_collective(
     cluster: Cluster,
     ranks: int,
-    each: Figure,
+    each: float,
     count: int = 1,
     kind: str = "all_to_all",
     near: int | None = None,
     of: int | None = None,
-) -> Figure:
+) -> float:
     """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts.
 
     What all ranks of a host get alike, or what is summed, crosses to a host once: by a ring through the hosts for each of their devices,
@@ -297,11 +297,11 @@ def xla_collective(
     joins; default: neighbouring ones. of: neighbouring devices that the ranks are among, where they are not neighbours themselves.
     """
     if cluster.measured is not None and (near is None or of is not None):
-        sent = (each * (ranks - 1)).named("bytes that leave a device", "B")
+        sent = each * (ranks - 1)
         apart = spans_hosts(cluster, of or ranks)
         measured = cluster.measured.seconds(kind, apart, ranks, sent)
         if measured is not None:
-            first = cluster.measured.seconds(kind, apart, ranks, exact(0.0))
+            first = cluster.measured.seconds(kind, apart, ranks, 0.0)
             return measured if count == 1 else measured + first * (count - 1)
     near = min(cluster.domain, ranks) if near is None else near
     cluster = cluster.between(of or ranks)
@@ -311,15 +311,15 @@ def xla_collective(
         inside = ranks - 1 - crossing
     else:
         crossing, inside = ranks - near, near - 1
-    rows = (each * inside).named("bytes to neighbours", "B")
+    rows = each * inside
     time = rows * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
     if ranks > near:
-        away = (each * crossing).named("bytes to other hosts", "B")
-        time = largest(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
+        away = each * crossing
+        time = max(time, away / (share * cluster.network_bandwidth)) + network_latency(cluster)
     return time + collective_start(cluster, between=ranks > near) * count
 
 
-def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
+def moved_bytes(cluster: Cluster, ranks: int, size: float) -> float:
     """Seconds in which each of so many neighbouring ranks receives `size` bytes of weights, from any of the others."""
     if cluster.measured is not None:
         measured = cluster.measured.seconds("ragged_all_to_all", spans_hosts(cluster, ranks), ranks, size)
@@ -329,7 +329,7 @@ def moved_bytes(cluster: Cluster, ranks: int, size: Figure) -> Figure:
     away = 1 - min(cluster.domain, ranks) / ranks
     cluster = cluster.between(ranks)
     time = size * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
-    return largest(time, size * away / (share * cluster.network_bandwidth)) if away else time
+    return max(time, size * away / (share * cluster.network_bandwidth)) if away else time
 
 
 def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
@@ -337,15 +337,15 @@ def hosts_of_a_token(config: ModelConfig, hosts: int) -> float:
     return mean_hosts(config.num_experts_per_tok, hosts, (config.n_group, config.topk_group))
 
 
-def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | None = None) -> Figure:
+def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = None) -> float:
     """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again).
 
     near: ranks that the scale-up link joins; default: neighbouring ones.
     """
     if ranks == 1:
-        return exact(0.0)
+        return 0.0
     if cluster.measured is not None and near is None:
-        sent = (size * exact(2 * (ranks - 1) / ranks)).named("bytes that leave a device", "B")
+        sent = size * (2 * (ranks - 1) / ranks)
         observed = cluster.measured.seconds("all_reduce", spans_hosts(cluster, ranks), ranks, sent)
         if observed is not None:
             return observed
@@ -354,8 +354,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
         return _timed_sum(cluster, ranks, size)
     cluster = cluster.between(ranks, ring=True)
     share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
-    size = size if isinstance(size, Figure) else exact(size)
-    summed = (size * (2 * (near - 1) / near)).named("summed bytes", "B")
+    summed = size * (2 * (near - 1) / near)
     time = summed / (share * cluster.hardware.scale_up_bandwidth)
     domains = -(-ranks // near)
     if domains == 1:
@@ -369,7 +368,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: Figure | float, near: int | N
     return time
 
 
-def _timed_sum(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
+def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
     """A sum over devices that the scale-up link joins, by a published table of H200 or B200.
 
     The part that does not grow with the bytes stays; the rest goes with the link, and with the share of the bytes that leaves a device
@@ -378,21 +377,19 @@ def _timed_sum(cluster: Cluster, ranks: int, size: Figure | float) -> Figure:
     hardware, timed = cluster.hardware, min(ranks, 8)
     device = "b200" if hardware.is_blackwell else "h200"
     more = (1 - 1 / ranks) / (1 - 1 / timed) * as_filed(device).scale_up_bandwidth / hardware.scale_up_bandwidth
-    moved = size.value if isinstance(size, Figure) else size
 
     def seconds(curve: Curve) -> float:
         fixed = curve.seconds[0]
-        return fixed + (curve(moved) - fixed) * more
+        return fixed + (curve(size) - fixed) * more
 
     plain, fused = all_reduce_curves(device, timed)
     ring = seconds(plain)
     value = min(ring, seconds(fused)) if fused else ring
-    figure = measured(value, 0.9 * value, max(1.25 * value, ring), "all-reduce within a host", ALL_REDUCE, "s")
-    return figure.made_of(size) if isinstance(size, Figure) else figure
+    return measured(value, 0.9 * value, max(1.25 * value, ring), "all-reduce within a host", ALL_REDUCE, "s")
 
 
-def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None) -> Figure:
-    """Seconds that moving one request's cache adds: what is not hidden behind the layers still being computed.
+def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None, own: bool = False) -> float:
+    """Seconds in which one request's cache travels. own: by dsjax's transfer, at the rate of one stream.
 
     sender: where the prompt was computed, if on another kind of hosts: the thinner of both sides' cards counts. With tiers the two are
     taken to be as far apart as hosts of the cluster can be.
@@ -401,7 +398,15 @@ def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None)
     bandwidth = far.network_bandwidth
     if sender is not None:
         bandwidth = min(bandwidth, sender.network_bandwidth)
-    exposed = assumed(
-        0.3, 1 / 61, 1.0, "share of the transfer that is exposed", "layer by layer, or after the last layer"
-    )
-    return size * exposed / (normal_shares()[0] * bandwidth)
+    if own:
+        why = (
+            "18.3 MB in 23.2 ms by JAX's transfer server, in 11.2 by NIXL, on two shared cores (docs/disaggregation.md)"
+        )
+        stream = assumed(0.79e9, 0.4e9, 1.63e9, "bytes a second of dsjax's transfer", why, "B/s")
+        return size / min(stream, bandwidth)
+    return size / (normal_shares()[0] * bandwidth)
+
+
+def exposed_transfer() -> float:
+    """Share of a cache's transfer that is not hidden behind the layers still being computed."""
+    return assumed(0.3, 1 / 61, 1.0, "share of the transfer that is exposed", "layer by layer, or after the last layer")

@@ -12,7 +12,7 @@ import math
 import statistics
 
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import Figure, measured
+from dsjax.plan.figure import measured
 
 H800_FP8_FLOPS = 1979e12
 H800_BF16_FLOPS = 989e12
@@ -147,26 +147,16 @@ def _between(points: dict[int, float], m: float) -> float:
     return points[known[-1]]
 
 
-def _dense(m: float, n: float, k: float, without: tuple[int, int] | None = None) -> float:
+def _dense(m: float, n: float, k: float) -> float:
     """Mean over the measured shapes, weighted by their nearness in log N and log K."""
     total = weight = 0.0
     for (n0, k0), points in _DENSE.items():
-        if (n0, k0) == without:
-            continue
         distance = math.log(n / n0) ** 2 + math.log(k / k0) ** 2
         if distance == 0:
             return _between(points, m)
         total += _between(points, m) / distance
         weight += 1 / distance
     return total / weight
-
-
-@functools.cache
-def dense_error() -> float:
-    """Mean relative error of `_dense` on a shape that it does not know: each of the table's shapes left out in turn."""
-    return statistics.mean(
-        abs(_dense(m, *shape, without=shape) / known - 1) for shape, row in _DENSE.items() for m, known in row.items()
-    )
 
 
 _ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -212,8 +202,7 @@ def prefill_attention_seconds(flops: float, context: float) -> float:
     return flops / (0.6 * H800_BF16_FLOPS) * (1 + 64 / max(context, 1.0))
 
 
-@functools.cache
-def low_latency_fit(combine: bool) -> tuple[Figure, Figure, Figure]:
+def low_latency_fit(combine: bool) -> tuple[float, float, float]:
     """(fixed seconds, share of the network's rate, share of NVLink's rate) of DeepEP's low-latency kernels.
 
     Least squares over 16 to 256 ranks of time = fixed + bytes to other hosts ÷ rate; eight ranks then give NVLink's. Ranges
@@ -235,8 +224,7 @@ def low_latency_fit(combine: bool) -> tuple[Figure, Figure, Figure]:
     )
 
 
-@functools.cache
-def normal_shares() -> tuple[Figure, Figure]:
+def normal_shares() -> tuple[float, float]:
     """(share of the network's rate, share of NVLink's) of DeepEP's normal kernels, rows to the own host taken out."""
     network = [
         rate * remote / H800_NETWORK for ranks, remote in ((32, 3 / 4), (64, 3.5 / 4)) for rate in NORMAL_RDMA[ranks]

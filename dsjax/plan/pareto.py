@@ -1,8 +1,9 @@
-"""The Pareto front and the sweeps as pictures (matplotlib), and the front as one HTML file that needs nothing else."""
+"""The Pareto front and the sweeps as pictures (matplotlib), and the front as one HTML file with its figures."""
 
 from __future__ import annotations
 
 import html
+import io
 import math
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from dsjax.plan.search import Plan
 from dsjax.plan.sweep import Sweep
 
 _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 960, 540, 80, 30, 30, 60
 
 
 def _pyplot():
@@ -26,8 +26,8 @@ def _pyplot():
     return pyplot
 
 
-def draw_front(plan: Plan, path: Path) -> None:
-    """The front with its intervals, and the candidates that meet the objectives, as a picture.
+def draw_front(plan: Plan, path: Path | io.StringIO) -> None:
+    """The front with its intervals, and the candidates that meet the objectives, as a picture; text gets an SVG.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -41,15 +41,15 @@ def draw_front(plan: Plan, path: Path) -> None:
     others = [c for c in (*plan.ranked, *plan.missed) if not _is_late(plan, c)]
     for points, face, label in ((others, _GREY, "best of a layout"), (late, "none", _late(plan))):
         if points:
-            x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]
+            x, y = [c.per_user for c in points], [c.per_device for c in points]
             axes.scatter(x, y, s=12, facecolors=face, edgecolors=_GREY, linewidths=0.8, label=label)
     for mode, marker, colour in (("aggregated", "o", _BLUE), ("separated", "s", _RED)):
         points = [c for c in plan.frontier if c.mode == mode]
         if points:
-            x, y = [c.per_user.value for c in points], [c.per_device.value for c in points]
+            x, y = [c.per_user for c in points], [c.per_device for c in points]
             up = [
-                [c.per_device.value - c.per_device.low for c in points],
-                [c.per_device.high - c.per_device.value for c in points],
+                [c.per_device - c.per_device.low for c in points],
+                [c.per_device.high - c.per_device for c in points],
             ]
             axes.errorbar(
                 x,
@@ -64,9 +64,9 @@ def draw_front(plan: Plan, path: Path) -> None:
             )
     last = -math.inf
     for candidate in plan.frontier:
-        if math.log(candidate.per_user.value) - last > 0.22:
-            last = math.log(candidate.per_user.value)
-            place = (candidate.per_user.value, candidate.per_device.value)
+        if math.log(candidate.per_user) - last > 0.22:
+            last = math.log(candidate.per_user)
+            place = (candidate.per_user, candidate.per_device)
             axes.annotate(candidate.name(), place, fontsize=6, rotation=35, xytext=(3, 5), textcoords="offset points")
     if objective.tpot:
         label = f"TPOT {objective.tpot * 1e3:g} ms: met to the right"
@@ -88,13 +88,13 @@ def draw_front(plan: Plan, path: Path) -> None:
     axes.grid(which="both", alpha=0.25)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, format="svg" if isinstance(path, io.StringIO) else None)
     pyplot.close(figure)
 
 
 def _is_late(plan: Plan, candidate: Candidate) -> bool:
     bound = plan.question.objective.ttft
-    return bound is not None and candidate.ttft.value > bound
+    return bound is not None and candidate.ttft > bound
 
 
 def _late(plan: Plan) -> str:
@@ -118,7 +118,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
             points = [(p.value, getattr(getattr(p, field), name)) for p in sweep.points if getattr(p, field)]
             text += "" if len(points) == len(sweep.points) else ", where it can run"
             x = [value for value, _ in points]
-            axes.plot(x, [f.value * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
+            axes.plot(x, [f * scale for _, f in points], marker="o", markersize=4, color=colour, label=text)
             axes.fill_between(
                 x, [f.low * scale for _, f in points], [f.high * scale for _, f in points], color=colour, alpha=0.12
             )
@@ -130,7 +130,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
         crowded = len(ticks) > 4 and "\n" not in "".join(ticks)
         axes.set_xticks([p.value for p in sweep.points], ticks, fontsize=8, rotation=40 if crowded else 0)
         axes.minorticks_off()
-        drawn = [getattr(each, name).value for p in sweep.points for each in (p.same, p.best) if each]
+        drawn = [getattr(each, name) for p in sweep.points for each in (p.same, p.best) if each]
         if name == "tpot" and max(drawn, default=1) > 50 * min(drawn, default=1):
             axes.set_yscale("log")
         else:
@@ -145,17 +145,22 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
 
 
 def write_html(plan: Plan, path: Path) -> None:
-    """The front as a page: a drawing whose points tell their figures, and the table of them."""
+    """The front as a page: a drawing, and the table of its figures.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     title = html.escape(f"{plan.question.cluster.name}: tokens a second a device against tokens a second a user")
+    drawing = io.StringIO()
+    draw_front(plan, drawing)
     rows = "".join(_row(candidate) for candidate in plan.frontier)
     path.write_text(
         f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body{{font:14px system-ui,sans-serif;max-width:1000px;margin:2em auto;color:#222}}table{{border-collapse:collapse}}
-td,th{{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}}td:first-child,th:first-child{{text-align:left}}
-circle:hover{{stroke:#000;stroke-width:2}}</style>
+td,th{{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}}td:first-child,th:first-child{{text-align:left}}</style>
 <h1 style="font-size:18px">{title}</h1>
-<p>Estimates; bars and brackets: the ranges of all assumptions combined. Point at a dot for its figures.{_objectives(plan)}</p>
-{_drawing(plan)}
+<p>Estimates; bars and brackets: the ranges of all assumptions combined.{_objectives(plan)}</p>
+{drawing.getvalue().partition("<svg")[1] + drawing.getvalue().partition("<svg")[2]}
 <table><tr><th>deployment</th><th>batch</th><th>tokens/s a user</th><th>tokens/s a device</th><th>TTFT</th><th>TPOT</th></tr>
 {rows}</table></html>
 """,
@@ -177,70 +182,9 @@ def _row(candidate: Candidate) -> str:
     cells = (
         html.escape(f"{candidate.mode}: {candidate.name()}"),
         f"{candidate.batch:g}",
-        f"{candidate.per_user.value:.1f} [{candidate.per_user.low:.1f} … {candidate.per_user.high:.1f}]",
-        f"{candidate.per_device.value:,.0f} [{candidate.per_device.low:,.0f} … {candidate.per_device.high:,.0f}]",
-        f"{candidate.ttft.value:.2f} s",
-        f"{candidate.tpot.value * 1e3:.1f} ms",
+        f"{candidate.per_user:.1f} [{candidate.per_user.low:.1f} … {candidate.per_user.high:.1f}]",
+        f"{candidate.per_device:,.0f} [{candidate.per_device.low:,.0f} … {candidate.per_device.high:,.0f}]",
+        f"{candidate.ttft:.2f} s",
+        f"{candidate.tpot * 1e3:.1f} ms",
     )
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
-
-
-def _drawing(plan: Plan) -> str:
-    """An SVG with logarithmic axes."""
-    front, every = plan.frontier, plan.frontier + plan.late
-    if not every:
-        return "<p>No layout has room for one request.</p>"
-    tpot = plan.question.objective.tpot
-    across = _axis([c.per_user.value for c in every] + ([1 / tpot] if tpot else []), _LEFT, _WIDTH - _RIGHT)
-    upward = _axis([end for c in every for end in (c.per_device.low, c.per_device.high)], _HEIGHT - _BOTTOM, _TOP)
-    lines = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" aria-label="Pareto front">']
-    for value in across.ticks:
-        x = across(value)
-        lines.append(f'<path d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#eee"/>')
-        lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
-    for value in upward.ticks:
-        y = upward(value)
-        lines.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
-        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    if tpot:
-        x = across(1 / tpot)
-        lines.append(f'<path d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#000" stroke-dasharray="5 4"/>')
-    path = " ".join(f"{across(c.per_user.value):.1f},{upward(c.per_device.value):.1f}" for c in front)
-    lines.append(f'<polyline points="{path}" fill="none" stroke="{_GREY}"/>')
-    lines += [_dot(candidate, across, upward, hollow=True) for candidate in plan.late]
-    lines += [_dot(candidate, across, upward) for candidate in front]
-    lines.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">tokens a second a user</text>')
-    lines.append(
-        f'<text transform="translate(16 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">output tokens a second a device</text>'
-    )
-    return "\n".join([*lines, "</svg>"])
-
-
-def _dot(candidate: Candidate, across: _axis, upward: _axis, hollow: bool = False) -> str:
-    """A candidate with what it tells when pointed at; its interval, unless it is not of the front."""
-    x, y = across(candidate.per_user.value), upward(candidate.per_device.value)
-    colour = _BLUE if candidate.mode == "aggregated" else _RED
-    told = html.escape(
-        f"{candidate.mode}: {candidate.name()}, batch {candidate.batch:g}: {candidate.per_device.value:,.0f} tokens/s a "
-        f"device, {candidate.per_user.value:.1f} a user, TTFT {candidate.ttft.value:.2f} s"
-    )
-    title = f"<title>{told}</title></circle>"
-    if hollow:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#fff" stroke="{colour}" stroke-opacity="0.6">{title}'
-    low, high = upward(candidate.per_device.low), upward(candidate.per_device.high)
-    bar = f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-opacity="0.35"/>'
-    return f'{bar}\n<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}">{title}'
-
-
-class _axis:
-    """Logarithmic map from values to pixels, with ticks at 1, 2 and 5."""
-
-    def __init__(self, values: list[float], start: float, end: float):
-        self.low, self.high = math.log10(min(values)) - 0.05, math.log10(max(values)) + 0.05
-        self.start, self.end = start, end
-        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-        ticks = [m * 10.0**d for d in decades for m in (1, 2, 5)]
-        self.ticks = [t for t in ticks if self.low <= math.log10(t) <= self.high]
-
-    def __call__(self, value: float) -> float:
-        return self.start + (math.log10(value) - self.low) / (self.high - self.low) * (self.end - self.start)

@@ -153,7 +153,7 @@ def _kept(candidate: Candidate, slos: list[Slo], num_requests: int, seed: int, b
     work = candidate.decode.workload
     if work.rate is not None or work.concurrency is not None:
         return Kept(candidate, *play(loads(candidate, burstiness)[0]))
-    most = candidate.throughput.value / work.output.mean
+    most = candidate.throughput / work.output.mean
     low, high, best = 0.0, 1.0, None
     for _ in range(_HALVINGS):
         share = (low + high) / 2

@@ -11,7 +11,7 @@ from dsjax.model.parameter_counts import expert_parameters
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, assumed, exact, total
+from dsjax.plan.figure import assumed
 from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
 
 
@@ -28,8 +28,8 @@ def exchange_run(runs: Iterable[DryRun], decode: bool, method: str, tokens: floa
 
 
 def exchanges(
-    cluster: Cluster, run: DryRun, layers: int, top_k: int, ranks: int, tokens: float, slowest: Figure
-) -> tuple[Figure, Figure]:
+    cluster: Cluster, run: DryRun, layers: int, top_k: int, ranks: int, tokens: float, slowest: float
+) -> tuple[float, float]:
     """(there, back) of one layer: the collectives that were compiled, their bytes scaled to other tokens by the method's rows.
 
     `ragged`: the program tells the most that rows can be; even routing's share of it, and the busiest rank, are reckoned.
@@ -38,32 +38,32 @@ def exchanges(
         run.tokens * top_k / ranks if run.method == "ragged" else exchanged_rows(run.method, run.tokens, top_k, ranks)
     )
     scale = exchanged_rows(run.method, tokens, top_k, ranks) / then
-    factor = exact(scale, "rows now ÷ rows compiled") * (slowest if run.method == "ragged" else 1.0)
+    factor = scale * (slowest if run.method == "ragged" else 1.0)
     times = []
     for sent in run.exchanges:
-        count = run.figure(sent.times / layers, f"{sent.kind}, times a layer")
-        each = run.figure(sent.size / (sent.ranks - 1), f"{sent.kind}, bytes to each of {sent.ranks - 1} ranks", "B")
+        each = run.figure(sent.size / (sent.ranks - 1), "bytes to each rank", "B")
         # Rows cross between hosts alone where a dispatch has two stages.
         near, of = (1, ranks) if run.method == "hierarchical" and not sent.inside else (None, None)
         kind = sent.kind.replace("-", "_")
-        times.append(xla_collective(cluster, sent.ranks, each * factor, kind=kind, near=near, of=of) * count)
+        times.append(
+            xla_collective(cluster, sent.ranks, each * factor, kind=kind, near=near, of=of) * (sent.times / layers)
+        )
     half = len(times) - len(times) // 2
-    return total(times[:half]), total(times[half:])
+    return sum(times[:half]), sum(times[half:])
 
 
-def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> Figure:
+def tensor_parallel_sums(cluster: Cluster, run: DryRun, tokens: float) -> float:
     """All collectives of a step that `exchanges` leaves: bytes and times as compiled, bytes in proportion to tokens.
 
     Where no whole experts are spread, the dispatch's own are sums over `tp` too.
     """
-    times = [exact(0.0)]
+    time = 0.0
     for sent in run.collectives:
         if not sent.dispatches or run.mesh.ep_size == 1:
             # As the operand of an all-reduce, which sends 2 (n - 1) ÷ n of it.
             operand = sent.size * sent.ranks / (2 * (sent.ranks - 1)) * tokens / run.tokens
-            size = run.figure(operand, f"{sent.kind} over {','.join(sent.axes)}, as summed bytes", "B")
-            times.append(all_reduce(cluster, sent.ranks, size) * run.figure(sent.times, "times a step"))
-    return total(times)
+            time += all_reduce(cluster, sent.ranks, run.figure(operand, "summed bytes", "B")) * sent.times
+    return time
 
 
 def needed_flops(config: ModelConfig, run: DryRun) -> float:
@@ -79,7 +79,7 @@ def needed_flops(config: ModelConfig, run: DryRun) -> float:
     return mla.flops * config.num_hidden_layers + 2.0 * (tokens * (dense + shared + router) + experts + head)
 
 
-def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> Figure | None:
+def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> float | None:
     """Seconds of a step's products beyond those that the model needs: padded buffers, experts that are masked out.
 
     None where the program counts no more than `needed_flops`; a loop of unknown length counts once, so that it can be less.
@@ -88,5 +88,4 @@ def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> Figur
     if beyond <= 0:
         return None
     share = assumed(0.65, 0.4, 0.8, "XLA's products, share of peak", "at best 800 of 989 TFLOP/s in bf16, H200, 8192³")
-    flops = run.figure(beyond, "operations beyond the model's")
-    return flops / (share * chip.hardware.bf16_flops)
+    return beyond / (share * chip.hardware.bf16_flops)

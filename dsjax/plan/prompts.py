@@ -7,16 +7,15 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from dsjax.plan.figure import Figure, Kind, is_settled
+from dsjax.plan.figure import assumed, is_drawing
 from dsjax.plan.instance import Instance
 
 ADP_BALANCE = "TensorRT-LLM tech blog 10, ADP Balance Strategy: an iteration takes as long as its slowest rank"
-MEAN_OF_STEPS = "prompts, mean of all steps"
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Shares of replicas with prompts that are priced; between them seconds are straight."""
 
 
-def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> tuple[Figure, Figure]:
+def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> tuple[float, float]:
     """(seconds that prompts add to each token of a running request, seconds that they add to a step that has any).
 
     In a step each request gets a token, so `batch × replicas ÷ output` requests end and as many prompts take their places:
@@ -25,9 +24,9 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     holds prompts back until every replica has a whole step of them, and with such an engine (`Engine.holds_prompts`) the value.
 
     tokens: most prompt tokens of a replica in a step; longer prompts come as chunks. The second figure is what they add to a step of
-    decodes. Of `instance.middle` both are middle values alone, which the search asks for very many times.
+    decodes.
     """
-    work, made = instance.workload, instance.options.tokens_a_step.value
+    work, made = instance.workload, instance.options.tokens_a_step
     ranks = instance.layout.unit.mesh.dp_size
     chunks = math.ceil(work.computed / tokens)
     size = work.computed / chunks
@@ -42,29 +41,24 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     steps = share * deepest / depth
     each = (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / made
     holds = instance.options.engine.holds_prompts and ranks > 1
-    if instance.only_middle and not holds:
+    if not holds and not is_drawing():
         return each, added
     together = instance.prompt_seconds(tokens) * (batch / work.output.mean)
-    if holds:
-        each = Figure(together.value, together.low, max(together.high, each.high), each.kinds, parts=each.parts)
-        if instance.only_middle:
-            return each, added
-    low = each.low if is_settled(MEAN_OF_STEPS) else min(each.low, together.low)
     source = f"replicas wait for the one with most prompts ({ADP_BALANCE}); low end: prompts of all replicas at once"
-    kinds = each.kinds | Kind.ASSUMPTION
-    slowed = Figure(each.value, low, each.high, kinds, name=MEAN_OF_STEPS, source=source, parts=each.parts)
-    return slowed.named("prompts of other requests, for each token", "s"), added
+    usual = together if holds else each
+    ends = (usual, min(usual, together), max(usual, each) if holds else usual)
+    return assumed(*ends, "prompts, mean of all steps", source, "s"), added
 
 
 def own_load(instance: Instance, batch: float, tokens: float) -> float:
     """Prefill utilisation of a replica: its prompt tokens in a step ÷ the most that a step may take."""
-    work, made = instance.workload, instance.options.tokens_a_step.value
+    work, made = instance.workload, instance.options.tokens_a_step
     chunks = math.ceil(work.computed / tokens)
     most = max(1, int(tokens / (work.computed / chunks) + 1e-9))
     return batch * made / work.output.mean * chunks / most
 
 
-def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> Figure:
+def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
     """Seconds that a step of decodes takes longer with so many prompt tokens beside them on a replica, on `busy` of the replicas.
 
     One program computes both: its decodes read no weights of their own, take what prompt tokens take, and attend to their contexts;
@@ -77,8 +71,8 @@ def _added(instance: Instance, batch: float, tokens: float, busy: _Between) -> F
     key = ("saved", batch, tokens, busy)
     if key not in instance.steps:
         instance.steps[key] = _saved(instance, batch, tokens, busy)
-    saved = min(instance.steps[key], alone.value)
-    return alone * ((alone.value - saved) / alone.value) if saved > 0 else alone
+    saved = min(instance.steps[key], alone)
+    return alone - max(saved, 0.0)
 
 
 def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> float:
@@ -87,14 +81,14 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: _Between) -> f
     Tokens that are verified are computed as prompts' are, and drafts are made whatever else the step has. Where programs take longer than
     their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
     """
-    low, high, way = busy
+    (low, high, way), batch = busy, instance.rows(batch)
     kinds = ((False, instance.halved(tokens)), (True, instance.overlapped(batch)))
-    paces = [1.0 if (pace := instance.pace(*kind)) is None else pace.value for kind in kinds]
+    paces = [1.0 if (pace := instance.pace(*kind)) is None else pace for kind in kinds]
     slack = (1 - way) * instance.launch_slack(tokens, low) + way * instance.launch_slack(tokens, high)
     verified = batch * (1 + instance.options.drafts)
-    beside = _seconds_of_more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch).value
+    beside = _seconds_of_more(instance, tokens, verified) / paces[0] + instance.decode_attention(batch)
     beside += instance.drafting(batch)
-    return min(paces) * (instance.decode_step(batch).value / paces[1] - max(0.0, beside - slack))
+    return min(paces) * (instance.decode_step(batch) / paces[1] - max(0.0, beside - slack))
 
 
 def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
@@ -113,7 +107,7 @@ def _seconds_of_more(instance: Instance, tokens: float, others: float) -> float:
 def _computing(instance: Instance, tokens: float) -> float:
     """Seconds of a prefill step of `tokens`, without what the device waits for launches."""
     pace = instance.pace(False, instance.halved(tokens))
-    return instance.prefill_step(tokens).value - instance.launch_slack(tokens) * (1.0 if pace is None else pace.value)
+    return instance.prefill_step(tokens) - instance.launch_slack(tokens) * (1.0 if pace is None else pace)
 
 
 _Between = tuple[float, float, float]
@@ -130,27 +124,27 @@ def _between_shares(share: float) -> _Between:
     return low, high, (share - low) / (high - low)
 
 
-def _prefill(instance: Instance, tokens: float, busy: _Between) -> Figure:
+def _prefill(instance: Instance, tokens: float, busy: _Between) -> float:
     """Seconds of a step of so many prompt tokens on a share of the replicas."""
     low, high, way = busy
     step = instance.prefill_step(tokens, high)
     return step if low == high else instance.prefill_step(tokens, low) * (1 - way) + step * way
 
 
-def _between_whole(depth: float, seconds: Callable[[int], Figure]) -> Figure:
+def _between_whole(depth: float, seconds: Callable[[int], float]) -> float:
     """Seconds at a number of prompts that is a mean of whole ones."""
     whole = int(depth)
     figure = seconds(whole)
     return figure if depth == whole else figure * (whole + 1 - depth) + seconds(whole + 1) * (depth - whole)
 
 
-def own_step(instance: Instance, batch: float, tokens: float) -> Figure:
+def own_step(instance: Instance, batch: float, tokens: float) -> float:
     """Seconds of the prompts in the step that takes a request's own, where each finished request is replaced by the next one.
 
     Its prompt arrives at the end of a step, with those of all other requests that ended in it. Seen from one of them they are one
     and a Poisson number, so that the fullest replica has `⌈(1 + n) ÷ replicas⌉`.
     """
-    work, made = instance.workload, instance.options.tokens_a_step.value
+    work, made = instance.workload, instance.options.tokens_a_step
     ranks = instance.layout.unit.mesh.dp_size
     chunks = math.ceil(work.computed / tokens)
     size = work.computed / chunks
@@ -166,7 +160,7 @@ def best_step(instance: Instance, batch: float, sizes: Sequence[float]) -> float
 
     Small steps let more replicas have a chunk at the same time, large ones compute a token for less.
     """
-    return min(sizes, key=lambda size: prompts_beside_decodes(instance.middle, batch, size)[0].value)
+    return min(sizes, key=lambda size: prompts_beside_decodes(instance, batch, size)[0])
 
 
 @functools.cache

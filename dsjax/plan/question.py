@@ -61,12 +61,32 @@ class Question:
         return dataclasses.replace(self.objective, throughput=max(rate * self.workload.output.mean, wanted or 0))
 
     @property
+    def bounded(self) -> bool:
+        """Whether there is any objective to meet."""
+        bounds = self.bounds
+        return any(value is not None for value in (bounds.ttft, bounds.tpot, bounds.throughput))
+
+    @property
+    def words(self) -> str:
+        """The workload and the objectives in one line."""
+        work, bounds = self.workload, self.objective
+        parts = [f"{work.input.mean:g} tokens in, {work.output.mean:g} out"]
+        parts += [f"{work.prefix_hit:.0%} of prompts cached"] if work.prefix_hit else []
+        parts += [f"{work.concurrency:g} requests in flight"] if work.concurrency is not None else []
+        parts += [f"{work.rate:g} requests/s"] if work.rate is not None else []
+        parts += [f"TTFT within {bounds.ttft * 1e3:,.10g} ms"] if bounds.ttft is not None else []
+        parts += [f"TPOT within {bounds.tpot * 1e3:,.10g} ms"] if bounds.tpot is not None else []
+        parts += [f"{bounds.throughput:,.0f} tokens/s"] if bounds.throughput is not None else []
+        parts += [] if self.bounded else ["no objectives: most tokens a second"]
+        return "; ".join(parts) + f"; engine {self.options.engine.name}"
+
+    @property
     def order(self) -> Callable[[Candidate], tuple[float, ...]]:
         """What candidates are sorted by, best first: tokens a second; at a given load, which all of them serve, the fewest devices for
         it and then the fastest."""
         if self.workload.rate is not None:
-            return lambda c: (c.devices, c.tpot.value, c.ttft.value)
-        return lambda c: (-c.throughput.value, c.devices, c.tpot.value)
+            return lambda c: (c.devices, c.tpot, c.ttft)
+        return lambda c: (-c.throughput, c.devices, c.tpot, c.batch)
 
     def instance(self, layout: InstanceLayout, steps: dict) -> Instance:
         """A layout, asked about this workload; steps: shared by all layouts of the same unit."""

@@ -15,9 +15,9 @@ from dsjax.engine.setup.side_options import PrefillConfig
 from dsjax.errors import UserError
 from dsjax.options import flag_of
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, storage_rate
+from dsjax.plan.cold_start import cold_start, files_precision, host_bytes, reading
 from dsjax.plan.engine import dsjax_engine
-from dsjax.plan.figure import exact
+from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, LaunchCommand, script
 from dsjax.plan.launch_flags import launch
@@ -43,7 +43,7 @@ REPOSITORIES = {
 
 
 _MOST = 0.98
-"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.set_aside`)."""
+"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.memory`)."""
 _EXPERTS_AT = "EXPERTS"
 """In a recipe: the host of a process with experts, with a number behind it where there are several."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk
@@ -145,7 +145,7 @@ def memory_share(instance: Instance, tokens: float) -> float:
 
     It is at most 0.98: the rest of what is set aside is the runtime's."""
     memory = instance.memory
-    temporaries = max(0.0, memory.reserve.value - (1 - _MOST) * memory.device)
+    temporaries = max(0.0, memory.reserve - (1 - _MOST) * memory.device)
     needed = memory.weights_total + tokens * memory.cache_per_token + temporaries
     return min(_MOST, math.ceil(needed / memory.device * 100) / 100)
 
@@ -201,9 +201,9 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
     if other.decode.layout.redundant:
         reasons.append("experts placed by their load")
     rate = other.throughput
-    more = "" if candidate is None else f", {rate.value / candidate.throughput.value:.2f} × as many"
+    more = "" if candidate is None else f", {rate / candidate.throughput:.2f} × as many"
     return (
-        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate.value:,.0f} tokens/s "
+        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate:,.0f} tokens/s "
         f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}" + (f", by {', '.join(reasons)}." if reasons else ".")
     )
 
@@ -213,11 +213,12 @@ def _contradicted(candidate: Candidate) -> list[str]:
     contradictions = []
     for instance in {id(i): i for i in (candidate.prefill, candidate.decode)}.values():
         for run in instance.dry_runs:
-            ours, theirs = instance.compiled_step(run), run.timeline
-            if theirs and not ours.low <= theirs.value <= ours.high:
+            [ours] = spread(lambda one=instance, run=run: [one.on(one.cluster, {}).compiled_step(run)])
+            theirs = run.timeline
+            if theirs and not ours.low <= theirs <= ours.high:
                 contradictions.append(
-                    f"The program that dsjax serve runs for {run.shape} takes {theirs.value * 1e3:,.0f} ms by its timeline; the "
-                    f"planner, with published kernels for attention and experts, says {ours.value * 1e3:,.0f} ms "
+                    f"The program that dsjax serve runs for {run.shape} takes {theirs * 1e3:,.0f} ms by its timeline; the "
+                    f"planner, with published kernels for attention and experts, says {ours * 1e3:,.0f} ms "
                     f"[{ours.low * 1e3:,.0f} … {ours.high * 1e3:,.0f}]."
                 )
     return contradictions
@@ -293,6 +294,27 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     }
 
 
+def write_json_recipe(file: Path, model: str, question: Question, candidate: Candidate, command: str = "") -> None:
+    """The winner's recipe as JSON, which has no place for the command."""
+    text = json.dumps(recipe(model, question, candidate), indent=2, allow_nan=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """A recipe that `write_json_recipe` wrote.
+
+    Raises:
+        UserError: it is no file, or no recipe.
+    """
+    try:
+        made = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a recipe: {error}; expected what dsjax plan recipe wrote") from error
+    if not isinstance(made, dict) or not {"services", "expected", "workload"} <= made.keys():
+        raise UserError(f"{file} is no recipe; expected what dsjax plan recipe wrote")
+    return made
+
+
 def _service(model: str, instance: Instance, batch: float, tokens: float, role: str, count: int) -> dict[str, Any]:
     if role == "decode":
         tokens = min(tokens, _BESIDE_DECODES)
@@ -326,7 +348,6 @@ def _expert_service(
     layout, cluster = instance.layout, instance.cluster.experts or instance.cluster
     devices, drafts = layout.experts // parts, instance.options.drafts > 0
     size = devices * expert_side_bytes(instance.config, layout, files_precision(instance), drafts)
-    time = exact(size, "weights that a host reads", "B") / storage_rate(cluster)
     return {
         "role": "experts",
         "instances": attention["instances"],
@@ -334,7 +355,7 @@ def _expert_service(
         "command": command(options),
         "options": options,
         "weight_bytes_per_host": size,
-        "cold_start_s": time.named("cold start: reading weights", "s").to_json(),
+        "cold_start_s": reading(cluster, size).to_json(),
         "recovery": None,
     }
 
@@ -393,26 +414,24 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
         "command": command(options),
         "options": options,
         "weight_bytes_per_host": sum(map(host_bytes, sides)),
-        "cold_start_s": (cold_start(sides[0]) + cold_start(sides[1])).to_json(),
+        "cold_start_s": cold_start(*sides).to_json(),
     }
 
 
-def check_recipe(file: Path | None, engine: str) -> None:
+def check_recipe(file: Path, engine: str) -> None:
     """Whether a recipe of that kind can be written for an engine.
 
     Raises:
         UserError: it cannot.
     """
-    if file is None or file.suffix == ".json":
-        return
     if file.suffix == ".sh" and engine not in LAUNCHED:
         raise UserError(
-            f"--recipe {file} holds the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
+            f"{file} would hold the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "
             f"{LAUNCHED[-1]}, or FILE.json, which has those of all of them with --engine published"
         )
-    if file.suffix != ".sh" and engine in LAUNCHED:
+    if file.suffix not in (".json", ".sh") and engine in LAUNCHED:
         raise UserError(
-            f"--recipe {file} is a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
+            f"{file} would be a deployment of dsjax, and --engine is {engine}; give FILE.sh or FILE.json for its own commands"
         )
 
 

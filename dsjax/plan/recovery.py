@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.plan.cold_start import storage_rate
-from dsjax.plan.figure import Figure, assumed, exact, measured
+from dsjax.plan.figure import Figure, assumed, measured, spread
 from dsjax.plan.instance import Instance
 
 _MANY_HOSTS = "docs/many-hosts.md, Measured: ten processes of four killed on emulated devices"
@@ -30,7 +30,7 @@ class Recovery:
         return {field: getattr(self, name).to_json() for field, name in names.items()}
 
 
-def read_share(hosts: int, lost: int = 1) -> Figure:
+def read_share(hosts: int, lost: int = 1) -> float:
     """Share of the experts that survivors read. Before the loss each host holds an equal part of the experts.
 
     A survivor keeps what lies in its old and its new part: by chance 1 of `hosts` in all, as the order of devices changes with each
@@ -38,7 +38,7 @@ def read_share(hosts: int, lost: int = 1) -> Figure:
     """
     left = hosts - lost
     if left == 1:  # it keeps all of its part
-        return exact(lost / hosts, "experts of the lost host")
+        return lost / hosts
     most = max(_kept_in_order(hosts, first, lost) for first in range(left + 1))
     why = "the order of devices after a loss is another one"
     return assumed(1 - 1 / hosts, 1 - most, 1.0, "experts that their new host did not hold", why)
@@ -65,17 +65,17 @@ def recovery(instance: Instance) -> Recovery | None:
     if hosts < 2 or layout.mesh.pp_size > 1:
         return None
     held = 0 if layout.experts else instance.memory.weights.get("experts", 0)
-    experts = exact(held * layout.devices, "experts of the instance", "B")
-    read = (experts * read_share(hosts)).named("read", "B")
-    notice = measured(0.3, 0.1, 0.9, "noticing a process that died", _MANY_HOSTS, "s")
-    meeting = measured(
-        0.5, 0.4, 1.0, "meeting, a new generation", "docs/measurements/2026-11-22-host-losses.csv, --ahead", "s"
-    )
-    seconds = notice + meeting
-    if read.value:
-        seconds = seconds + read / (storage_rate(cluster) * (hosts - 1))
-    seconds = seconds.named("silence after a loss", "s")
-    why = "nobody has compiled this model's step beside a service"
-    why += "; experts apart are not compiled for ahead" if layout.experts else "; --compile-ahead leaves it out"
-    compiling = assumed(60, 10, 300, "compiling", why, "s")
-    return Recovery(read, seconds, compiling)
+    experts = held * layout.devices
+
+    def compute() -> tuple[float, float, float]:
+        read = experts * read_share(hosts)
+        notice = measured(0.3, 0.1, 0.9, "noticing a process that died", _MANY_HOSTS, "s")
+        log = "docs/measurements/2026-11-22-host-losses.csv, --ahead"
+        seconds = notice + measured(0.5, 0.4, 1.0, "meeting, a new generation", log, "s")
+        if read:
+            seconds += read / (storage_rate(cluster) * (hosts - 1))
+        why = "nobody has compiled this model's step beside a service"
+        why += "; experts apart are not compiled for ahead" if layout.experts else "; --compile-ahead leaves it out"
+        return read, seconds, assumed(60, 10, 300, "compiling", why, "s")
+
+    return Recovery(*spread(compute))

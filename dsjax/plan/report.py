@@ -13,8 +13,9 @@ from rich.text import Text
 from dsjax.plan.calibration import calibrated
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.comparison import ratio_of
 from dsjax.plan.dry_runs import DryRunUsage
-from dsjax.plan.figure import Figure, Kind
+from dsjax.plan.figure import TWO_LINES, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
@@ -85,7 +86,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
         "memory and one request",
         highlight=False,
     )
-    console.print(asked(plan), highlight=False)
+    console.print(plan.question.words, highlight=False)
     show_usages(console, plan.usages)
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:
         console.print(
@@ -96,7 +97,7 @@ def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     if plan.winner:
         _table(
             console,
-            "meet the objectives, best first" if _bounded(plan) else "most tokens a second first",
+            "meet the objectives, best first" if plan.question.bounded else "most tokens a second first",
             plan,
             plan.ranked[:rows],
         )
@@ -120,6 +121,11 @@ def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
 def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]) -> None:
     device = "GPU" if plan.question.cluster.hardware.platform == "cuda" else "chip"
     objective, shared = plan.question.bounds, {}
+    alike = {
+        number
+        for number, one in enumerate(candidates[1:], 2)
+        if not ratio_of(candidates[0], one, "throughput").told_apart
+    }
     table = Table(title=title, title_justify="left")
     for name in (
         "", "deployment", f"{device}s", "batch", "TTFT s", "TPOT ms", "tokens/s", f"/{device}", "/user", "first bottleneck"
@@ -130,27 +136,27 @@ def _table(console: Console, title: str, plan: Plan, candidates: list[Candidate]
     for number, candidate in enumerate(candidates, 1):
         sure = "✓" if candidate.meets(objective, sure=True) else "~" if candidate.meets(objective) else "✗"
         table.add_row(
-            f"{number} {sure}" if _bounded(plan) else f"{number}",
+            (f"{number} {sure}" if plan.question.bounded else f"{number}") + (" ≈" if number in alike else ""),
             f"{candidate.name()}\n{candidate.decode.layout.kind}"
             + _in_batches(candidate)
             + (", compiled" if candidate.decode.dry_runs or candidate.prefill.dry_runs else ""),
             str(candidate.devices),
             f"{candidate.decode.requests(candidate.batch):g}",
-            _ranged(candidate.ttft, 1, 2),
-            _ranged(candidate.tpot, 1e3, 1),
-            _ranged(candidate.throughput, 1, 0),
-            _ranged(candidate.per_device, 1, 0),
-            f"{candidate.per_user.value:.1f}",
+            candidate.ttft.text(1, 2, TWO_LINES),
+            candidate.tpot.text(1e3, 1, TWO_LINES),
+            candidate.throughput.text(1, 0, TWO_LINES),
+            candidate.per_device.text(1, 0, TWO_LINES),
+            f"{candidate.per_user:.1f}",
             str(bottlenecks(candidate, shared)[0]),
         )
     console.print(table)
     holds = (
         "✓ holds at the unfavourable end of the interval, ~ at the middle estimate, ✗ does not; second lines: interval, kind. "
-        if _bounded(plan)
+        if plan.question.bounded
         else "Second lines: interval, kind. "
     )
     console.print(
-        f"{holds}TTFT is that of steady state. "
+        f"{holds}≈: its tokens/s cannot be told from the first row's (dsjax plan compare says why). TTFT is that of steady state. "
         "Prefill stands before a bar. +32: redundant experts. Bottleneck: more tokens/s with twice as much of it.",
         style="dim",
     )
@@ -164,60 +170,36 @@ def _in_batches(candidate: Candidate) -> str:
     return "" if batches == 1 else f", {_WORDS.get(batches, batches)} batches"
 
 
-def _bounded(plan: Plan) -> bool:
-    """Whether there is any objective to meet."""
-    bounds = plan.question.bounds
-    return any(value is not None for value in (bounds.ttft, bounds.tpot, bounds.throughput))
-
-
-def asked(plan: Plan) -> str:
-    """The workload and the objectives in one line."""
-    work, bounds = plan.question.workload, plan.question.objective
-    parts = [f"{work.input.mean:g} tokens in, {work.output.mean:g} out"]
-    parts += [f"{work.prefix_hit:.0%} of prompts cached"] if work.prefix_hit else []
-    parts += [f"{work.concurrency:g} requests in flight"] if work.concurrency is not None else []
-    parts += [f"{work.rate:g} requests/s"] if work.rate is not None else []
-    parts += [f"TTFT within {bounds.ttft * 1e3:,.10g} ms"] if bounds.ttft is not None else []
-    parts += [f"TPOT within {bounds.tpot * 1e3:,.10g} ms"] if bounds.tpot is not None else []
-    parts += [f"{bounds.throughput:,.0f} tokens/s"] if bounds.throughput is not None else []
-    if not _bounded(plan):
-        parts.append("no objectives: most tokens a second")
-    return "; ".join(parts) + f"; engine {plan.question.options.engine.name}"
-
-
-def _ranged(figure: Figure, factor: float, digits: int) -> str:
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
-    return f"{value}\n{low}–{high}"
-
-
 def _show_winner(console: Console, plan: Plan, model: str) -> None:
     winner = plan.winner
     console.print(f"[bold]winner[/bold]: {winner.name()}, {winner.mode}", highlight=False)
     memory = winner.decode.memory
     aside = memory.reserve
     console.print(
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside.value / 1e9:.1f} GB set aside "
-        f"({Kind(aside.kinds).words()}), room for {memory.cache_tokens.value:,.0f} cached tokens "
-        f"[{memory.cache_tokens.low:,.0f} … {memory.cache_tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests",
+        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {aside / 1e9:.1f} GB set aside, "
+        f"room for {winner.decode.cache_tokens:,.0f} cached tokens "
+        f"[{winner.decode.cache_tokens.low:,.0f} … {winner.decode.cache_tokens.high:,.0f}] a DP rank; "
+        f"at most {winner.decode.max_batch} requests",
         highlight=False,
     )
     if winner.cost:
         cost, price = winner.cost, winner.decode.cluster.hardware.price_per_hour
         console.print(
-            f"a million output tokens cost {cost.value:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
+            f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour",
             highlight=False,
         )
     held = calibrated(winner)
     rate, tpot = held["output_tokens_per_s"], held["tpot_s"]
     console.print(
-        f"9 of 10 measurements that nobody had looked at lie in: {rate['low']:,.0f} … {rate['high']:,.0f} tokens/s, TPOT "
-        f"{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f} ms (calibrated by {rate['predictions']} and {tpot['predictions']} blind "
-        f"predictions: {rate['by']}; {tpot['by']})",
+        f"corrected by blind predictions, with 90 % intervals: {rate['corrected']:,.0f} tokens/s [{rate['low']:,.0f} … "
+        f"{rate['high']:,.0f}] (× {rate['correction']:.2f}; {rate['predictions']}: {rate['by']}), TPOT "
+        f"{tpot['corrected'] * 1e3:,.1f} ms [{tpot['low'] * 1e3:,.1f} … {tpot['high'] * 1e3:,.1f}] "
+        f"(× {tpot['correction']:.2f}; {tpot['predictions']}: {tpot['by']})",
         highlight=False,
     )
     console.print(
         f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
-        "--simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
+        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends",
         highlight=False,
     )
     moves = [str(b) for b in bottlenecks(winner) if b.gain > 1.01][:3]
@@ -226,7 +208,8 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         highlight=False,
     )
     console.print(
-        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows the derivation", highlight=False
+        f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts and what each assumption moves",
+        highlight=False,
     )
     made = recipe(model, plan.question, winner)
     for service in made["services"]:
@@ -235,7 +218,8 @@ def _show_winner(console: Console, plan: Plan, model: str) -> None:
         hosts = max((len(one["commands"]) for one in service.get("launches", {}).values()), default=1)
         if hosts > 1 and plan.question.options.engine.name in service["launches"]:
             console.print(
-                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: --recipe FILE.sh has each", highlight=False
+                f"  … and on its {hosts - 1} other host{'s' * (hosts > 2)}: plan recipe FILE.sh has each",
+                highlight=False,
             )
         start = service["cold_start_s"]
         console.print(
@@ -318,12 +302,12 @@ def show_sweep(console: Console, sweep: Sweep) -> None:
         same, best = point.same, point.best
         cells = [
             point.label,
-            _ranged(same.throughput, 1, 0) if same else "cannot run",
-            _ranged(same.tpot, 1e3, 1) if same else "",
+            same.throughput.text(1, 0, TWO_LINES) if same else "cannot run",
+            same.tpot.text(1e3, 1, TWO_LINES) if same else "",
             best.name() if best else "nothing fits",
-            _ranged(best.throughput, 1, 0) if best else "",
-            _ranged(best.tpot, 1e3, 1) if best else "",
+            best.throughput.text(1, 0, TWO_LINES) if best else "",
+            best.tpot.text(1e3, 1, TWO_LINES) if best else "",
             "met" if point.met else "not met",
         ]
-        table.add_row(*cells, *([_ranged(best.cost, 1, 2) if best and best.cost else ""] if priced else []))
+        table.add_row(*cells, *([best.cost.text(1, 2, TWO_LINES) if best and best.cost else ""] if priced else []))
     console.print(table)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.figure import Figure, assumed, spread
 
 if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
@@ -29,7 +29,7 @@ class Reuse:
     @property
     def found(self) -> float:
         """Share found in any tier, for `--prefix-hit`."""
-        return min(1.0, self.device.value + self.host.value + self.disk.value)
+        return min(1.0, self.device + self.host + self.disk)
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
@@ -43,19 +43,17 @@ class Reuse:
 
     def __str__(self) -> str:
         shares = ", ".join(
-            f"{name} {100 * figure.value:.0f} ({100 * figure.low:.0f} – {100 * figure.high:.0f}) %"
+            f"{name} {100 * figure:.0f} ({100 * figure.low:.0f} – {100 * figure.high:.0f}) %"
             for name, figure in (("devices", self.device), ("host memory", self.host), ("disk", self.disk))
-            if figure.value
+            if figure
         )
         return (
-            f"prompts that come back find: {shares or 'nothing'}; a prompt's pages are loaded in {self.loading.value * 1e3:.0f} ms "
+            f"prompts that come back find: {shares or 'nothing'}; a prompt's pages are loaded in {self.loading * 1e3:.0f} ms "
             f"({self.loading.low * 1e3:.0f} – {self.loading.high * 1e3:.0f}). Plan with --prefix-hit {min(self.found, 0.99):.2f}"
         )
 
 
-def tier_shares(
-    working_set: float, cache: float, held: float, host: float, disk: float
-) -> tuple[Figure, Figure, Figure]:
+def tier_shares(working_set: float, cache: float, held: float, host: float, disk: float) -> tuple[float, float, float]:
     """(device, host memory, disk): shares of a working set, drawn at random, that each tier has; all in tokens.
 
     The least recently used pages go first, so that a cache of which requests in flight hold `held` has the rest of itself of the set.
@@ -81,21 +79,18 @@ def reuse(candidate: Candidate, working_set: float, host_bytes: float, disk_byte
     ranks = instance.replicas * candidate.count
     hosts = math.ceil(instance.layout.devices * candidate.count / instance.cluster.devices_per_host)
     size, work = instance.memory.cache_per_token, instance.workload
-    device, host, disk = tier_shares(
-        working_set,
-        ranks * instance.memory.cache_tokens.value,
-        ranks * candidate.batch * work.context,
-        hosts * host_bytes / size,
-        hosts * disk_bytes / size,
-    )
-    link = assumed(
-        25e9, 8e9, 55e9, "from the host to a device", "PCIe 5.0 x16 gives 55 GB/s, pinned copies of pages less", "B/s"
-    )
-    reading = assumed(3e9, 1e9, 7e9, "one NVMe disk", "shared by all ranks of a host", "B/s")
-    bytes_each = work.input.mean * size
-    loading = exact(0.0)
-    for share, rate in ((host, link), (disk, reading)):
-        if share.value > 0:
-            loading = loading + bytes_each * share / rate
-    loading = loading.named("loading", "s")
-    return Reuse(device, host, disk, loading)
+
+    def compute() -> tuple[float, float, float, float]:
+        device, host, disk = tier_shares(
+            working_set,
+            ranks * instance.on(instance.cluster, {}).memory.cache_tokens,
+            ranks * candidate.batch * work.context,
+            hosts * host_bytes / size,
+            hosts * disk_bytes / size,
+        )
+        why = "PCIe 5.0 x16 gives 55 GB/s, pinned copies of pages less"
+        link = assumed(25e9, 8e9, 55e9, "from the host to a device", why, "B/s")
+        reading = assumed(3e9, 1e9, 7e9, "one NVMe disk", "shared by all ranks of a host", "B/s")
+        return device, host, disk, work.input.mean * size * (host / link + disk / reading)
+
+    return Reuse(*spread(compute))

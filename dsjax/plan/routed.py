@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, amount, assumed, exact
+from dsjax.plan.figure import assumed
 from dsjax.plan.network import (
     all_reduce,
     exchanged_rows,
@@ -23,7 +23,7 @@ from sharding.dispatch import host_capacity
 
 def routed_experts(
     step: StepBasis, tokens: float, decode: bool, layers: int, busy: float, halved: bool = False
-) -> dict[str, Figure]:
+) -> dict[str, float]:
     """The routed experts, the way there and the way back, of so many layers.
 
     They hang on the tokens of a device and the size of the EP group: with published kernels and whole experts `dp=32` is as `dp=16,tp=2`
@@ -51,14 +51,13 @@ def routed_experts(
         step.sums_experts,
         step.gathers,
         mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1,
-        step.middle,
     )
     if key in step.shared and not step.dry_runs:
         return step.shared[key]
     slots = places.physical // mesh.ep_size
     rows = rank_tokens * busy * top_k * mesh.expert_width_shards
-    slowest = step.skew.slowest(places, config.n_routed_experts, rows, balanced, step.middle)
-    arriving = amount(rows, "rows of the mean rank", "rows", slowest) * slowest
+    slowest = step.skew.slowest(places, config.n_routed_experts, rows, balanced)
+    arriving = rows * slowest
     everyone = rank_tokens * busy * devices
     touched = step.skew.touched(everyone, top_k, config.n_routed_experts)
     used = step.skew.most_touched(everyone, top_k, config.n_routed_experts, slots, mesh.ep_size)
@@ -81,9 +80,9 @@ def routed_experts(
         and (width, hidden, top_k, slots * mesh.ep_size) == (7168, 2048, 8, 256)
     ):
 
-        def more(tokens: float) -> Figure:
+        def more(tokens: float) -> float:
             each = tokens * top_k / mesh.ep_size
-            return step.skew.slowest(places, config.n_routed_experts, each, balanced, step.middle)
+            return step.skew.slowest(places, config.n_routed_experts, each, balanced)
 
         spread = chip.spread_experts(
             everyone,
@@ -108,10 +107,10 @@ def routed_experts(
     if least is None or not all_timed or (timed is not None and decode and chip.hardware.is_blackwell):
         received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
         if fused:  # one expert more in the same product, with every token of the ranks that share its width
-            pooled = exact(rank_tokens * busy * mesh.expert_width_shards, "rows of the shared expert", "rows")
+            pooled = rank_tokens * busy * mesh.expert_width_shards
             used, arriving, slots = used + 1, arriving + pooled, slots + 1
-        products = chip.experts(used, arriving, received * slowest.value, slots, width, inner, decode)
-        if least is not None and least.value > products.value:
+        products = chip.experts(used, arriving, received * slowest, slots, width, inner, decode)
+        if least is not None and least > products:
             products = least
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
     if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes and step.dispatch == "deepep":
@@ -123,14 +122,12 @@ def routed_experts(
     return parts
 
 
-def _exchanges(
-    step: StepBasis, rank_tokens: float, decode: bool, slowest: Figure, halved: bool
-) -> tuple[Figure, Figure]:
+def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool) -> tuple[float, float]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
     ranks = mesh.num_devices // mesh.expert_copies
     width, top_k = config.hidden_size, config.num_experts_per_tok
     if step.sums_experts:
-        return exact(0.0), exact(0.0)
+        return 0.0, 0.0
     if step.gathers and mesh.dp_size > 1 and step.dispatch == "deepep":
         # A gather and scattered sums send half of a sum each.
         size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
@@ -143,22 +140,23 @@ def _exchanges(
         rows = {"all_gather": there + 6 * top_k + 4, "reduce_scatter": back}
         return tuple(_pooled_exchange(step, rank_tokens, row, kind) for kind, row in rows.items())
     ranks = ranks if mesh.ep_size > 1 else 1  # else the sums over tp are the exchange
-    if decode:
-        return (
-            low_latency_exchange(
-                cluster, ranks, rank_tokens, top_k, there, slowest, False, step.operators, step.shared
-            ),
-            low_latency_exchange(cluster, ranks, rank_tokens, top_k, back, slowest, True, step.operators, step.shared),
-        )
-    return (
-        normal_exchange(cluster, config, ranks, rank_tokens, there, slowest, False, step.operators, step.shared),
-        normal_exchange(cluster, config, ranks, rank_tokens, back, slowest, True, step.operators, step.shared),
-    )
+    ways = ((there, False), (back, True))
+    normal = [
+        normal_exchange(cluster, config, ranks, rank_tokens, row, slowest, combine, step.operators, step.shared)
+        for row, combine in ways
+    ]
+    low_latency = [
+        low_latency_exchange(cluster, ranks, rank_tokens, top_k, row, slowest, combine, step.operators, step.shared)
+        for row, combine in ways
+    ]
+    # Decode takes the faster of DeepEP's two kinds of kernels. Capturing the normal ones in a CUDA graph is not priced.
+    faster = decode and sum(low_latency) <= sum(normal)
+    return tuple(low_latency if faster else normal)
 
 
 def _own(
-    step: StepBasis, rank_tokens: float, decode: bool, slowest: Figure, halved: bool, ranks: int
-) -> tuple[Figure, Figure]:
+    step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool, ranks: int
+) -> tuple[float, float]:
     """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then.
 
     Where experts are cut alone and a dry run was given, its collectives are among the sums over ``tp`` (`tensor_parallel_sums`).
@@ -167,7 +165,7 @@ def _own(
     width, top_k, method = config.hidden_size, config.num_experts_per_tok, step.own_method(rank_tokens, halved)
     compiled = nearest(step.dry_runs, decode, rank_tokens) is not None
     if mesh.ep_size == 1 and compiled:
-        return exact(0.0), exact(0.0)
+        return 0.0, 0.0
     run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
     # Float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py.
     rows = (width * step.precision.wire + 6 * top_k + 4, width * BF16)
@@ -188,14 +186,14 @@ def _own(
     return there, back
 
 
-def _half_a_sum(cluster: Cluster, ranks: int, each: float) -> Figure:
+def _half_a_sum(cluster: Cluster, ranks: int, each: float) -> float:
     """Seconds of a gather over ``tp``, or of scattered sums: those of a sum that sends as much (as of `tensor_parallel_sums`)."""
     return all_reduce(cluster, ranks, each * ranks / 2)
 
 
 def _in_width(
-    step: StepBasis, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: Figure, halved: bool
-) -> Figure:
+    step: StepBasis, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: float, halved: bool
+) -> float:
     """One way of dsjax's own dispatch where ranks share an expert's width: between ranks of one place in it, and among these.
 
     Rows that have come are pooled as they lie, with the room that was kept for others (`ExpertGroup.pool_width`). ``gather`` has no such
@@ -206,21 +204,21 @@ def _in_width(
     whole, each = max(1, math.ceil(rank_tokens)), exchanged_rows(method, rank_tokens, top_k, ranks, halved)
     near = max(1, min(ranks, cluster.domain // sharing))
     room = whole if method == "ragged" else each
-    time = xla_collective(cluster, sharing, exact(ranks * room * row_bytes), kind=kind)
+    time = xla_collective(cluster, sharing, ranks * room * row_bytes, kind=kind)
     if method == "hierarchical":
         hosts = ranks // near
         crossing = host_capacity(whole, top_k, hosts, halved, step.routed_groups) * row_bytes
-        time = time + xla_collective(cluster, hosts, exact(crossing), near=1, of=ranks * sharing)
-        time = time + xla_collective(cluster, near, exact(hosts * each * row_bytes), near=near, of=near * sharing)
+        time = time + xla_collective(cluster, hosts, crossing, near=1, of=ranks * sharing)
+        time = time + xla_collective(cluster, near, hosts * each * row_bytes, near=near, of=near * sharing)
     elif ranks > 1:
-        sent, ragged = exact(each * row_bytes), method == "ragged"
+        sent, ragged = each * row_bytes, method == "ragged"
         sent = sent * slowest if ragged else sent
         exchange = "ragged_all_to_all" if ragged else "all_to_all"  # sizes go before rows
         time = time + xla_collective(cluster, ranks, sent, 2 if ragged else 1, exchange, near=near, of=ranks * sharing)
     return time
 
 
-def _pooled_exchange(step: StepBasis, rank_tokens: float, row_bytes: float, kind: str) -> Figure:
+def _pooled_exchange(step: StepBasis, rank_tokens: float, row_bytes: float, kind: str) -> float:
     """One way of tokens whose experts' widths DP ranks share: to one of the ranks that share an expert, then to all of them.
 
     Ranks that share a width are neighbours, so that those with other experts are ``etp`` devices apart.
@@ -228,9 +226,9 @@ def _pooled_exchange(step: StepBasis, rank_tokens: float, row_bytes: float, kind
     cluster, mesh, top_k = step.cluster, step.layout.mesh, step.config.num_experts_per_tok
     ranks, sharing = mesh.ep_size, mesh.etp_size
     arriving = rank_tokens * ranks * (1 - (1 - 1 / ranks) ** top_k) if ranks > 1 else rank_tokens
-    time = xla_collective(cluster, sharing, exact(arriving) * row_bytes, kind=kind)
+    time = xla_collective(cluster, sharing, arriving * row_bytes, kind=kind)
     if ranks > 1:
         near = max(1, min(ranks, cluster.domain // sharing))
-        each = exact(arriving / ranks) * row_bytes
+        each = (arriving / ranks) * row_bytes
         time = time + xla_collective(cluster, ranks, each, near=near, of=ranks * sharing)
     return time

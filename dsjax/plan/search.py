@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import gc
 import itertools
@@ -9,9 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate, frontier, in_full, quick_aggregated
+from dsjax.plan.candidate import Candidate, aggregated, frontier, with_intervals
 from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
@@ -21,7 +23,7 @@ from dsjax.plan.prompts import best_step
 from dsjax.plan.question import FEW_DEVICES, SHOWN, Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
 from dsjax.plan.stages import cut_stage
-from dsjax.plan.workload import PlanOptions
+from dsjax.plan.workload import Objective, PlanOptions
 from sharding import MeshSpec
 
 _NO_PAGES = (
@@ -34,6 +36,9 @@ NO_LAYOUT = (
 )
 _TYPICAL_BATCH = 64
 """At which the size of a step's prompts is chosen on many devices."""
+
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class Plan:
     question: Question
     ranked: Sequence[Candidate]
     missed: Sequence[Candidate]
-    frontier: list[Candidate]
-    late: list[Candidate]
+    frontier: Sequence[Candidate]
+    late: Sequence[Candidate]
     considered: list[InstanceLayout]
     fitting: list[Instance]
     too_large: list[Instance]
@@ -175,7 +180,7 @@ def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
 
 def search(question: Question) -> Plan:
     """Answer a question. Deterministic; no JAX."""
-    # Derivations are millions of small tuples without a cycle; looking for cycles among them costs more than making them.
+    # What is kept of prices is millions of small objects without a cycle; looking for cycles among them costs more than making them.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -195,21 +200,20 @@ def _search(question: Question) -> Plan:
         if fitting and not decoding and "aggregated" not in question.options.possible_modes:
             raise UserError(_NO_PAGES)
         first = [one for one in of_prefill(question, fitting) if one.stage is None] if decoding else []
-        candidates += separated_candidates(question, decoding, first, candidates) if decoding else []
+        candidates += separated_candidates(question, decoding, first) if decoding else []
     objective = question.bounds
     met, missed = [], []
     for candidate in candidates:
         (met if candidate.meets(objective) else missed).append(candidate)
-    ranked = InFull(_best_of_each(sorted(met, key=question.order))[:SHOWN])
-    missed = InFull(
+    ranked = Shown(_best_of_each(sorted(met, key=question.order))[:SHOWN])
+    missed = Shown(
         _best_of_each(sorted(missed, key=lambda c: (max(c.misses(objective).values()), *question.order(c))))[:SHOWN]
     )
     every = [] if ranked else candidates
     bound = objective.ttft
-    front = frontier([c for c in candidates if bound is None or c.ttft.value <= bound])
-    late = [] if bound is None else [c for c in frontier(candidates) if c.ttft.value > bound]
-    full = ([in_full(c) for c in some] for some in (front, late))
-    return Plan(question, ranked, missed, *full, layouts, fitting, too_large, every)
+    front = frontier([c for c in candidates if bound is None or c.ttft <= bound])
+    late = [] if bound is None else [c for c in frontier(candidates) if c.ttft > bound]
+    return Plan(question, ranked, missed, Shown(front), Shown(late), layouts, fitting, too_large, every)
 
 
 def _taking_pages(question: Question, fitting: list[Instance]) -> list[Instance]:
@@ -239,25 +243,25 @@ def _without_apart(question: Question) -> tuple[Question, list[Instance]]:
     return other, instances(other)[1]
 
 
-class InFull(Sequence[Candidate]):
-    """Candidates that get their intervals and derivations when they are looked at: most of them never are."""
+class Shown(Sequence[Row]):
+    """Rows that get their intervals when they are looked at: most of them never are. rows: those without."""
 
-    def __init__(self, candidates: Sequence[Candidate]):
-        self._quick, self._full = candidates, {}
+    def __init__(self, rows: Sequence[Row], with_intervals: Callable[[Row], Row] = with_intervals):
+        self.rows, self._full, self._with_intervals = rows, {}, with_intervals
 
     def __len__(self) -> int:
-        return len(self._quick)
+        return len(self.rows)
 
     def __getitem__(self, at):
-        """The candidate at a place, or a list of those of a slice."""
+        """The row at a place, or a list of those of a slice."""
         if isinstance(at, slice):
             return [self[place] for place in range(*at.indices(len(self)))]
         at = range(len(self))[at]
         if at not in self._full:
-            self._full[at] = in_full(self._quick[at])
+            self._full[at] = self._with_intervals(self.rows[at])
         return self._full[at]
 
-    def __add__(self, others: Sequence[Candidate]) -> list[Candidate]:
+    def __add__(self, others: Sequence[Row]) -> list[Row]:
         """All of them and the others."""
         return [*self, *others]
 
@@ -281,10 +285,13 @@ def _batches(question: Question, instance: Instance, count: int) -> list[float]:
     return [batch] if batch <= instance.max_batch else []
 
 
-def _counts(question: Question, instance: Instance) -> list[int]:
-    """Numbers of instances: all that fit; with a given load also fewer."""
+def _counts(question: Question, instance: Instance, fullest: Sequence[Candidate]) -> list[int]:
+    """Numbers of instances: all that fit; with a given rate the fewest that serve it; with a given concurrency also fewer."""
     most = most_instances(question, instance.layout)
-    if question.workload.rate is None and question.workload.concurrency is None:
+    if question.workload.rate is not None and fullest:
+        needed = question.bounds.throughput / max(one.throughput for one in fullest)
+        return [min(most, math.ceil(needed))]
+    if question.workload.concurrency is None:
         return [most]
     return sorted({max(1, most // divisor) for divisor in (1, 2, 4, 8)}, reverse=True)
 
@@ -293,9 +300,13 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     kept, every = [], []
     for instance in fitting:
         sizes = _sizes(question, instance)
-        for count in _counts(question, instance):
+        fullest = _fullest(question, instance, sizes) if question.workload.rate is not None else []
+        for count in _counts(question, instance, fullest):
+            some = [aggregated(instance, count, one.batch, one.prefill_tokens) for one in fullest]
+            kept += some
+            every += some
             for batch in _batches(question, instance, count):
-                some = [quick_aggregated(instance, count, batch, size) for size in sizes]
+                some = [aggregated(instance, count, batch, size) for size in sizes]
                 met = [c for c in some if c.meets(question.bounds)]
                 kept.append(min(met or some, key=question.order))
                 every += some
@@ -304,19 +315,40 @@ def _aggregated(question: Question, fitting: list[Instance]) -> list[Candidate]:
     return kept
 
 
+def _fullest(question: Question, instance: Instance, sizes: Sequence[float]) -> list[Candidate]:
+    """For each prefill size, return one instance at the largest batch that meets TTFT and TPOT, where any does."""
+    found, parts = [], users_told_apart(instance, most_instances(question, instance.layout))
+    bounds = dataclasses.replace(question.objective, throughput=None)
+    for size in sizes:
+        keeps = partial(_keeps, instance, size, bounds)
+        tried = [0, *question.rungs(instance)]
+        at = bisect.bisect_left(tried, True, 1, key=lambda batch: not keeps(batch)) - 1
+        low, high = tried[at] * parts, tried[min(at + 1, len(tried) - 1)] * parts
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if keeps(middle / parts) else (low, middle)
+        if low:
+            found.append(aggregated(instance, 1, low / parts, size))
+    return found
+
+
+def _keeps(instance: Instance, size: float, bounds: Objective, batch: float) -> bool:
+    return aggregated(instance, 1, batch, size).meets(bounds)
+
+
 def _sizes(question: Question, instance: Instance) -> list[float]:
     """Prompt tokens of a step to try beside decodes; on many devices the best one at a typical batch for all batches."""
     sizes = instance.prefill_sizes(chunks=True)
     if question.devices <= FEW_DEVICES:
         return sizes
     bound = question.objective.ttft
-    short = [s for s in sizes if bound is None or instance.middle.prefill_step(s).value <= 0.5 * bound] or sizes[:1]
+    short = [s for s in sizes if bound is None or instance.prefill_step(s) <= 0.5 * bound] or sizes[:1]
     return [best_step(instance, min(instance.max_batch, _TYPICAL_BATCH), short)]
 
 
 def _of_size(like: Candidate, batch: float) -> Candidate:
     """With another batch, and the same size of a step's prompts."""
-    return quick_aggregated(like.decode, like.count, batch, like.prefill_tokens)
+    return aggregated(like.decode, like.count, batch, like.prefill_tokens)
 
 
 def _filled(question: Question, known: list[tuple[Candidate, Callable[[float], Candidate]]]) -> list[Candidate]:

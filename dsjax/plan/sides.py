@@ -121,7 +121,7 @@ PARTS = (
     ),
     Part(
         "form of MLA",
-        ("recipe_file",),
+        ("recipe",),
         ("mla_prefill", "mla_decode"),
         "a plan takes the faster one by published kernels and writes it into the recipe; the engine does not choose by itself",
     ),
@@ -145,13 +145,13 @@ PARTS = (
     ),
     Part(
         "recovery",
-        ("recipe_file",),
+        ("recipe",),
         ("wait_for_mesh_seconds", "heartbeat_timeout", "compile_ahead"),
         "`recovery` of a recipe",
     ),
     Part(
         "front ends for a rate of tokens",
-        ("recipe_file",),
+        ("recipe",),
         (),
         "by measured processor times; `--api-server-count` is of the server, and no option of the engine",
     ),
@@ -161,7 +161,7 @@ PARTS = (
         ("gpu_memory_utilization", "cache_tokens", "prefill_config", "max_model_len", "page_size"),
         "a verdict for four engines; the engine ends at its start, and `dsjax dryrun --fit` counts to the byte",
     ),
-    Part("requests at once", ("concurrency",), ("max_num_seqs", "prefill_config"), "the best batch is searched"),
+    Part("requests at once", ("max_concurrency",), ("max_num_seqs", "prefill_config"), "the best batch is searched"),
     Part(
         "when prompts are taken in",
         ("scheduler_recv_interval",),
@@ -182,10 +182,12 @@ PARTS = (
     ),
 )
 
+SUBCOMMANDS = ("fit", "recipe")
+"""Subcommands of `dsjax plan` that stand in the table as options do."""
 QUESTION = (
-    "model", "cluster", "hosts", "input_tokens", "output_tokens", "classes", "slo", "rate", "ttft_ms", "tpot_ms", "throughput", "measured",
+    "model", "cluster", "hosts", "input_tokens", "output_tokens", "classes", "slo", "ttft_ms", "tpot_ms", "throughput", "measured",
     "network", "engine", "operators", "mode", "batch", "context", "max_devices", "max_devices_per_instance", "price_per_hour", "explain",
-    "sweep", "simulate", "num_prompts", "request_rate", "warmup", "random_range_ratio", "burstiness", "seed", "rows", "pareto",
+    "sweep", "num_prompts", "request_rate", "warmup", "random_range_ratio", "burstiness", "seed", "rows", "pareto",
     "plots", "json_file",
 )  # fmt: skip
 """Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
@@ -201,10 +203,10 @@ def sides_table() -> str:
     """Markdown: each part, who has it, and by which options."""
     lines = ["| part | who | planner | engine | |", "|---|---|---|---|---|"]
     for part in PARTS:
-        cells = (", ".join("`--" + _flag(name) + "`" for name in names) or "–" for names in (part.planner, part.engine))
+        cells = (", ".join(f"`{_flag(name)}`" for name in names) or "–" for names in (part.planner, part.engine))
         lines.append(f"| {part.name} | {part.side} | {' | '.join(cells)} | {part.note} |")
     return "\n".join(lines)
 
 
 def _flag(field: str) -> str:
-    return {"recipe_file": "recipe"}.get(field, field.replace("_", "-"))
+    return f"plan {field}" if field in SUBCOMMANDS else f"--{field.replace('_', '-')}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from dsjax.errors import UserError, why_unreadable
 from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved
-from dsjax.plan.figure import Figure, Kind, Middle, is_settled
+from dsjax.plan.figure import assumed, is_drawing, measured
 
 DRIFT = (0.25, 0.12, 0.5)
 """Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high.
@@ -45,27 +45,24 @@ class Skew:
     measured: bool = False
     trace: Loads | None = field(default=None, compare=False, repr=False)
 
-    def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool, middle: bool = False) -> Figure:
+    def slowest(self, slots: Slots, experts: int, rows: float, balanced: bool) -> float:
         """Load of the busiest rank ÷ the mean, averaged over layers; 1 ÷ balancedness.
 
         slots: where experts may lie; rows: mean rows of a rank, whose chance variation comes on top; balanced: placed by
-        an earlier load, so that only its drift is felt, else as the engine starts; middle: only the middle value is worked out. Of chance
-        alone the expected largest of n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves
+        an earlier load, so that only its drift is felt, else as the engine starts. Of chance alone the
+        expected largest of n normal variables is about √(2 ln n) standard deviations; it is added to what the placement leaves
         as squares add.
         """
         if slots.ranks == 1:
-            return Middle(1.0) if middle else Figure(1.0)
+            return 1.0
         chance = 2 * math.log(slots.ranks) / rows if rows > 0 else 0.0
         uniform = self.high == 0
         ends = (1.0, 1.0, 1.0) if uniform else self._placed(slots, experts, balanced)
-        if middle:
-            return Middle(min(1 + math.sqrt((ends[0] - 1) ** 2 + chance), slots.ranks))
         value, low, high = (min(1 + math.sqrt((end - 1) ** 2 + chance), slots.ranks) for end in ends)
+        if uniform or not is_drawing():
+            return value
         seen = self.measured and (not balanced or self._drift_is_known(experts))
-        kind = Kind.EXACT if uniform else Kind.MEASURED if seen else Kind.ASSUMPTION
-        if is_settled(BUSIEST):
-            low = high = value
-        return Figure(value, min(value, low), max(value, high), kind, name=BUSIEST, source=self.source)
+        return (measured if seen else assumed)(value, min(value, low), max(value, high), BUSIEST, self.source)
 
     def moved(self, slots: Slots, experts: int) -> float:
         """Share of all slots that gets another expert from one window to the next; 0 where experts are used evenly."""

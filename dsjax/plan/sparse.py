@@ -8,7 +8,7 @@ from __future__ import annotations
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import index_key_bytes
 from dsjax.plan.chip import Chip
-from dsjax.plan.figure import Figure, Middle, assumed, largest
+from dsjax.plan.figure import assumed
 from dsjax.plan.operations import FLASH_MLA_FLOPS, H800_BF16_FLOPS
 from dsjax.plan.precision import BF16
 
@@ -18,7 +18,7 @@ SCORE_PASSES = 3
 """How often a float32 score goes through memory: written once, and read twice to choose."""
 
 
-def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> Figure:
+def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> float:
     """Seconds of one layer's index queries, keys and weights of heads; every device of a replica makes them for all its tokens."""
     query = chip.product(tokens, config.index_n_heads * config.index_head_dim, config.q_lora_rank)
     key = chip.product(tokens, config.index_head_dim, config.hidden_size)
@@ -27,7 +27,7 @@ def index_projections(chip: Chip, config: ModelConfig, tokens: float) -> Figure:
 
 def sparse_attention(
     chip: Chip, config: ModelConfig, heads: int, tokens: float, read: float, context: float, decode: bool
-) -> Figure:
+) -> float:
     """Seconds in one layer of `tokens` that see `context` positions each, as `StepModel.attention` has them. heads: of a device.
 
     Prefill takes the faster of masked attention to all positions and absorbed attention to the chosen ones.
@@ -38,15 +38,15 @@ def sparse_attention(
     latent, rank = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
     if decode:
         slower = FLASH_MLA_FLOPS / SPARSE_DECODE_FLOPS
-        gathered = _figure(chip, (1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
+        gathered = assumed((1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
         return choice + chip.decode_attention(heads, tokens, float(config.index_topk), latent, rank) * gathered
     prompt = max(1.0, (context - 0.5) / (read / tokens + 0.5))
     masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim)
     best = SPARSE_PREFILL_FLOPS / H800_BF16_FLOPS
-    share = _figure(chip, 0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
+    share = assumed(0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
     chosen = mean_chosen(config.index_topk, context - (prompt + 1) / 2, prompt)
     gathered = 2.0 * heads * (latent + rank) * tokens * chosen / (share * chip.hardware.bf16_flops)
-    return choice + min(masked, gathered, key=lambda figure: figure.value)
+    return choice + min(masked, gathered)
 
 
 def mean_chosen(topk: int, cached: float, prompt: float) -> float:
@@ -55,18 +55,14 @@ def mean_chosen(topk: int, cached: float, prompt: float) -> float:
     return (below * (cached + (below + 1) / 2) + (prompt - below) * topk) / prompt
 
 
-def _index_scores(chip: Chip, config: ModelConfig, tokens: float, read: float, context: float, decode: bool) -> Figure:
+def _index_scores(chip: Chip, config: ModelConfig, tokens: float, read: float, context: float, decode: bool) -> float:
     """Seconds of the products of all index heads with the keys: operations of FP8 with an FP8 cache, or every key read once."""
     fp8 = chip.precision.cache < BF16
-    share = _figure(
-        chip, 0.5, 0.3, 0.7, "index scores, share of peak", "not published; as other attention kernels of their width"
+    share = assumed(
+        0.5, 0.3, 0.7, "index scores, share of peak", "not published; as other attention kernels of their width"
     )
     peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
     flops = 2.0 * tokens * context * config.index_n_heads * (config.index_head_dim + 1)
     keys = read if decode else read + tokens
     products, moved = flops / (share * peak), chip.stream(keys * index_key_bytes(config, chip.precision.cache))
-    return Middle(max(products.value, moved.value)) if chip.middle else largest(products, moved)
-
-
-def _figure(chip: Chip, value: float, low: float, high: float, name: str, why: str) -> Figure:
-    return Middle(value) if chip.middle else assumed(value, low, high, name, why)
+    return max(products, moved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dsjax.config import ModelConfig
 from dsjax.model.stage import layer_work, stages_of
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, assumed, exact
+from dsjax.plan.figure import assumed
 from dsjax.plan.host_time import SERIAL
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import connection
@@ -19,15 +19,14 @@ from dsjax.plan.precision import BF16
 from sharding.mesh import MeshSpec
 
 
-def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> Figure:
+def fullest_stage(config: ModelConfig, stages: int, mtp: bool = False) -> float:
     """Work of the stage that has most ÷ the mean: all others wait for it."""
     work, behind = layer_work(config, mtp)
     each = [
         sum(work[stage.first : stage.first + stage.layers]) + (behind if stage.ends else 0)
         for stage in stages_of(config, stages, mtp=mtp)
     ]
-    most = max(each) * stages / sum(each)
-    return exact(most, "fullest stage ÷ mean", "")
+    return max(each) * stages / sum(each)
 
 
 def cut_stage(layout: InstanceLayout, per_host: int) -> str | None:
@@ -41,19 +40,19 @@ def cut_stage(layout: InstanceLayout, per_host: int) -> str | None:
     return f"{mesh}: a stage of {mesh.stage_devices} devices is on several hosts of {per_host}, and dsjax has each stage in one process"
 
 
-def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: bool = False) -> Figure:
+def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: bool = False) -> float:
     """Seconds in which a step's hidden states go from the first stage to the last: each device sends its DP rank's to one of the next.
 
     own: as dsjax has it, whose processes, one a host, send those of all DP ranks over one connection.
     """
-    size = exact(tokens * width * BF16, "hidden states of a DP rank", "B")
+    size = tokens * width * BF16
     share = assumed(0.6, 0.35, 0.8, "copies between stages, share of a link", "not measured here")
     fixed = assumed(30e-6, 15e-6, 80e-6, "a copy between stages, fixed part", "launched by the host", "s")
     inside = size / (share * cluster.hardware.scale_up_bandwidth) + fixed
     if own:
         between = -(-mesh.num_devices // cluster.devices_per_host) - 1
         rate, message = connection(cluster, cluster)
-        crossing = (size * mesh.dp_size).named("hidden states of a stage", "B") / rate + message
+        crossing = size * mesh.dp_size / rate + message
         time = inside * (mesh.pp_size - 1 - between) + crossing * between
     elif mesh.num_devices <= cluster.domain:
         time = inside * (mesh.pp_size - 1)
@@ -64,11 +63,11 @@ def hand_over(cluster: Cluster, mesh: MeshSpec, tokens: float, width: int, own: 
         shared = cluster.domain % mesh.stage_devices == 0
         between = cluster.domains_of(mesh.num_devices) - 1 if shared else mesh.pp_size - 1
         time = inside * (mesh.pp_size - 1 - between) + (each + fixed) * between
-    return time.named("hidden states between stages", "s")
+    return time
 
 
 def through_stages(
-    step: Figure,
+    step: float,
     config: ModelConfig,
     cluster: Cluster,
     mesh: MeshSpec,
@@ -76,7 +75,7 @@ def through_stages(
     decode: bool,
     mtp: bool = False,
     own: bool = False,
-) -> Figure:
+) -> float:
     """Seconds from a step's beginning to its batch's next one, given those of the whole model on one stage's devices.
 
     A batch of decodes is planned again when its results are there: with as many batches as stages nothing hides the host behind it.
@@ -85,5 +84,5 @@ def through_stages(
     moved = hand_over(cluster, mesh, tokens, config.hidden_size, own)
     time = step * fullest_stage(config, mesh.pp_size, mtp) + moved
     if decode:
-        time = time + SERIAL.step(True).named("host, which no other batch hides", "s")
-    return time.named("step through all stages", "s")
+        time = time + SERIAL.step(True)
+    return time

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.plan.figure import Figure
+from dsjax.plan.figure import TWO_LINES, as_json, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.question import Question
-from dsjax.plan.search import NO_LAYOUT, instances
+from dsjax.plan.search import NO_LAYOUT, Shown, instances
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,11 @@ class StaticResult:
     """
 
     instance: Instance
+    mode: str
     batch: int
-    ttft: Figure | None
-    tpot: Figure | None
-    rate: Figure
+    ttft: float | None
+    tpot: float | None
+    rate: float
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields; figures as `Figure.to_json`."""
@@ -37,10 +40,10 @@ class StaticResult:
             "devices": layout.devices,
             "batch_per_dp_rank": self.instance.requests(self.batch),
             "max_batch_per_dp_rank": self.instance.requests(self.instance.max_batch),
-            "cache_tokens_per_dp_rank": self.instance.memory.cache_tokens.to_json(),
-            "ttft_s": self.ttft and self.ttft.to_json(),
-            "tpot_s": self.tpot and self.tpot.to_json(),
-            "tokens_per_s_device": self.rate.to_json(),
+            "cache_tokens_per_dp_rank": self.instance.cache_tokens.to_json(),
+            "ttft_s": self.ttft and as_json(self.ttft),
+            "tpot_s": self.tpot and as_json(self.tpot),
+            "tokens_per_s_device": as_json(self.rate),
         }
 
 
@@ -49,12 +52,22 @@ def static(question: Question, mode: str, batch: int | None) -> list[StaticResul
     return static_of(instances(question)[1], mode, batch)
 
 
-def static_of(fitting: list[Instance], mode: str, batch: int | None) -> list[StaticResult]:
+def static_of(fitting: list[Instance], mode: str, batch: int | None) -> Sequence[StaticResult]:
     """Compute the results of instances that are known to fit."""
     # Of several stages, a batch of a DP rank is in as many parts, which they take in turn.
     sizes = [(i, -(-batch // i.layout.mesh.pp_size) if batch else i.max_batch) for i in fitting]
     results = [_result(i, mode, size) for i, size in sizes if max(size, 1) <= i.max_batch]
-    return sorted(results, key=lambda r: -r.rate.value)
+    return Shown(sorted(results, key=lambda r: -r.rate), _with_intervals)
+
+
+def _with_intervals(result: StaticResult) -> StaticResult:
+    names = [name for name in ("ttft", "tpot", "rate") if getattr(result, name) is not None]
+
+    def compute() -> list[float]:
+        again = _result(result.instance.on(result.instance.cluster, {}), result.mode, result.batch)
+        return [getattr(again, name) for name in names]
+
+    return dataclasses.replace(result, **dict(zip(names, spread(compute), strict=True)))
 
 
 def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
@@ -63,16 +76,16 @@ def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
     ttft = tpot = None
     users = batch * instance.replicas / instance.layout.devices
     if mode != "static_gen":
-        ttft = (instance.prompt_seconds(tokens) * batch).named("TTFT", "s")
+        ttft = instance.prompt_seconds(tokens) * batch
     if mode != "static_ctx":
-        tpot = instance.tpot(batch).named("TPOT", "s")
+        tpot = instance.tpot(batch)
     if tpot is None:
         rate = users * work.computed / ttft
     elif ttft is None:
         rate = users / tpot
     else:
         rate = users * work.output.mean / (ttft + tpot * max(work.output.mean - 1, 0))
-    return StaticResult(instance, batch, ttft, tpot, rate)
+    return StaticResult(instance, mode, batch, ttft, tpot, rate)
 
 
 def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
@@ -81,13 +94,13 @@ def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | Non
         return NO_LAYOUT
     if not fitting:
         least = min(too_large, key=lambda i: i.memory.weights_total)
-        missing = -least.memory.cache.value + least.workload.held * least.memory.cache_per_token
+        missing = -least.memory.cache + least.workload.held * least.memory.cache_per_token
         return (
             f"no layout has room for one request: the smallest, {least.layout}, lacks {missing / 1e9:.1f} GB a device; its weights are "
             f"{least.memory.weights_total / 1e9:.1f} of {least.memory.device / 1e9:.1f} GB"
         )
     most = max(fitting, key=lambda i: i.max_batch)
-    missing = (batch or 1) * most.workload.held * most.memory.cache_per_token - most.memory.cache.value
+    missing = (batch or 1) * most.workload.held * most.memory.cache_per_token - most.memory.cache
     return (
         f"no layout has room for {batch} requests of a DP rank: {most.layout} holds most, {most.max_batch}, and lacks "
         f"{missing / 1e9:.1f} GB a device; give --batch {most.max_batch} or less, or shorter --input and --output"
@@ -114,15 +127,8 @@ def show_static(console: Console, results: list[StaticResult], mode: str, rows: 
             str(layout.devices),
             str(result.instance.requests(result.batch)),
             str(result.instance.requests(result.instance.max_batch)),
-            _ranged(result.ttft, 1, 2),
-            _ranged(result.tpot, 1e3, 1),
-            _ranged(result.rate, 1, 0),
+            result.ttft.text(1, 2, TWO_LINES) if result.ttft else "",
+            result.tpot.text(1e3, 1, TWO_LINES) if result.tpot else "",
+            result.rate.text(1, 0, TWO_LINES),
         )
     console.print(table if results else missing)
-
-
-def _ranged(figure: Figure | None, factor: float, digits: int) -> str:
-    if figure is None:
-        return ""
-    low, value, high = (f"{end * factor:,.{digits}f}" for end in (figure.low, figure.value, figure.high))
-    return f"{value}\n{low}–{high}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dsjax.plan.balancing import STEP_INTERVAL
-from dsjax.plan.figure import Figure, Kind, Middle, assumed, exact, largest, total
+from dsjax.plan.figure import assumed, measured
 from dsjax.plan.halves import HALVES, halved_layers
 from dsjax.plan.host_time import captured_layer, compiled_layer, eager_layer
 from dsjax.plan.memory import expert_bytes
@@ -23,8 +23,12 @@ _COMMUNICATION = ("dispatch", "combine")
 class StepModel(StepBasis):
     """What a step of one instance costs. All sizes are of one DP rank, all times seconds."""
 
-    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> Figure:
-        """One decode step.
+    def decode(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> float:
+        """Seconds of one decode step, as `decode_parts` has it."""
+        return self._whole(self.decode_parts(batch, context, drafts=drafts, uneven=uneven))
+
+    def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
+        """Seconds of the parts of one decode step.
 
         batch: requests; context: cached positions of each; drafts: tokens verified beside the next one. The MTP module makes
         each in a pass of its own: the first goes over all tokens that were computed, whose entries its cache needs, each further
@@ -35,9 +39,9 @@ class StepModel(StepBasis):
         wait = _longest(self.layout.mesh.dp_size, batch, uneven)
         layers = self._layers(tokens, batch * context, context, True, self.config.num_hidden_layers, wait)
         parts = {**layers, "head": self.head(tokens), **self.beside(tokens, batch, True)}
-        return self._whole(parts | self.drafting(batch, context, drafts=drafts, uneven=uneven))
+        return parts | self.drafting(batch, context, drafts=drafts, uneven=uneven)
 
-    def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, Figure]:
+    def drafting(self, batch: float, context: float, *, drafts: int, uneven: float = 0.0) -> dict[str, float]:
         """Seconds of such a step in which the drafts are made; prompts beside them do not shorten it."""
         if not drafts:
             return {}
@@ -45,15 +49,15 @@ class StepModel(StepBasis):
         made = self._draft(batch * (1 + drafts), batch, context, wait)
         if drafts > 1:
             made = made + self._draft(batch, batch, context, wait) * (drafts - 1)
-        return {"MTP module": made.named("MTP module", "s"), **self.host_of_drafts(drafts)}
+        return {"MTP module": made, **self.host_of_drafts(drafts)}
 
-    def host_of_drafts(self, drafts: int) -> dict[str, Figure]:
+    def host_of_drafts(self, drafts: int) -> dict[str, float]:
         """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
         return {"host, drafts": self.host.draft() * drafts if self.eager else self.host.drafting_program()}
 
     def prefill(
         self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
-    ) -> Figure:
+    ) -> float:
         """One prefill step of `tokens` new tokens from prompts with `prompt` new tokens each, after `cached` cached ones.
 
         A prompt longer than the step is taken in chunks; the figures are those of its mean chunk. busy: the share of DP
@@ -63,105 +67,106 @@ class StepModel(StepBasis):
         done, rows = self.prefill_device(tokens, prompt=prompt, cached=cached, busy=busy, drafts=drafts)
         return self.launched(done, tokens, rows)
 
-    def launched(self, done: Figure, tokens: float, rows: float) -> Figure:
+    def launched(self, done: float, tokens: float, rows: float) -> float:
         """A prefill step in which the device computes for so long: with what launches and host take."""
         launched = self.launches(tokens)
-        if launched.high > done.low:
-            done = largest(done, launched).named("device, or what launches take", "s")
+        if launched > done:
+            done = launched
         return self._whole({"device": done, **self.beside(tokens, rows, False)})
 
     def prefill_device(
         self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
-    ) -> tuple[Figure, float]:
+    ) -> tuple[float, float]:
         """(seconds that the device computes in such a step, requests that get their first token in it)."""
+        parts, rows = self.prefill_parts(tokens, prompt=prompt, cached=cached, busy=busy, drafts=drafts)
+        return sum(parts.values()), rows
+
+    def prefill_parts(
+        self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0, drafts: int = 0
+    ) -> tuple[dict[str, float], float]:
+        """(seconds of the parts that the device computes in such a step, requests that get their first token in it)."""
         attended = cached + (prompt + 1) / 2
         layers = self._layers(
-            tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, Figure(1.0), busy=busy
+            tokens, tokens * cached / prompt, attended, False, self.config.num_hidden_layers, 1.0, busy=busy
         )
         uneven = self._known("uneven prompts", uneven_prompts)
-        layers = {name: (part * uneven).named(name, "s") for name, part in layers.items()}
+        layers = {name: part * uneven for name, part in layers.items()}
         rows = max(1.0, tokens / prompt)
         parts = {**layers, "head": self.head(rows)}
         if drafts:
             parts["MTP module"] = self.drafting_prompts(tokens, prompt=prompt, cached=cached, busy=busy)
-        return _named_total(parts, "device"), rows
+        return parts, rows
 
-    def drafting_prompts(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> Figure:
+    def drafting_prompts(self, tokens: float, *, prompt: float, cached: float = 0.0, busy: float = 1.0) -> float:
         """Seconds of the MTP module's pass over a step's prompt tokens, whose entries its cache needs as the model's does.
 
         SGLang: `forward_draft_extend` of its srt/speculative/eagle_worker.py; TensorRT-LLM: its worker's context requests.
         """
         attended = cached + (prompt + 1) / 2
-        parts = self._layers(tokens, tokens * cached / prompt, attended, False, 1, Figure(1.0), dense=0, busy=busy)
+        parts = self._layers(tokens, tokens * cached / prompt, attended, False, 1, 1.0, dense=0, busy=busy)
         joined = self.chip.bf16_product(tokens, self.config.hidden_size, 2 * self.config.hidden_size)
-        return (total(list(parts.values())) + joined + self.head(max(1.0, tokens / prompt))).named("MTP module", "s")
+        return sum(parts.values()) + joined + self.head(max(1.0, tokens / prompt))
 
-    def _whole(self, parts: dict[str, Figure]) -> Figure:
-        """The step that these parts make: the middle is their sum, the ends have what operations timed alone leave out."""
-        step = total(list(parts.values()))
-        return (step * self._known("whole engine", whole_engine)).named("step", "s")
+    def _whole(self, parts: dict[str, float]) -> float:
+        """The step that these parts make: their sum, times what operations that are timed alone leave out."""
+        step = sum(parts.values())
+        return step * self._known("whole engine", whole_engine)
 
-    def launches(self, tokens: float = math.inf) -> Figure:
+    def launches(self, tokens: float = math.inf) -> float:
         """Seconds in which a prefill step's kernels can be started one by one: a graph holds none but those of few tokens, if any."""
         config = self.config
         if self.cluster.hardware.platform != "cuda":
-            return exact(0.0)
+            return 0.0
         captured = tokens <= self.captured
-        key = ("launches", self.layout.mesh.ep_size > 1, self.eager, captured, self.middle)
+        key = ("launches", self.layout.mesh.ep_size > 1, self.eager, captured)
         if key not in self.shared:
             layer = captured_layer() if captured else eager_layer() if self.eager else compiled_layer()
             time = layer * config.num_hidden_layers
             if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
                 launch_table = self.chip.operators.grouped_prefill("h200")
                 least = launch_table.least if launch_table else 0.37e-3
-                time = time + Figure(
-                    least * config.num_moe_layers, 0.8 * least * config.num_moe_layers, 1.1 * least * config.num_moe_layers,
-                    Kind.MEASURED, name="launches of the experts", unit="s", source=AICONFIGURATOR,
-                )  # fmt: skip
-            self.shared[key] = Middle(time.value) if self.middle else time.named("launches", "s")
+                range_of = (share * least * config.num_moe_layers for share in (1, 0.8, 1.1))
+                time += measured(*range_of, "launches of the experts", AICONFIGURATOR, "s")
+            self.shared[key] = time
         return self.shared[key]
 
-    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, Figure]:
+    def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
         step = self._known(f"host, {'decode' if decode else 'prefill'}", lambda: self.host.step(decode))
         return {"host": step, **self.moving()}
 
-    def moving(self) -> dict[str, Figure]:
+    def moving(self) -> dict[str, float]:
         """Seconds of a step in which experts travel to where the balancer wants them: a whole rebalance ÷ the steps between two."""
         if not (self.places_by_load and self.layout.mesh.ep_size > 1 and self.config.is_moe):
             return {}
-        key = ("moving", self.layout.mesh, self.expert_slots, self.middle)
+        key = ("moving", self.layout.mesh, self.expert_slots)
         if key not in self.shared:
             config, mesh, places = self.config, self.layout.mesh, self.expert_slots
             slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
             each = expert_bytes(config, mesh.expert_width_shards, self.precision)
-            sent = Figure(
-                slots * each * config.num_moe_layers, kinds=Kind.ASSUMPTION, name="bytes that a rank receives in a rebalance",
-                unit="B", source="the policy, run on loads that drift as assumed",
-            )  # fmt: skip
-            time = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
-            self.shared[key] = Middle(time.value) if self.middle else time.named("moving experts", "s")
+            sent = slots * each * config.num_moe_layers
+            self.shared[key] = moved_bytes(self.cluster, mesh.ep_size, sent) / STEP_INTERVAL
         return {"moving experts": self.shared[key]}
 
-    def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, Figure]:
+    def parts(self, tokens: float, read: float, context: float, decode: bool) -> dict[str, float]:
         """What all layers of a step, or of a half batch where it overlaps two, cost by name; nothing waits for another replica."""
         layers, halved = self.config.num_hidden_layers, self.overlap and self.in_windows
-        return self._parts(tokens, read, context, decode, layers, Figure(1.0), None, halved=halved)
+        return self._parts(tokens, read, context, decode, layers, 1.0, None, halved=halved)
 
-    def hidden(self) -> Figure:
+    def hidden(self) -> float:
         """With two-batch overlap: the share of the shorter of computation and communication that the longer hides."""
         name, why = "share of the shorter that is hidden", "first and last halves have no partner"
         return self._known(name, lambda: assumed(0.9, 0.7, 1.0, name, why))
 
-    def beside_routed(self) -> Figure:
+    def beside_routed(self) -> float:
         """In decode: the share of the shared experts' time that is not hidden beside the routed ones, on a second stream."""
         if self.cluster.hardware.platform != "cuda":
-            return exact(1.0)
+            return 1.0
         name = "share of the shared experts that is not hidden"
         why = "SGLang and TensorRT-LLM run them beside the routed experts, with which they share the memory"
         return self._known(name, lambda: assumed(0.5, 0.0, 1.0, name, why))
 
-    def copying(self) -> Figure | None:
+    def copying(self) -> float | None:
         """With two-batch overlap in decode: the share of an exchange in which it copies on the multiprocessors.
 
         The low-latency kernels leave them free only while rows travel.
@@ -181,10 +186,10 @@ class StepModel(StepBasis):
         context: float,
         decode: bool,
         layers: int,
-        wait: Figure,
+        wait: float,
         dense: int | None = None,
         busy: float = 1.0,
-    ) -> dict[str, Figure]:
+    ) -> dict[str, float]:
         """All layers' parts by name. read: cached positions that the rank reads; context: positions a token attends to."""
         if self.overlap and self.in_windows:
             whole = (
@@ -196,18 +201,17 @@ class StepModel(StepBasis):
                 return halved_layers(self, tokens, decode, layers - whole, parts, half)
         if not self.overlap or self.in_windows or not self.config.is_moe:
             parts = self._parts(tokens, read, context, decode, layers, wait, dense, busy)
-            return parts if self.middle else {n: p.named(n, "s") for n, p in parts.items()}
+            return parts
         half = self._parts(tokens / 2, read / 2, context, decode, layers, wait, dense, busy)
-        talk = total([half[n] * 2 for n in _COMMUNICATION]).named("communication of two half batches", "s")
-        work = total([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
-        work = work.named("computation of two half batches", "s")
+        talk = sum([half[n] * 2 for n in _COMMUNICATION])
+        work = sum([p * 2 for n, p in half.items() if n not in _COMMUNICATION])
         share = self.copying() if decode else self.beside_communication()
         if share and decode:
-            work = (work + talk * share).named("computation and the exchanges' copies", "s")
+            work = work + talk * share
         elif share:
-            work = (work / (1 - share)).named("computation beside communication", "s")
+            work = work / (1 - share)
         hidden = self.hidden()
-        return {HALVES: _overlapped(work, talk, hidden).named(HALVES, "s")}
+        return {HALVES: _overlapped(work, talk, hidden)}
 
     def _parts(
         self,
@@ -216,19 +220,18 @@ class StepModel(StepBasis):
         context: float,
         decode: bool,
         layers: int,
-        wait: Figure,
+        wait: float,
         dense: int | None,
         busy: float = 1.0,
         halved: bool = False,
-    ) -> dict[str, Figure]:
+    ) -> dict[str, float]:
         config, tp = self.config, self.layout.mesh.tp_size
         dense = config.num_dense_layers if dense is None else dense
         moe = layers - dense
         absorbed = decode or self.absorbs(tokens, read, context)
         seconds_of = dict(self._shared(tokens, read, decode, layers, dense, absorbed))
         # The rank with the longest contexts reads as much as more rows of the mean one would.
-        attention = self.attention(tokens * wait.value, read * wait.value, context, decode) * layers
-        seconds_of["attention"] = attention.made_of(wait)
+        seconds_of["attention"] = self.attention(tokens * wait, read * wait, context, decode) * layers
         whole = self.dry_runs and layers == config.num_hidden_layers
         run = nearest(self.dry_runs, decode, tokens / tp) if whole else None
         if run:
@@ -244,7 +247,7 @@ class StepModel(StepBasis):
             seconds_of["shared experts"] = seconds_of["shared experts"] * self.beside_routed()
         return seconds_of
 
-    def _routed(self, tokens: float, decode: bool, layers: int, busy: float, halved: bool) -> dict[str, Figure]:
+    def _routed(self, tokens: float, decode: bool, layers: int, busy: float, halved: bool) -> dict[str, float]:
         """The routed experts of so many layers, and the way there and back."""
         return routed_experts(self, tokens, decode, layers, busy, halved)
 
@@ -260,20 +263,20 @@ class StepModel(StepBasis):
                 self._projections(tokens, read, way) + self._prompt_attention(tokens, read, context, way)
                 for way in (False, True)
             )
-            naive, absorbed = (way.value for way in ways)
+            naive, absorbed = ways
             self.shared[key] = absorbed < naive
         return self.shared[key]
 
     def absorbing(self, tokens: float, context: float) -> float:
-        """Middle seconds by which a layer of prompts takes longer absorbed. context: that a token attends to on average."""
+        """Seconds by which a layer of prompts takes longer absorbed. context: that a token attends to on average."""
         config = self.config
         heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
         absorbed = self.chip.absorbed_prompts(heads, tokens, context, rank + config.qk_rope_head_dim, rank)
         naive = self._prompt_attention(tokens, 0.0, context, False)
-        products = [self._projections(tokens, 0.0, way).value for way in (True, False)]
-        return max(0.0, absorbed.value - naive.value + products[0] - products[1])
+        products = [self._projections(tokens, 0.0, way) for way in (True, False)]
+        return max(0.0, absorbed - naive + products[0] - products[1])
 
-    def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> Figure:
+    def _prompt_attention(self, tokens: float, read: float, context: float, absorbed: bool) -> float:
         """Seconds in one layer of prompts, in either form. read = tokens × cached ÷ prompt, context = cached + (prompt + 1) / 2."""
         config = self.config
         heads, rank = config.num_attention_heads // self.layout.mesh.tp_size, config.kv_lora_rank
@@ -287,11 +290,11 @@ class StepModel(StepBasis):
 
     def _shared(
         self, tokens: float, read: float, decode: bool, layers: int, dense: int, absorbed: bool
-    ) -> dict[str, Figure]:
+    ) -> dict[str, float]:
         """The parts, without attention, that are the same in all layouts of a replica's width, computed once for them."""
         config, chip, mesh = self.config, self.chip, self.layout.mesh
         tp, moe, streamed = mesh.tp_size, layers - dense, self._streamed(tokens, decode)
-        key = (tp, tokens, read, decode, absorbed, layers, dense, streamed, self.layout.fused, self.middle)
+        key = (tp, tokens, read, decode, absorbed, layers, dense, streamed, self.layout.fused)
         if key in self.shared:
             return self.shared[key]
         seconds_of = {
@@ -318,7 +321,7 @@ class StepModel(StepBasis):
         self.shared[key] = seconds_of
         return seconds_of
 
-    def _projections(self, tokens: float, read: float, absorbed: bool) -> Figure:
+    def _projections(self, tokens: float, read: float, absorbed: bool) -> float:
         """Query and latent projections and the output, and the absorbed products, or the expansion of keys and values."""
         config, chip, tp = self.config, self.chip, self.layout.mesh.tp_size
         heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
@@ -334,7 +337,7 @@ class StepModel(StepBasis):
             return time + chip.bf16_product(tokens, heads * both, rank)
         return time + chip.product(tokens + read, heads * both, rank)
 
-    def attention(self, tokens: float, read: float, context: float, decode: bool) -> Figure:
+    def attention(self, tokens: float, read: float, context: float, decode: bool) -> float:
         """Seconds in one layer of `tokens` that attend to `context` positions each; decode reads `read` positions in all."""
         config = self.config
         heads = config.num_attention_heads // self.layout.mesh.tp_size
@@ -360,47 +363,42 @@ class StepModel(StepBasis):
         shared = 5 * F * apart / mesh.tp_size  # the routed experts' are in their products' times
         return tokens * (norms + rotation + keys + output + shared)
 
-    def _mlp(self, tokens: float, hidden: int) -> Figure:
+    def _mlp(self, tokens: float, hidden: int) -> float:
         width = self.config.hidden_size
         up = self.chip.product(tokens, 2 * hidden, width, expert=True)
         return up + self.chip.product(tokens, width, hidden, expert=True)
 
-    def head(self, tokens: float) -> Figure:
+    def head(self, tokens: float) -> float:
         """Seconds for the logits of so many tokens."""
         config, tp = self.config, self.layout.mesh.tp_size
-        key = ("head", tp, tokens, self.middle)
+        key = ("head", tp, tokens)
         if key not in self.shared:
             logits = self.chip.stream(3 * 4 * tokens * config.vocab_size / tp)
             product = self.chip.bf16_product(tokens, config.vocab_size // tp, config.hidden_size)
-            self.shared[key] = (product + logits).named("head", "s")
+            self.shared[key] = product + logits
         return self.shared[key]
 
-    def _draft(self, tokens: float, batch: float, context: float, wait: Figure) -> Figure:
+    def _draft(self, tokens: float, batch: float, context: float, wait: float) -> float:
         """One pass of the MTP module: a layer with experts and its projection of two widths over all tokens, the head for each request."""
         config = self.config
-        layer = total(list(self._layers(tokens, batch * context, context, True, 1, wait, dense=0).values()))
+        layer = sum(list(self._layers(tokens, batch * context, context, True, 1, wait, dense=0).values()))
         joined = self.chip.bf16_product(tokens, config.hidden_size, 2 * config.hidden_size)
-        return (layer + joined + self.head(batch)).named("MTP module", "s")
+        return layer + joined + self.head(batch)
 
 
-def _overlapped(work: Figure, talk: Figure, hidden: Figure) -> Figure:
+def _overlapped(work: float, talk: float, hidden: float) -> float:
     """The longer of the two, and the part of the shorter that is not hidden."""
-    if work.__class__ is Middle:
-        return Middle(max(work.value, talk.value) + min(work.value, talk.value) * (1 - hidden.value))
-    shorter = (min(work.value, talk.value), min(work.low, talk.low), min(work.high, talk.high))
-    ends = [short * (1 - share) for short, share in zip(shorter, (hidden.value, hidden.high, hidden.low), strict=True)]
-    rest = Figure(*ends, hidden.kinds, name="not hidden", unit="s", source=hidden.source)
-    return largest(work, talk) + rest
+    return max(work, talk) + min(work, talk) * (1 - hidden)
 
 
-def _longest(ranks: int, batch: float, variation: float) -> Figure:
+def _longest(ranks: int, batch: float, variation: float) -> float:
     """Expected longest mean context of `ranks` replicas ÷ the mean."""
     if ranks == 1 or variation == 0:
-        return Figure(1.0)
-    return exact(1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1)), "longest contexts ÷ mean")
+        return 1.0
+    return 1 + variation * math.sqrt(2 * math.log(ranks) / max(batch, 1))
 
 
-def small_kernels(count: int, within_sums: int) -> Figure:
+def small_kernels(count: int, within_sums: int) -> float:
     """Seconds of a layer's kernels that are in no timed operation, captured in a CUDA graph. within_sums: of them in a timed sum."""
     why = (
         "SGLang 0.5.10's DeepSeek MoE layer has 8 (srt/models/deepseek_v2.py, deepseek_common/attention_forward_methods/"
@@ -412,16 +410,12 @@ def small_kernels(count: int, within_sums: int) -> Figure:
     return assumed(*(count * each for each in (2e-6, 1e-6, 4e-6)), "small kernels of a layer", why)
 
 
-def uneven_prompts() -> Figure:
+def uneven_prompts() -> float:
     """What a prefill step takes with prompts as they come ÷ with prompts of one length."""
     return assumed(1.03, 1.0, 1.15, "uneven prompts", "ranks wait for the one with the longest prompts")
 
 
-def whole_engine() -> Figure:
+def whole_engine() -> float:
     """What a step of a whole engine takes ÷ the sum of its operations' times."""
     why = "operations were timed alone and warm, by one version of one engine: gaps, contention and other versions are left out"
     return assumed(1.0, 0.85, 1.18, "whole engine ÷ its operations", why)
-
-
-def _named_total(parts: dict[str, Figure], name: str) -> Figure:
-    return total(list(parts.values())).named(name, "s")

@@ -11,7 +11,7 @@ from dsjax.plan.balancing import Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import Figure, Middle, assumed
+from dsjax.plan.figure import assumed
 from dsjax.plan.host_time import OVERLAPPED, HostTime
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.network import own_method
@@ -32,8 +32,7 @@ class StepBasis:
     operators: tables of operations. host: what a step waits for its host. eager: the kernels of prefill steps are started one by one
     from Python, and each pass of the MTP module by itself, as SGLang and TensorRT-LLM do; otherwise one compiled program has each of
     the two. shared_beside: decode computes the shared expert beside the routed ones. absorbs_below, captured and gathers: as of `Engine`.
-    fp8_mla, fp8_rate: as of `Chip`. middle: only middle values are worked out. shared: results that layouts on one cluster and precision
-    have in common; give the same dict to all of them.
+    fp8_mla, fp8_rate: see `Chip`. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict to all.
     """
 
     config: ModelConfig
@@ -55,18 +54,16 @@ class StepBasis:
     gathers: bool = False
     fp8_mla: bool = False
     fp8_rate: tuple[float, float, float] | None = None
-    middle: bool = False
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
 
     def __post_init__(self):
-        key = ("chip", id(self.operators), self.middle, self.fp8_mla, self.fp8_rate)
+        key = ("chip", id(self.operators), self.fp8_mla, self.fp8_rate)
         if key not in self.shared:
             known = self.shared.setdefault(tables_of(self.operators), {})
-            chip = Chip(
-                self.cluster.hardware, self.precision, self.operators, self.middle, known, self.fp8_mla, self.fp8_rate
+            self.shared[key] = Chip(
+                self.cluster.hardware, self.precision, self.operators, known, {}, self.fp8_mla, self.fp8_rate
             )
-            self.shared[key] = chip
         object.__setattr__(self, "chip", self.shared[key])
 
     @property
@@ -79,7 +76,7 @@ class StepBasis:
         """Whether half batches overlap as dsjax's own step has it, part beside part (`dsjax/model/two_batch.py`), and not as published."""
         return self.dispatch != "deepep"
 
-    def beside_communication(self) -> Figure | None:
+    def beside_communication(self) -> float | None:
         """With two-batch overlap in prefill: the share of a GPU that communicates and does not compute."""
         if self.cluster.hardware.platform != "cuda":
             return None
@@ -89,13 +86,11 @@ class StepBasis:
         name, why = "multiprocessors that communicate", f"{DEEPEP}: 24 of 132 by default"
         return self._known(name, lambda: assumed(NORMAL_SMS / H800_SMS, 0.1, 0.2, name, why))
 
-    def _known(self, name: str, make: Callable[[], Figure]) -> Figure:
+    def _known(self, name: str, make: Callable[[], float]) -> float:
         """A figure that is the same in every step and layout on this cluster, made once."""
-        key = (name, self.middle)
-        if key not in self.shared:
-            known = make()
-            self.shared[key] = Middle(known.value) if self.middle else known
-        return self.shared[key]
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
 
     @cached_property
     def expert_slots(self) -> Slots:

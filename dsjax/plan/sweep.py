@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate
-from dsjax.plan.limits import on
+from dsjax.plan.candidate import Candidate, moved, with_intervals
 from dsjax.plan.pools import devices_kept, most_instances
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
@@ -165,8 +164,8 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
 def _in_flight(winner: Candidate) -> float:
     """Requests in flight at the winner's own figures, by Little's law: where prefill holds it back, it has room for more."""
     output = winner.decode.workload.output.mean
-    stay = winner.ttft.value + winner.tpot.value * max(output - 1, 0)
-    return float(max(1, round(winner.throughput.value / output * stay)))
+    stay = winner.ttft + winner.tpot * max(output - 1, 0)
+    return float(max(1, round(winner.throughput / output * stay)))
 
 
 def _with_users(question: Question, users: float) -> Question:
@@ -204,6 +203,6 @@ def _same(question: Question, winner: Candidate, there: Question) -> Candidate |
             return None
         winner = dataclasses.replace(winner, count=most)
     if users is None or (users == question.workload.concurrency and times == 1):
-        return on(winner, cluster)
+        return with_intervals(moved(winner, cluster))
     batch = users / (winner.decode.replicas * winner.count)
-    return on(winner, cluster, batch, users) if batch <= winner.decode.max_batch else None
+    return with_intervals(moved(winner, cluster, None, batch, users)) if batch <= winner.decode.max_batch else None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.drafting import FIRST, check_acceptance, tokens_a_step
 from dsjax.plan.engine import PUBLISHED, Engine
-from dsjax.plan.figure import Figure, unless_settled
 from dsjax.plan.host_time import HOST_TIMES
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
@@ -35,8 +33,12 @@ class Lengths:
     even: bool = False
 
     def ranged(self, ratio: float) -> Lengths:
-        """Lengths from `ratio` to 1 times this mean, evenly: what benchmarks make of a length and a `--random-range-ratio`."""
-        return Lengths(self.mean * (1 + ratio) / 2, (1 - ratio) / (1 + ratio) / math.sqrt(3), True)
+        """Lengths from `ratio` to 1 times this mean, evenly, as InferenceX draws them."""
+        return Lengths(self.mean * (1 + ratio) / 2).around((1 - ratio) / (1 + ratio))
+
+    def around(self, ratio: float) -> Lengths:
+        """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""
+        return Lengths(self.mean, ratio / math.sqrt(3), True)
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
@@ -136,11 +138,10 @@ class Workload:
 
     def __post_init__(self):
         if self.concurrency is not None and self.rate is not None:
-            raise UserError("--concurrency and --rate are both given; give one: the other follows from it")
-        for name in ("concurrency", "rate"):
-            value = getattr(self, name)
+            raise UserError("--max-concurrency and --request-rate are both given; give one: the other follows from it")
+        for flag, value in (("--max-concurrency", self.concurrency), ("--request-rate", self.rate)):
             if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name} is {value}, expected a number above 0")
+                raise UserError(f"{flag} is {value}, expected a number above 0")
         if not 0 <= self.prefix_hit < 1:
             raise UserError(f"--prefix-hit is {self.prefix_hit}, expected a share from 0 to below 1")
 
@@ -341,10 +342,6 @@ class PlanOptions:
             )
 
     @property
-    def tokens_a_step(self) -> Figure:
+    def tokens_a_step(self) -> float:
         """Tokens that a decode step yields for a request: the next one, and drafts while all before were accepted."""
-        return unless_settled(self._tokens_a_step)
-
-    @cached_property
-    def _tokens_a_step(self) -> Figure:
         return tokens_a_step(self.acceptance, self.drafts)

@@ -5,8 +5,8 @@ step with 1,024 running requests. These take a count with each value, so that re
 entered together, and gauges are read from the engine's latest state at the scrape.
 
 Its encoders take 0.15 to 0.2 s for the 8,500 samples of 32 ranks, in which neither the engine's thread nor the streams get far;
-`exposition` takes an eighth of that (tools/bench_metrics.py). And in OpenMetrics theirs (0.26) writes the colon of `vllm:` as
-`_` unless told otherwise. A test holds the two equal.
+`exposition` takes an eighth of that. And in OpenMetrics theirs (0.26) writes the colon of `vllm:` as `_`
+unless told otherwise. A test holds the two equal.
 """
 
 import bisect

@@ -96,7 +96,7 @@ def options_of(container: dict) -> dict[str, str]:
 
 
 def plan(path: Path, words: str) -> None:
-    result = CliRunner().invoke(app, ["plan", *words.split(), "--recipe", str(path)])
+    result = CliRunner().invoke(app, ["plan", "recipe", str(path), *words.split()])
     assert result.exit_code == 0, result.output
 
 
@@ -319,7 +319,7 @@ def test_a_lock_that_is_out_of_date_is_found():
 
 def test_a_plan_writes_an_overlay_with_all_that_it_needs(tmp_path):
     folder = tmp_path / "mine"
-    plan(folder, "--cluster h20-32 --mesh dp=32 --concurrency 64")
+    plan(folder, "--cluster h20-32 --mesh dp=32 --max-concurrency 64")
     found = by_kind(folder)
     for document in found.values():
         check(document)

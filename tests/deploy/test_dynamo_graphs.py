@@ -159,9 +159,9 @@ def test_the_benchmarks_command_is_one_that_bench_serve_takes(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_files_are_what_the_tool_writes(path):
-    from make_deploy import GRAPHS, graph
+    from make_deploy import graph, published
 
-    assert path.stem in GRAPHS
+    assert path.stem in published()["graphs"]
     assert path.read_text() == graph(path.stem)
 
 
@@ -175,7 +175,7 @@ def planned(path: Path, words: str) -> tuple[list[dict], dict[str, tuple[dict, d
 
 
 def test_a_plan_writes_a_file_of_its_own(tmp_path):
-    found, workers = planned(tmp_path / "my service.yaml", "--cluster h200-16 --mesh dp=16 --concurrency 64")
+    found, workers = planned(tmp_path / "my service.yaml", "--cluster h200-16 --mesh dp=16 --max-concurrency 64")
     assert [document["kind"] for document in found] == KINDS
     assert found[2]["metadata"]["name"] == "my-service"
     [(worker, options)] = workers.values()
@@ -184,7 +184,7 @@ def test_a_plan_writes_a_file_of_its_own(tmp_path):
 
 
 def test_a_separated_plan_writes_prefill_and_decode_workers(tmp_path):
-    found, workers = planned(tmp_path / "apart.yaml", "--cluster h200-32 --mode separated --concurrency 64")
+    found, workers = planned(tmp_path / "apart.yaml", "--cluster h200-32 --mode separated --max-concurrency 64")
     assert {side: options["disaggregation_mode"] for side, (_, options) in workers.items()} == {
         "prefill": "prefill", "decode": "decode"
     }  # fmt: skip
@@ -201,7 +201,7 @@ def test_a_process_with_attention_and_experts_is_a_worker(tmp_path):
 
 def test_experts_in_processes_of_their_own_are_no_workers(tmp_path):
     path = tmp_path / "apart.yaml"
-    words = f"plan --cluster h200-32 --attention-mesh dp=8 --expert-mesh ep=16 --mode aggregated --recipe {path}"
+    words = f"plan recipe {path} --cluster h200-32 --attention-mesh dp=8 --expert-mesh ep=16 --mode aggregated"
     refused = CliRunner().invoke(app, words.split())
     assert isinstance(refused.exception, UserError)
     assert "give a folder, which has both sides for Kubernetes" in str(refused.exception)

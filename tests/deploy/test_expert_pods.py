@@ -1,4 +1,4 @@
-"""Attention and experts apart on Kubernetes: what `dsjax plan --recipe FOLDER` writes of both sides, the tests of `plan/expert_pods.py`."""
+"""Attention and experts apart on Kubernetes: what `dsjax plan recipe FOLDER` writes of both sides."""
 
 import json
 
@@ -151,7 +151,7 @@ def test_nodes_of_two_kinds_are_told_apart(one_kind, two_kinds):
 
 def test_both_sides_on_one_host_are_one_process(tmp_path):
     words = "--cluster h200-8 --mode aggregated --attention-mesh dp=2 --expert-mesh ep=6 --redundant-experts 2 --num-afd-stages 3 "
-    plan(tmp_path / "mine", words + "--concurrency 1024 --input 512 --output 512")
+    plan(tmp_path / "mine", words + "--max-concurrency 1024 --input 512 --output 512")
     found = {one["kind"]: one for one in render(tmp_path / "mine")}
     assert "StatefulSet" not in found
     args, _ = read(template_of(found["LeaderWorkerSet"])["spec"], {})

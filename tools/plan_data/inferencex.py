@@ -1,172 +1,232 @@
-"""Runs of software of 2026 on one host in a public copy of InferenceX's results: predicted first, measured values entered afterwards.
+"""How InferenceX starts its engines, by the scripts and recipes that it publishes: what `replay.py` takes from there.
 
-The rule was set before a number was read: H200 and B200, SGLang and TensorRT-LLM, no drafts, prefill and decode together, dated 2026.
+Sources: SemiAnalysisAI/InferenceX, `benchmarks/single_node/fixed_seq_len/dsr1_*.sh` (commit 843c6254) with their history, and
+`utils/bench_serving/benchmark_serving.py`; for prefill and decode on devices of their own NVIDIA/srt-slurm (commit c88ef731) and the names
+of the recipes in `configs/nvidia-master.yaml`. `COLD` was read from results; everything else was set before a result was read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsjax.config import load_config
-from dsjax.plan.candidate import aggregated
-from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import PUBLISHED, Engine
-from dsjax.plan.figure import Figure, Kind
-from dsjax.plan.instance import Instance
-from dsjax.plan.layout import parse_layout
-from dsjax.plan.operator_tables import BUNDLED
-from dsjax.plan.precision import precision
-from dsjax.plan.workload import Lengths, PlanOptions, Workload
-from tools.plan_data.validation import Point
+from dsjax.plan.engine import ABSORBS_BELOW, KEEPS, PUBLISHED, Engine
+from dsjax.plan.operations import FLASHINFER_FP8_RATE
+from dsjax.plan.operator_tables import BUNDLED, SPREAD, OperatorTables
+from dsjax.plan.simulation.reported import WARM
 
-SOURCE = "InferenceX's results as the fixtures of its own application (vngcloud/InferenceX-app, commit 7fe6d62, benchmarks.json)"
-LENGTHS_SHARE, LENGTHS_VARIATION = 0.9, 0.064
-"""Lengths are drawn evenly from 0.8 to 1 times the given ones (the benchmark's `--random-range-ratio`)."""
-RUN_PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
+REQUESTS_A_USER, RANGE_RATIO = 10, 0.8
+"""Each user makes ten requests, with lengths drawn evenly from 0.8 to 1 times the given ones (`--random-range-ratio`)."""
+ACCEPTANCE = 0.70
+"""Chance that the first draft is accepted where prompts are random tokens: measured of DeepSeek-V4-Flash at temperature 1
+(vllm-project/vllm pull request 41044), whose one module is trained and used as R1's. Of R1 on random prompts nothing is published."""
+PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
 """The FP4 checkpoint is nvidia/DeepSeek-R1-0528-FP4-V2, whose attention is not FP8."""
+COLD = {"sglang": (1.0, 0.0, 2.3), "trt h200": (5.3, 2.0, 8.3), "trt b200": (0.9, 0.1, 2.2)}
+"""Seconds that the first request of each user waits longer where nothing warmed the engine up: median, least and most of the runs of the
+round *scripts* of 2025-12-15, and of SGLang those of its 0.5.7 on H200."""
+_WARM_SINCE = "2026-01-21"
+"""Since commit d053ae24 two requests a user warm the engine up (`--num-warmups`). Since commit 64af5a77 of the same day TensorRT-LLM's
+steps hold 8,192 tokens; before, as many as one prompt and the decodes."""
+_HOLD_STEPS = 60
+"""`attention_dp_config.timeout_iters` of TensorRT-LLM."""
+_FILLED_SINCE, _FILL = "2026-01-29", (40, 0.8)
+"""`batch_wait_timeout_iters` and `batch_wait_max_tokens_ratio` of TensorRT-LLM with FP8 on B200 since commit ec7bafaae, for 1,024 / 1,024
+tokens and 64 users and more."""
+_OLD_TENSORRT_LLM, _OLD_BEFORE = "tensorrt-llm-1.2.0rc5", "2026-05-18"
+"""Bundled tables of TensorRT-LLM up to 1.2.0rc6 with FP8, and the day from which images have 1.3.0rc14 (commit 0d8d1f93d)."""
+_FEWER_SINCE = "2026-07-02"
+"""Since commit 53973500 SGLang with FP4 and drafts runs 256 requests at most, as without; before, 512 with 0.82 of the memory."""
+_IMAGES = {
+    ("h200", "fp8"): (("", "0.5.9"), ("2026-05-13", "0.5.11"), ("2026-05-17", "0.5.12")),
+    ("b200", "fp8"): (("", "0.5.9"), ("2026-05-15", "0.5.11"), ("2026-05-17", "0.5.12")),
+    ("b200", "fp4"): (("", "0.5.9"), ("2026-05-18", "0.5.12")),
+    ("b300", "fp8"): (("2026-04-17", "0.5.10.post1"), ("2026-05-13", "0.5.11"), ("2026-05-17", "0.5.12")),
+    ("b300", "fp4"): (("2026-04-17", "0.5.10.post1"), ("2026-05-13", "0.5.11"), ("2026-05-17", "0.5.12")),
+}
+"""SGLang's version by device, weights and day (`nvidia-master.yaml`); 0.5.9 stands for older ones too."""
+_LONG_BEFORE, _LONG_BY = "2026-05-16", 35921 / 7140
+"""With SGLang's images from 0.5.10 on, whose Transformers is version 5, the client cut DeepSeek's text differently from the server: a
+prompt of 7,140 of its tokens had 35,921 of the server's (pull request 937). Pull request 1381 of 2026-05-15 ended that."""
+_SERIAL_DRAFTS = ("0.5.9", "0.5.10.post1")
+"""SGLang schedules while the device drafts if `SGLANG_ENABLE_SPEC_V2` is set, its default from 0.5.11 on. The scripts for FP8 on B200 and
+B300 set it without exporting it."""
+_CAPTURED = 2048
+"""From 0.5.10 on SGLang captures prefill steps of up to 2,048 tokens with MLA, without attention DP and without drafts
+(`_handle_piecewise_cuda_graph` of srt/server_args.py)."""
+_POLLS_FEW, _POLLS_MANY, _MANY_USERS = 10, 30, 16
+"""`--scheduler-recv-interval` on Blackwell, with fewer users than 16 and with as many."""
+_STEP = 16384
+"""Prompt tokens of a DP rank in a step of a prefill instance, where no recipe is known: an assumption."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: device, engine, weights, lengths as given, users, mesh. By its scripts the cache is FP8, SGLang's on H200 bf16.
+    """One run of the benchmark, by the columns of `configs/blind_predictions.csv`.
 
-    tables: bundled tables of the engine's own version, where there are such; else those of SGLang 0.5.10.
+    ran: its day. prefill, decode: (instances, mesh); prefill is None where one engine does both. drafts: tokens drafted a step. running,
+    step, host: what a recipe says of requests that a DP rank decodes at once at most, of prompt tokens in a step, and of the scheduler.
     """
 
+    ran: str
     device: str
     engine: str
     weights: str
     prompt: int
     output: int
     users: int
-    mesh: str
-    tables: str = ""
+    prefill: tuple[int, str] | None
+    decode: tuple[int, str]
+    drafts: int = 0
+    running: float = math.inf
+    step: int = _STEP
+    host: str = "overlapped"
+
+    @classmethod
+    def of(cls, row: Mapping[str, str]) -> Run:
+        """Read the settings of a row."""
+        told = [row[name] for name in ("ran", "device", "engine", "weights")]
+        numbers = [int(row[name]) for name in ("prompt", "output", "users")]
+        sides = _side(row["prefill"]) if row["prefill"] else None, _side(row["mesh"])
+        given = int(row["drafts"]), float(row["running"] or math.inf), int(row["step"] or _STEP)
+        return cls(*told, *numbers, *sides, *given, row["host"] or "overlapped")
 
     @property
-    def name(self) -> str:
-        """Name the run in one line."""
-        engine = {"sglang": "SGLang", "trt": "TensorRT-LLM"}[self.engine]
-        lengths = f"{self.prompt // 1024}K/{self.output // 1024}K"
-        return f"{self.device.upper()}, {engine}, {self.weights.upper()}, `{self.mesh}`, {lengths}, {self.users} users"
+    def has_attention_dp(self) -> bool:
+        """Whether the engine that decodes has attention replicas."""
+        return self.decode[1].startswith("dp=")
+
+    @property
+    def version(self) -> str:
+        """SGLang's version in a run on one host."""
+        return [name for since, name in _IMAGES[self.device, self.weights] if self.ran >= since][-1]
+
+    @property
+    def cache(self) -> str:
+        """The cache's type by the scripts."""
+        return "bf16" if self.engine == "sglang" and self.device in ("h100", "h200") else "fp8"
 
     @property
     def fuses(self) -> bool:
-        """Whether the shared expert is a routed one: SGLang's way on Hopper where experts are cut, unless it is told otherwise."""
-        return (self.device, self.engine) == ("h200", "sglang") and self.mesh.endswith("ep=1")
+        """Whether the shared expert is a routed one: SGLang's way on Hopper where experts are cut."""
+        return (self.device, self.engine) == ("h200", "sglang") and self.decode[1].endswith("ep=1")
 
-    @property
-    def program(self) -> Engine:
-        """What the engine can do. TensorRT-LLM has `attention_dp_config.enable_balance`; SGLang has no `--enable-mixed-chunk`."""
-        return dataclasses.replace(PUBLISHED, holds_prompts=self.engine == "trt", mixes=self.engine == "trt")
+    def as_sent(self) -> Run:
+        """The run with the prompts that the server most likely was given (`_LONG_BY`).
 
-    def predict(self) -> Figure:
-        """Output tokens a second a device: the mean-value answer of a closed loop."""
-        config = load_config("deepseek-v3")
-        lengths = (Lengths(LENGTHS_SHARE * tokens, LENGTHS_VARIATION) for tokens in (self.prompt, self.output))
-        cache = "bf16" if (self.device, self.engine) == ("h200", "sglang") else "fp8"
-        operators = BUNDLED.of_version(self.tables) if self.tables else BUNDLED
-        options = PlanOptions(
-            precision(RUN_PRECISIONS[self.weights], cache), overlap="off", operators=operators, engine=self.program
-        )
-        layout = parse_layout(self.mesh, 0, config)
-        layout = dataclasses.replace(layout, fused=self.fuses)
-        work = Workload(*lengths, concurrency=float(self.users))
-        instance = Instance(config, load_cluster(f"{self.device}-8"), layout, options, work)
-        return aggregated(instance, 1, self.users / layout.mesh.dp_size, LENGTHS_SHARE * self.prompt).per_device
+        Where a runner had the model in a local folder the client's text was right; results do not say which had.
+        """
+        long = not self.prefill and self.engine == "sglang" and self.ran < _LONG_BEFORE and self.version != "0.5.9"
+        return dataclasses.replace(self, prompt=round(_LONG_BY * self.prompt)) if long else self
 
 
-RUNS = (
-    Run("b200", "sglang", "fp4", 1024, 1024, 1, "tp=8"),
-    Run("b200", "sglang", "fp4", 1024, 1024, 64, "tp=8"),
-    Run("b200", "sglang", "fp4", 1024, 8192, 8, "tp=8"),
-    Run("b200", "sglang", "fp4", 1024, 8192, 128, "tp=4"),
-    Run("b200", "sglang", "fp4", 8192, 1024, 1, "tp=8"),
-    Run("b200", "sglang", "fp4", 8192, 1024, 16, "tp=8"),
-    Run("b200", "sglang", "fp8", 1024, 1024, 1, "tp=8,ep=1"),
-    Run("b200", "sglang", "fp8", 1024, 1024, 64, "tp=8,ep=1"),
-    Run("b200", "sglang", "fp8", 1024, 8192, 4, "tp=8,ep=1"),
-    Run("b200", "sglang", "fp8", 1024, 8192, 32, "tp=8,ep=1"),
-    Run("b200", "sglang", "fp8", 8192, 1024, 1, "tp=8,ep=1"),
-    Run("b200", "sglang", "fp8", 8192, 1024, 32, "tp=4,ep=1"),
-    Run("b200", "trt", "fp4", 1024, 1024, 4, "tp=4,ep=1"),
-    Run("b200", "trt", "fp4", 1024, 1024, 128, "dp=8"),
-    Run("b200", "trt", "fp4", 1024, 8192, 4, "tp=4,ep=1"),
-    Run("b200", "trt", "fp4", 8192, 1024, 4, "tp=4,ep=1"),
-    Run("b200", "trt", "fp4", 8192, 1024, 16, "tp=4,ep=1"),
-    Run("b200", "trt", "fp4", 8192, 1024, 128, "dp=8"),
-    Run("b200", "trt", "fp8", 1024, 1024, 4, "tp=8,ep=1"),
-    Run("b200", "trt", "fp8", 1024, 1024, 16, "tp=4,ep=1"),
-    Run("b200", "trt", "fp8", 1024, 8192, 4, "tp=8,ep=1"),
-    Run("b200", "trt", "fp8", 1024, 8192, 32, "tp=8,ep=1"),
-    Run("b200", "trt", "fp8", 8192, 1024, 4, "tp=8,ep=1"),
-    Run("b200", "trt", "fp8", 8192, 1024, 16, "tp=4,ep=1"),
-    Run("b200", "trt", "fp8", 8192, 1024, 64, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 1024, 4, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 1024, 8, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 4, "tp=8,ep=1", "sglang-0.5.9"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 8, "tp=8,ep=1", "sglang-0.5.9"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 16, "tp=8,ep=1", "sglang-0.5.9"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 32, "tp=8,ep=1", "sglang-0.5.9"),
-    Run("h200", "sglang", "fp8", 1024, 8192, 64, "tp=8,ep=1", "sglang-0.5.9"),
-    Run("h200", "sglang", "fp8", 8192, 1024, 4, "tp=8,ep=1"),
-    Run("h200", "sglang", "fp8", 8192, 1024, 8, "tp=8,ep=1"),
-    Run("h200", "trt", "fp8", 1024, 1024, 8, "tp=8"),
-    Run("h200", "trt", "fp8", 8192, 1024, 8, "tp=8"),
-)
-COMMITTED = (
-    (18.2, 11.7, 23.5, 20.7),
-    (445.3, 353.2, 564.4, 450.5),
-    (117.7, 80.7, 147.9, 109.5),
-    (1133.7, 916.6, 1360.7, 1122.8),
-    (17.4, 11.4, 22.2, 19.9),
-    (165.9, 124.1, 197.9, 158.6),
-    (12.9, 9.1, 16.1, 17.0),
-    (301.0, 246.4, 361.5, 339.0),
-    (44.4, 32.4, 54.8, 56.8),
-    (208.6, 164.3, 251.5, 231.8),
-    (12.5, 8.9, 15.5, 16.2),
-    (223.6, 186.2, 261.6, 225.2),
-    (103.1, 73.1, 127.3, 125.6),
-    (560.6, 466.0, 768.6, 727.3),
-    (105.6, 74.3, 131.3, 124.9),
-    (96.5, 69.7, 117.8, 118.7),
-    (235.7, 185.4, 278.5, 276.7),
-    (197.6, 171.4, 540.5, 533.3),
-    (43.8, 32.1, 53.7, 54.4),
-    (174.1, 139.6, 208.7, 228.8),
-    (44.4, 32.4, 54.8, 48.4),
-    (208.6, 164.3, 251.5, 237.7),
-    (41.5, 30.8, 50.5, 50.6),
-    (155.6, 126.9, 183.5, 188.0),
-    (238.8, 200.6, 274.7, 245.8),
-    (37.7, 28.5, 45.6, 49.2),
-    (63.5, 49.2, 76.0, 82.4),
-    (38.2, 28.7, 46.3, 47.8),
-    (64.1, 49.5, 77.3, 79.8),
-    (89.1, 71.4, 106.5, 123.0),
-    (156.6, 126.9, 186.7, 176.9),
-    (240.7, 197.9, 286.0, 255.0),
-    (33.6, 26.0, 39.9, 43.1),
-    (52.6, 42.2, 61.6, 68.3),
-    (72.4, 55.1, 87.1, 65.3),
-    (62.3, 48.9, 73.3, 57.6),
-)
-"""What was predicted of `RUNS` at commit 54613e4 (figure, low, high), and the output tokens a second a device that were published, entered
-afterwards."""
+def _side(text: str) -> tuple[int, str]:
+    """`4 x dp=8` as (4, "dp=8"); a mesh alone is one instance."""
+    count, apart, mesh = text.partition(" x ")
+    return (int(count), mesh) if apart else (1, text)
 
 
-def inferencex_points() -> list[Point]:
-    """Predictions as they were committed, beside what was measured."""
-    found = []
-    for number, (run, (*ends, published)) in enumerate(zip(RUNS, COMMITTED, strict=True), 1):
-        predicted = Figure(*ends, Kind.MEASURED | Kind.ASSUMPTION)
-        found.append(Point(f"X{number}", run.name, SOURCE, "tokens/s", published, lambda f=predicted: f, "serving"))
-    return found
+@dataclass(frozen=True)
+class Protocol:
+    """step_tokens: most prompt tokens in a step. engine: what it can do, and when it takes prompts in. cold: seconds that a user's first
+    request waits longer. running: requests that run at most (`--max-running-requests`). fraction: of the memory that the engine is given,
+    by its own rule (`fit.RULES`). tables: bundled tables of operations of its version, if any. host: as of `PlanOptions`.
+    """
+
+    step_tokens: int
+    engine: Engine
+    cold: tuple[float, float, float]
+    running: float = math.inf
+    fraction: float = 0.82
+    tables: str = ""
+    host: str = "overlapped"
 
 
-def points_of_today() -> list[Point]:
-    """The same runs as the model of today predicts them, which has been changed since their measured values were read."""
-    return [
-        dataclasses.replace(point, predict=run.predict) for point, run in zip(inferencex_points(), RUNS, strict=True)
-    ]
+def protocol(run: Run) -> Protocol:
+    """How the engine of a run on one host is started."""
+    return _tensorrt_llm(run) if run.engine == "trt" else _sglang(run)
+
+
+def _tensorrt_llm(run: Run) -> Protocol:
+    warm, apart, drafts = run.ran >= _WARM_SINCE, run.has_attention_dp, run.drafts
+    replicas = int(run.decode[1][3:]) if apart else 1
+    one = (1 + drafts) * run.users // replicas + run.prompt + 64
+    fraction = 0.75 if run.device == "h200" else 0.8
+    fill = (0, 0.0)
+    if (run.device, run.weights) == ("b200", "fp8"):
+        if run.decode[1].startswith("tp=4") and run.prompt == 8192 and not drafts:
+            fraction = 0.75
+        elif apart and drafts:
+            fraction = 0.7
+        if run.ran >= _FILLED_SINCE and not drafts and run.prompt == run.output == 1024 and run.users >= 64:
+            fill = _FILL
+    engine = dataclasses.replace(
+        PUBLISHED, holds_prompts=True, mixes=True, hold_steps=_HOLD_STEPS, fill=fill, keeps=KEEPS["tensorrt-llm"]
+    )
+    return Protocol(
+        # The scripts with drafts kept to one prompt a step.
+        step_tokens=max(one, 8192) if warm and not drafts else one,
+        engine=engine,
+        cold=WARM if warm else COLD.get(f"trt {run.device}", COLD["sglang"]),
+        fraction=fraction,
+        tables=_tensorrt_llm_tables(run),
+    )
+
+
+def _tensorrt_llm_tables(run: Run) -> str:
+    return _OLD_TENSORRT_LLM if run.weights == "fp8" and run.ran < _OLD_BEFORE else ""
+
+
+def _sglang(run: Run) -> Protocol:
+    # The client asks for outputs of given lengths (`--ignore-eos`), and the prefix cache is off.
+    engine = dataclasses.replace(
+        PUBLISHED, mixes=False, keeps=KEEPS["sglang"], knows_ends=True, absorbs_below=ABSORBS_BELOW["sglang"]
+    )
+    cold = WARM if run.ran >= _WARM_SINCE else COLD["sglang"]
+    if not run.drafts and not run.has_attention_dp and run.version != "0.5.9":
+        engine = dataclasses.replace(engine, captured=_CAPTURED)
+    if run.device == "h200":
+        running = 512 if run.prompt == run.output == 1024 else 256
+        return Protocol(32768, engine, cold, running, tables="sglang-0.5.9" if run.version == "0.5.9" else "")
+    polls = 1 if run.has_attention_dp else _POLLS_MANY if run.users >= _MANY_USERS else _POLLS_FEW
+    step_tokens, running, fraction = 32768, 128, 0.82
+    if run.weights == "fp4" and not (run.drafts and run.ran < _FEWER_SINCE):
+        step_tokens, running, fraction = 32768 if run.has_attention_dp else 16384, 256, 0.85
+    elif run.drafts:
+        step_tokens, running = 16384, 512
+    elif "tp=4" in run.decode[1]:
+        step_tokens, running, fraction, polls = 8192, 32, 0.95, _POLLS_FEW
+    if run.weights == "fp8":
+        # SGL_ENABLE_JIT_DEEPGEMM=false, with SGLANG_ENABLE_FLASHINFER_GEMM=true or --fp8-gemm-backend flashinfer_trtllm.
+        engine = dataclasses.replace(engine, fp8_rate=FLASHINFER_FP8_RATE)
+    serial = run.drafts and run.weights == "fp8" and run.version in _SERIAL_DRAFTS
+    host = "serial" if serial else "overlapped"
+    return Protocol(step_tokens, dataclasses.replace(engine, poll_steps=polls), cold, running, fraction, host=host)
+
+
+def separated_engine(run: Run) -> Engine:
+    """The engine of a run with prefill and decode apart. SGLang's recipes with drafts (srt-slurm, commit 5063eb43) have no all-to-all."""
+    if run.engine == "trt" or not run.drafts:
+        return PUBLISHED
+    rate = FLASHINFER_FP8_RATE if run.weights == "fp8" else None
+    below = ABSORBS_BELOW["sglang"]
+    return dataclasses.replace(PUBLISHED, mixes=False, absorbs_below=below, fp8_rate=rate, gathers=True)
+
+
+def separated_tables(run: Run) -> tuple[OperatorTables, OperatorTables]:
+    """Tables of prefill and of decode: TensorRT-LLM's own of that day with FP8, and those of all engines otherwise.
+
+    Whole experts are timed with its backends DEEPGEMM and CUTLASS. By the recipes Hopper has CUTLASS throughout; prefill has DEEPGEMM on
+    GB200 and GB300, and on B200 for prompts of 1,024 tokens; decode has it with attention DP, but never on B300, nor on B200 with prompts
+    of 8,192 tokens. The rest has TRTLLM, which is priced as for all engines.
+    """
+    name = _tensorrt_llm_tables(run) if run.engine == "trt" else ""
+    if not name:
+        return BUNDLED, BUNDLED
+    whole = BUNDLED.of_version(name)
+    hopper, racks = run.device in ("h100", "h200"), run.device in ("gb200", "gb300")
+    short = run.device == "b200" and run.prompt == 1024
+    timed = hopper or racks or short, hopper or ((racks or short) and run.has_attention_dp)
+    return tuple(whole if each else whole.without(SPREAD) for each in timed)

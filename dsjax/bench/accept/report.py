@@ -149,7 +149,6 @@ class Report:
                 "",
             ]
             lines += [" ".join(found.notes), ""] if found.notes else []
-            lines += [f"    {result.by_hand}", ""] if result.by_hand else []
         return lines
 
     def junit(self) -> str:

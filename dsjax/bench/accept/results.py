@@ -28,7 +28,6 @@ class Result:
         started: UTC, ISO 8601; seconds: that it took.
         measured: what came of it; None where it could not be made.
         reason: why not.
-        by_hand: the command of `dsjax bench` that comes closest to it.
     """
 
     kind: str
@@ -38,7 +37,6 @@ class Result:
     seconds: float
     measured: Measured | None
     reason: str = ""
-    by_hand: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""

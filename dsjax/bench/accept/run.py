@@ -84,5 +84,4 @@ async def _result(measurement: Measurement, mark: str, bed: TestBed) -> Result:
         seconds=time.monotonic() - zero,
         measured=measured,
         reason=reason or "",
-        by_hand=measurement.by_hand(bed),
     )

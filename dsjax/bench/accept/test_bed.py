@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from dsjax.bench.accept.errors import NotTestedError
 from dsjax.bench.accept.hooks import Hooks
 from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.watch import ServerWatch
-from dsjax.bench.serve.client import open_session
 from dsjax.bench.serve.datasets import DatasetError
 from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.ready_server import ReadyServer
@@ -89,14 +88,6 @@ class TestBed:
         """A watch of the server."""
         return ServerWatch(self.server.session, self.server.url, self.options.metrics_urls, interval)
 
-    @contextlib.asynccontextmanager
-    async def other(self, url: str, device_metrics: Sequence[str]) -> AsyncIterator["TestBed"]:
-        """Open a test bed for another server with devices of its own, which is asked in the same way."""
-        how = replace(self.server.options, base_url=url, model=None)
-        options = replace(self.options, device_metrics=list(device_metrics))
-        async with open_session(how.api_key) as session:
-            yield replace(self, server=await ReadyServer.connect(session, how), options=options)
-
     async def admin(self, path: str, body: Mapping[str, Any] | None = None) -> str | None:
         """Post to one of dsjax's endpoints for administrators; what was wrong, or None."""
         return await _post(self.server, self.options.admin_api_key, path, body)
@@ -126,16 +117,6 @@ class TestBed:
                 yield
             finally:
                 ticking.cancel()
-
-    def bench_serve(self) -> list[str]:
-        """The words that a command of `dsjax bench serve` against the server begins with."""
-        o = self.server.options
-        words = ["dsjax", "bench", "serve", "--base-url", o.base_url]
-        words += ["--endpoint", o.endpoint] if o.endpoint != "completions" else []
-        words += ["--ignore-eos"] if o.ignore_eos else []
-        for flag, value in (("--model", o.model), ("--tokenizer", o.tokenizer), ("--vocab-size", o.vocab_size)):
-            words += [flag, str(value)] if value is not None else []
-        return words
 
     @staticmethod
     def why_none(statistics: Statistics) -> str:

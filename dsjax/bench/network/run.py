@@ -22,7 +22,6 @@ from dsjax.bench.processes import Agree, alone
 from dsjax.errors import UserError
 from dsjax.hosts.rendezvous import GroupError
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import exact
 from dsjax.plan.measured_network import SEND_RECEIVE
 from dsjax.plan.network import all_reduce, xla_collective
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
@@ -247,14 +246,12 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
     else:
         near = group.near(cluster.domain, cluster.devices_per_host)
         if case.collective == "all_reduce":
-            figure = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
+            seconds = all_reduce(cluster, group.ranks, sent * group.ranks / (2 * (group.ranks - 1)), near)
         else:
             if case.collective == SEND_RECEIVE:  # alone, so that it has a whole card
                 cluster = dataclasses.replace(cluster, nics_per_host=cluster.devices_per_host)
-            figure = xla_collective(
-                cluster, group.ranks, exact(sent / (group.ranks - 1)), kind=case.collective, near=near
-            )
-        seconds, source = figure.value, f"{cluster.name}: its links, as dsjax plan reckons with them"
+            seconds = xla_collective(cluster, group.ranks, sent / (group.ranks - 1), kind=case.collective, near=near)
+        source = f"{cluster.name}: its links, as dsjax plan reckons with them"
     return Expectation(seconds, seconds * limits.warning, seconds * limits.failing, source)
 
 

@@ -6,9 +6,9 @@ import heapq
 import math
 from typing import Protocol
 
-from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure
+from dsjax.plan.candidate import Candidate, transfer_seconds
 from dsjax.plan.instance import Instance
+from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.admission import Admission, Lobby
 from dsjax.plan.simulation.prices import Fastest, Staged
 from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine
@@ -89,7 +89,7 @@ def _engine(
     seqs, chunk = max(1, math.ceil(batch)), math.ceil(tokens)
     step_tokens = max(seqs, chunk) if one_token else chunk + seqs
     prices = _prices(instance, step_tokens, 0 if one_token else instance.options.drafts)
-    cache = int(instance.memory.cache_tokens.value)
+    cache = int(instance.memory.cache_tokens)
     return SimulatedEngine(
         prices,
         instance.replicas,
@@ -100,7 +100,7 @@ def _engine(
         longest=min(longest, cache),
         sharing=work.prefix_hit > 0,
         one_token=one_token,
-        made=1.0 if one_token else instance.options.tokens_a_step.value,
+        made=1.0 if one_token else instance.options.tokens_a_step,
         mixes=instance.options.engine.mixes,
     )
 
@@ -117,8 +117,8 @@ def _prices(instance: Instance, most_tokens: int, drafts: int) -> Fastest | Stag
     return instance.steps[key]
 
 
-def _ratio(pace: Figure | None) -> float:
-    return 1.0 if pace is None else pace.value
+def _ratio(pace: float | None) -> float:
+    return 1.0 if pace is None else pace
 
 
 def admission(instance: Instance, step_tokens: float) -> Admission:
@@ -175,12 +175,12 @@ class SeparatedService:
         replicas = candidate.decode.replicas
         self._decode = [
             _Clocked(
-                Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step.value),
+                Decoder(prices, replicas, seqs=seqs, made=candidate.decode.options.tokens_a_step),
                 candidate.decode.ahead,
             )
             for _ in range(candidate.count)
         ]
-        self._transfer = candidate.ttft.part("cache transfer").value
+        self._transfer = exposed_transfer() * transfer_seconds(candidate.decode, candidate.prefill)
         self._moving: list[tuple[float, int, Served]] = []
 
     def add(self, served: Served, now: float) -> None:

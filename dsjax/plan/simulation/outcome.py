@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure
+from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.figure import as_json
 from dsjax.plan.host_time import front_door
-from dsjax.plan.limits import on
 from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.service import Served
 from dsjax.plan.workload import Objective
 
-_FRONT = front_door().value
+_FRONT = float(front_door())
 """Seconds of a TTFT that pass before and after the scheduler, which is what is played."""
 _AGREES = 0.2
 """A mean that is off by more than this share of the mean-value answer is a disagreement."""
@@ -105,8 +104,8 @@ class SimulationOutcome:
     requests_per_s: float
     tokens_per_s: float
     kept: float
-    mean_ttft: Figure
-    mean_tpot: Figure
+    mean_ttft: float
+    mean_tpot: float
     e2e: Spread
     classes: dict[str, Waits]
     steady: Waits | None = None
@@ -121,7 +120,7 @@ class SimulationOutcome:
         """Where the simulation and the mean-value answer part, in words."""
         messages = []
         for name, spread, figure in (("TTFT", self.ttft, self.mean_ttft), ("TPOT", self.tpot, self.mean_tpot)):
-            ratio = spread.mean / figure.value if spread else 1.0
+            ratio = spread.mean / figure if spread else 1.0
             if abs(ratio - 1) > _AGREES:
                 inside = "inside" if figure.low <= spread.mean <= figure.high else "outside"
                 messages.append(
@@ -147,7 +146,7 @@ class SimulationOutcome:
             "output_tokens_per_s": self.tokens_per_s,
             "goodput_requests_per_s": self.goodput,
             "share_within_objectives": self.kept,
-            "mean_value": {"ttft_s": self.mean_ttft.to_json(), "tpot_s": self.mean_tpot.to_json()},
+            "mean_value": {"ttft_s": as_json(self.mean_ttft), "tpot_s": as_json(self.mean_tpot)},
             "disagreements": self.disagreements(),
         }
 
@@ -166,7 +165,7 @@ def outcome(
     measured, gaps = played.measured, played.gaps
     began, ended = measured[0].arrival, max(served.finished for served in measured)
     steps = [(seconds, decodes) for begin, seconds, decodes in gaps if began <= begin]
-    made = candidate.decode.options.tokens_a_step.value
+    made = candidate.decode.options.tokens_a_step
     spoken = made * sum(decodes for begin, _, decodes in gaps if began <= begin <= ended)
     ends = sum(began <= end <= ended for end in played.finishes)
     answer = mean_value(candidate, load)
@@ -197,15 +196,16 @@ def _keeps(served: Served, objective: Objective) -> bool:
 
 def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
     """The mean-value answer for a load: the batch at which the candidate's throughput is what is offered, by bisection."""
-    cluster, output = candidate.decode.cluster, candidate.decode.workload.output.mean
+    output = candidate.decode.workload.output.mean
     if load.rate is None:
         batch = load.concurrency / (candidate.decode.replicas * candidate.count)
-        return on(candidate, cluster, min(batch, candidate.batch), concurrency=float(load.concurrency))
+        batch = min(batch, candidate.batch)
+        return with_intervals(moved(candidate, batch=batch, concurrency=float(load.concurrency)))
     low, high = 0.0, candidate.batch
     for _ in range(12):
         middle = (low + high) / 2
-        if on(candidate, cluster, middle).throughput.value < load.rate * output:
+        if moved(candidate, batch=middle).throughput < load.rate * output:
             low = middle
         else:
             high = middle
-    return on(candidate, cluster, high)
+    return with_intervals(moved(candidate, batch=high))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dsjax.plan.curves import Grid
-from dsjax.plan.figure import Figure, Middle, exact
 from dsjax.plan.halves import further_rounds, more_launches
 from dsjax.plan.instance import Instance
 from dsjax.plan.step import StepModel
@@ -27,7 +26,7 @@ class RankWork:
     """
 
     decodes: int = 0
-    context: int = 0
+    context: float = 0
     prompts: int = 0
     pairs: float = 0.0
     cached: int = 0
@@ -85,7 +84,7 @@ class Staged:
         step = self._prices.seconds(ranks)
         tokens = max(work.decodes * self._verified + work.prompts for work in ranks)
         decode = not any(work.prompts for work in ranks)
-        return self._instance.staged(Middle(step), tokens, decode).value if step else 0.0
+        return self._instance.staged(step, tokens, decode) if step else 0.0
 
 
 def _paced(prices: StepPrices, paces: tuple[float, float], ranks: Sequence[RankWork]) -> float:
@@ -115,7 +114,7 @@ class StepPrices:
         while sizes[-1] < max(most_tokens, 2.0):
             sizes.append(sizes[-1] * _FINEST)
         self._windows, self._further = self._overlap and model.in_windows, partial(further_rounds, model)
-        self._more = [2 * launches.value for launches in more_launches(model, model.config.num_moe_layers)]
+        self._more = [2 * launches for launches in more_launches(model, model.config.num_moe_layers)]
         self._local, self._experts, self._there, self._back = {}, {}, {}, {}
         tables = self._local, self._experts, self._there, self._back
         for decode in (True, False):
@@ -127,23 +126,23 @@ class StepPrices:
         self._decode_attention = _surface(
             sizes,
             lengths,
-            lambda rows, each: model.attention(rows * self._verified, rows * each, each, True).value * layers,
+            lambda rows, each: model.attention(rows * self._verified, rows * each, each, True) * layers,
         )
         self._drafting = None
         if drafts:
 
             def drafting(rows: float, each: float) -> float:
-                return sum(part.value for part in model.drafting(rows, each, drafts=drafts).values())
+                return sum(part for part in model.drafting(rows, each, drafts=drafts).values())
 
             self._drafting = _surface(sizes, lengths, drafting)
         self._prefill_attention = _surface(
-            sizes, lengths, lambda tokens, each: model.attention(tokens, 0.0, each, False).value * layers
+            sizes, lengths, lambda tokens, each: model.attention(tokens, 0.0, each, False) * layers
         )
         self._module = None
         if module:
 
             def over_prompts(tokens: float, each: float) -> float:
-                return model.drafting_prompts(tokens, prompt=max(1.0, 2 * each - 1)).value
+                return model.drafting_prompts(tokens, prompt=max(1.0, 2 * each - 1))
 
             self._module = _surface(sizes, lengths, over_prompts)
         self._absorbs_below, self._absorbing = model.absorbs_below, None
@@ -153,13 +152,13 @@ class StepPrices:
         both = (model.parts(4096, 4096, 0.0, False), model.parts(4096, 0.0, 0.0, False))
         self._expansion = (_projections(both[0]) - _projections(both[1])) / 4096
         share = model.beside_communication()
-        self._beside = {True: 1.0, False: 1 / (1 - share.value) if share else 1.0}
-        self._unhidden = 1 - model.hidden().value
+        self._beside = {True: 1.0, False: 1 / (1 - share) if share else 1.0}
+        self._unhidden = 1 - model.hidden()
         copies = model.copying()
-        self._copies = copies.value if copies else 0.0
-        self._launches = partial(_value_of, model.launches)
-        self._host = {d: sum(part.value for part in model.beside(1, 1, d).values()) for d in (True, False)}
-        self._head = _Table(sizes, [model.head(size).value for size in sizes])
+        self._copies = copies if copies else 0.0
+        self._launches = model.launches
+        self._host = {d: sum(part for part in model.beside(1, 1, d).values()) for d in (True, False)}
+        self._head = _Table(sizes, [model.head(size) for size in sizes])
 
     def seconds(self, ranks: Sequence[RankWork]) -> float:
         """Seconds of a step with this work on each DP rank (idle ones included); 0 where there is none."""
@@ -176,7 +175,9 @@ class StepPrices:
         if self._windows:
             first, experts = first + self._more[0], experts + self._more[1]
             pairs = itertools.product((first * self._beside[decode], experts * self._beside[decode]), (there, back))
-            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (work + talk - first)
+            layers = sum(max(pair) / 2 for pair in pairs) + self._further(mean) * (
+                experts * self._beside[decode] + talk
+            )
         elif self._overlap:
             work = work * self._beside[decode] + (self._copies * talk if decode else 0.0)
             layers = max(work, talk) + min(work, talk) * self._unhidden
@@ -214,19 +215,15 @@ def _surface(firsts: Sequence[float], seconds: Sequence[float], price: Callable[
     return Grid(firsts[::4], seconds, price)
 
 
-def _value_of(figure: Callable[[float], Figure], tokens: float) -> float:
-    return figure(tokens).value
-
-
-def _projections(parts: dict[str, Figure]) -> float:
+def _projections(parts: dict[str, float]) -> float:
     """Seconds of expanding cached positions; included in a measured attention's own time."""
-    return parts["projections"].value if "projections" in parts else 0.0
+    return parts.get("projections", 0.0)
 
 
 def _split(model: StepModel, tokens: float, decode: bool) -> tuple[float, float, float, float]:
     """(what the rank's own tokens cost, its experts, the way there and the way back) of all layers at no context."""
     parts = model.parts(tokens, 0.0, 0.0, decode)
     beside = ("experts", "shared experts") if model.overlap and model.in_windows else ("experts",)
-    experts = sum(parts.pop(name, exact(0.0)).value for name in beside)
-    there, back = (parts.pop(name, exact(0.0)).value for name in ("dispatch", "combine"))
-    return sum(part.value for name, part in parts.items() if name != "attention"), experts, there, back
+    experts = sum(parts.pop(name, 0.0) for name in beside)
+    there, back = (parts.pop(name, 0.0) for name in ("dispatch", "combine"))
+    return sum(part for name, part in parts.items() if name != "attention"), experts, there, back

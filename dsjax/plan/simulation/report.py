@@ -1,4 +1,4 @@
-"""`--simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
+"""`dsjax plan simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def simulations(
         UserError: so many requests arrive that there is no steady state worth waiting for.
     """
     outcomes, work = [], candidate.decode.workload
-    kept = candidate.throughput.value / work.output.mean
+    kept = candidate.throughput / work.output.mean
     if work.rate is not None and work.rate > _FLOOD * kept:
         raise UserError(
-            f"--simulate with --rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
-            f"so that queues would grow for as long as it is played; give --rate {kept:.3g} or less, or leave --simulate out"
+            f"--request-rate {work.rate:g}: {candidate.name()}, the nearest there is, keeps up with {kept:.3g} requests a second, "
+            f"so that queues would grow for as long as it is played; give {kept:.3g} or less"
         )
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         for load in loads(candidate, burstiness, at_once):
@@ -84,9 +84,9 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
         table.add_row(
             f"{one.load.rate or one.load.concurrency:.3g}",
             _percentiles(one.ttft, 0),
-            f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft.value * 1e3:.0f})",
+            f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft * 1e3:.0f})",
             _percentiles(one.tpot, 1),
-            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot.value * 1e3:.1f})" if one.tpot else "–",
+            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot * 1e3:.1f})" if one.tpot else "–",
             _percentiles(one.itl, 0),
             f"{one.tokens_per_s:,.0f}",
             f"{one.goodput:.3g}",

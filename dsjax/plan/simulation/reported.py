@@ -1,6 +1,6 @@
 """What a benchmark that begins with all users at once reports of a deployment, with the ends that hold 9 of 10 such reports.
 
-The blind rounds played public benchmarks (`tools/plan_data/history.py`) and were predicted by `reported`. Nothing else predicts a time to
+The blind rounds played public benchmarks (`tools/plan_data/replay.py`) and were predicted by `reported`. Nothing else predicts a time to
 the first token as a benchmark reports it, so that the calibration of the TTFT is of these figures alone.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from dsjax.plan.calibration import LEVEL, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99, calibration, distance_of, ends
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure, assumed
-from dsjax.plan.simulation.outcome import SimulationOutcome, mean_value
+from dsjax.plan.figure import assumed
+from dsjax.plan.simulation.outcome import SimulationOutcome
 
 FIELDS = {
     TTFT: "ttft_mean_s",
@@ -25,28 +25,23 @@ WARM = (0.0, 0.0, 1.0)
 """Seconds that the first request of each user waits longer where the engine was warmed up: SGLang's on H200 still did."""
 
 
-def warm() -> Figure:
+def warm() -> float:
     """Seconds that the first request of each user waits longer of an engine that was warmed up."""
     return assumed(*WARM, "a user's first prompt", "point 8, and X26 to X34, of docs/plan-validation.md", "s")
 
 
-def reported(answer: Candidate, seen: SimulationOutcome, requests_a_user: float, cold: Figure) -> dict[str, Figure]:
+def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:
     """What is reported of a start of all users at once, by kind: seconds, and tokens a second of the whole service.
 
-    answer: the mean-value answer of that load, whose relative ends are taken over. cold: seconds that the first request of each user
-    waits longer, which the mean has a share of, and the P99 the whole.
+    cold: seconds that the first request of each user waits longer, which the mean has a share of, and the P99 the whole.
     """
-
-    def around(value: float, like: Figure) -> Figure:
-        return Figure(value, value * like.low / like.value, value * like.high / like.value, like.kinds)
-
     figures = {
-        RATE: around(seen.tokens_per_s, answer.throughput),
-        TTFT: around(seen.ttft.mean, answer.ttft) + cold / requests_a_user,
-        TTFT_MEDIAN: around(seen.ttft.p50, answer.ttft),
-        TTFT_P99: around(seen.ttft.p99, answer.ttft) + cold,
+        RATE: seen.tokens_per_s,
+        TTFT: seen.ttft.mean + cold / requests_a_user,
+        TTFT_MEDIAN: seen.ttft.p50,
+        TTFT_P99: seen.ttft.p99 + cold,
     }
-    return figures | ({TPOT: around(seen.tpot.p50, answer.tpot)} if seen.tpot else {})
+    return figures | ({TPOT: seen.tpot.p50} if seen.tpot else {})
 
 
 def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str, Any]:
@@ -58,9 +53,9 @@ def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str
     distance = distance_of(candidate)
     instances = candidate.count if candidate.mode == "aggregated" else 1
     users = max(1, round(seen.load.concurrency / instances))
-    figures = reported(mean_value(candidate, seen.load), seen, seen.requests / users, warm())
+    figures = reported(seen, seen.requests / users, warm())
     found = {
-        name: {"value": figures[kind].value, **ends(calibration(kind, distance), figures[kind])}
+        name: {"value": figures[kind], **ends(calibration(kind, distance), figures[kind])}
         for kind, name in FIELDS.items()
         if kind in figures
     }

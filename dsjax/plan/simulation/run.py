@@ -29,7 +29,7 @@ def loads(candidate: Candidate, burstiness: float = 1.0, at_once: bool = False) 
         return [OfferedLoad(None, max(1, round(work.concurrency)))]
     if work.rate is not None:
         return [OfferedLoad(work.rate, None, burstiness)]
-    rate = candidate.throughput.value / work.output.mean
+    rate = candidate.throughput / work.output.mean
     return [OfferedLoad(share * rate, None, burstiness) for share in _LOADS]
 
 
@@ -58,7 +58,7 @@ def simulate(
     users = load.concurrency and max(1, round(load.concurrency / instances))
     share = OfferedLoad(load.rate and load.rate / instances, users, load.burstiness)
     work = candidate.decode.workload
-    stay = candidate.ttft.value + candidate.tpot.value * work.output.mean
+    stay = candidate.ttft + candidate.tpot * work.output.mean
     warm = math.ceil(_WARM * (users or stay * share.rate)) if warmup is None else round(warmup / instances)
     longest = candidate.decode.config.max_position_embeddings
     played = _play(candidate, share, longest, 0.0 if at_once else stay, warm, num_requests, seed, progress)

@@ -18,6 +18,7 @@ from dsjax.plan.simulation.prices import Fastest, RankWork
 PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""
 _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
+_TINY = 1e-9
 
 
 class Served:
@@ -43,11 +44,18 @@ class Served:
 _SOME, _NONE = RowResult((0,)), RowResult()
 
 
-def _results(rank: RankPlan, waits: bool) -> RankResults:
-    """Some token for every row that makes one. waits: decodes have to wait, and make none."""
-    return RankResults(
-        [_NONE if waits else _SOME] * len(rank.decodes), [_SOME if row.sampled else _NONE for row in rank.prefills]
-    )
+def _results(rank: RankPlan, waits: bool, made: float) -> RankResults:
+    """Some token for every row that makes one, `made` on average for a decode. waits: decodes have to wait, and make none."""
+    decoded = [_NONE if waits else _SOME] * len(rank.decodes)
+    if made != 1 and not waits:
+        decoded = [_tokens_of_a_step(row.request.num_output_tokens, made) for row in rank.decodes]
+    return RankResults(decoded, [_SOME if row.sampled else _NONE for row in rank.prefills])
+
+
+def _tokens_of_a_step(before: int, made: float) -> RowResult:
+    """Whole tokens of a request's next step: `made` on average; `before`: the tokens that it has made, the first by its prompt."""
+    steps = max(0, math.ceil((before - 1) / made - _TINY))
+    return RowResult((0,) * math.floor(made * (steps + 1) - (before - 1) + _TINY)) if before else _SOME
 
 
 class SimulatedEngine:
@@ -115,14 +123,14 @@ class SimulatedEngine:
     def free_tokens(self, kept: float) -> list[float]:
         """Tokens that the cache of each DP rank has room for, beside what its requests hold and this share of their outputs to come.
 
-        Requests that wait count with their prompts. A step that makes several tokens counts as that many.
+        Requests that wait count with their prompts.
         """
         free = []
         for rank in self._scheduler.ranks:
             taken = 0.0
             for request in (*rank.running, *rank.waiting):
                 made = len(request.token_ids) - request.num_prompt_tokens
-                taken += request.num_prompt_tokens + self._made * (made + kept * (request.max_tokens - made))
+                taken += request.num_prompt_tokens + made + kept * (request.max_tokens - made)
             free.append(self._cache_tokens - taken)
         return free
 
@@ -137,8 +145,7 @@ class SimulatedEngine:
             states = []
             for request in (*rank.running, *rank.waiting):
                 made = len(request.token_ids) - request.num_prompt_tokens
-                left = self._made * (request.max_tokens - made)
-                states.append((left, request.num_prompt_tokens + self._made * made))
+                states.append((request.max_tokens - made, len(request.token_ids)))
             held.append(sorted(states))
         count = 0
         for served in prompts:
@@ -157,7 +164,7 @@ class SimulatedEngine:
         asked, name = served.asked, str(self._count)
         # Only the shared part may be found in the cache: what follows is each request's own from its first token on.
         tokens = [_SHARED_TOKEN] * asked.shared + [_OWN_TOKEN + self._count] * (asked.prompt - asked.shared)
-        output = 1 if self._one_token else steps_of(asked.output, self._made)
+        output = 1 if self._one_token else asked.output
         self._scheduler.add(Request(name, tokens, asked.prompt, _PARAMS, output, 0, arrival_time=now))
         self._serving[name] = served
         self._count += 1
@@ -183,7 +190,7 @@ class SimulatedEngine:
         """Enter the step's tokens; give the requests that finished."""
         done = []
         for request, _, reason in self._scheduler.update(
-            self._plan, [_results(rank, self._waits(rank)) for rank in self._plan.ranks], now
+            self._plan, [_results(rank, self._waits(rank), self._made) for rank in self._plan.ranks], now
         ):
             if reason is not None:
                 served = self._serving.pop(request.request_id)
@@ -239,13 +246,13 @@ class Decoder:
             served = self._waiting.popleft()
             rank = min(range(len(self._decodes)), key=lambda r: (self._decodes[r], self._context[r]))
             self._decodes[rank] += 1
-            self._context[rank] += served.asked.prompt
+            self._context[rank] += served.asked.prompt + 1 - self._made
             served.first = now
             steps = max(1, steps_of(served.asked.output, self._made) - 1)
             heapq.heappush(self._ends, (self._steps + steps, self._count, rank, served))
             self._count += 1
         for rank, decodes in enumerate(self._decodes):
-            self._context[rank] += decodes
+            self._context[rank] += decodes * self._made
         ranks = [RankWork(d, c) for d, c in zip(self._decodes, self._context, strict=True)]
         seconds = self._prices.seconds(ranks)
         self.gaps.append((now, seconds, len(self._ends)))
@@ -259,6 +266,7 @@ class Decoder:
             _, _, rank, served = heapq.heappop(self._ends)
             served.finished = now
             self._decodes[rank] -= 1
-            self._context[rank] -= served.asked.prompt + max(1, steps_of(served.asked.output, self._made) - 1)
+            steps = max(1, steps_of(served.asked.output, self._made) - 1)
+            self._context[rank] -= served.asked.prompt + 1 + (steps - 1) * self._made
             done.append(served)
         return done

@@ -236,15 +236,6 @@ def test_a_load_counts_tokens_sessions_and_errors(start_fake, accept):
     # Four chunks of 10 ms each, two sessions: at most 200 tokens a second.
     assert 0 < found["values"]["output_tokens_per_s"] <= 200
     assert server.script.most_at_once == 2
-    assert found["by_hand"].startswith(f"dsjax bench serve --base-url {server.url}")
-
-
-def test_the_command_by_hand_is_one_that_runs(start_fake, accept):
-    _, body = accept(start_fake(first=0.001).url, "--only", "ttft,rate", criteria=[MET])
-    for name in ("ttft", "rate"):
-        ended = run(*shlex.split(body["measurements"][name]["by_hand"]))
-        assert ended.returncode == 0, ended.stderr
-        assert "Successful requests" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -325,47 +316,6 @@ def test_a_link_is_a_row_of_the_network_s_measurement(start_fake, accept, tmp_pa
     assert body["criteria"][0]["value"] == pytest.approx(measured * 1e6)
 
 
-GAIN = """
-[measurements.gain]
-kind = "eplb_gain"
-title = "Gain"
-sessions = 2
-seconds = 1
-input_tokens = 6
-output_tokens = 8
-spread = 0.0
-"""
-BUSY = ("busy", "gain", "utilisation_gain", "at_least = 0.03")
-
-
-def test_a_server_with_balancing_is_compared_with_one_without(start_fake, accept):
-    criteria = [
-        ("faster", "gain", "throughput_gain", "at_least = 0.5"),
-        ("even", "gain", "generation_p99_reduction", "at_least = 0.1"),
-        BUSY,
-    ]
-    fast, slow = start_fake(gap=0.005), start_fake(gap=0.2)
-    given = ["--only", "gain", "--without-eplb-url", slow.url]
-    _, body = accept(fast.url, *given, criteria=criteria, text=CRITERIA + GAIN)
-    assert verdicts(body) == {"faster": "met", "even": "met", "busy": "not tested"}
-
-
-def test_each_of_two_servers_has_its_own_devices_utilisation(start_fake, accept):
-    def exporter(percent):
-        return start_fake(metrics=lambda answered: f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",Hostname="a"}} {percent}\n').url
-
-    server, other = start_fake(gap=0.02), start_fake(gap=0.02)
-    wanted = {"criteria": [BUSY], "text": CRITERIA + GAIN}
-    given = ["--only", "gain", "--without-eplb-url", other.url, "--device-metrics", f"{exporter(70)}/metrics"]
-    _, body = accept(server.url, *given, **wanted)
-    assert verdicts(body) == {"busy": "not tested"}, "nobody says how busy the other server's devices are"
-    assert "--without-eplb-device-metrics" in body["criteria"][0]["reason"]
-    given += ["--without-eplb-device-metrics", f"{exporter(60)}/metrics"]
-    _, body = accept(server.url, *given, **wanted)
-    assert verdicts(body) == {"busy": "met"}
-    assert body["criteria"][0]["value"] == pytest.approx(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_the_fault_and_the_same_command_goes_on(number, start_fake, tmp_path):
@@ -407,8 +357,6 @@ def test_commands_are_shown_without_keys():
         (["--device-metrics", "host:9400"], "expected an address such as http://HOST:PORT/metrics"),
         (["--dataset-path", "nowhere.json"], "which is no file"),
         (["--results", ""], "--results is '', which names no folder"),
-        (["--without-eplb-url", "http://127.0.0.1:99999"], "--without-eplb-url is 'http://127.0.0.1:99999'"),
-        (["--limited-network", "limited.json"], "--limited-network is 'limited.json', expected LIMIT=FILE"),
         (["--hook", "quake=true"], "is no hook of the criteria file"),
         (["--only", "nothing"], "names no criterion and no measurement"),
         (["--network", "nowhere.json"], "nowhere.json"),
@@ -418,3 +366,9 @@ def test_a_user_s_mistake_is_one_line(start_fake, accept, options, message):
     ended, body = accept(start_fake().url, *options, criteria=[MET])
     assert (ended.returncode, body) == (2, None)
     assert message in " ".join(ended.stderr.split())
+
+
+def test_criteria_are_asked_for(start_fake):
+    ended = run("dsjax", "accept", "--base-url", start_fake().url)
+    assert ended.returncode == 2
+    assert "--criteria is missing; give a TOML file" in " ".join(ended.stderr.split())

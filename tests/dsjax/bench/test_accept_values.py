@@ -15,7 +15,6 @@ from dsjax.bench.accept.kinds.balance import BalanceMeasurement, variation
 from dsjax.bench.accept.kinds.fault import FaultMeasurement, FaultTimes
 from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.link import LinkMeasurement
-from dsjax.bench.accept.kinds.link_share import LinkShareMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, tokens_between
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.load import LoadResult
@@ -281,27 +280,6 @@ def test_a_row_that_is_not_there_is_not_tested(fields, message):
 def test_an_exchange_inside_a_host_leaves_none():
     found = link([row("all_to_all", 1 << 20, 1e-3, between=False, hosts=1)], between_hosts=False)
     assert found.absent["aggregate_gbit_per_s"][1] == "the group is within one host"
-
-
-def share(limited):
-    whole = network(row("all_to_all", 1 << 20, 1e-3))
-    bed = SimpleNamespace(network=whole, options=SimpleNamespace(limited_networks=limited))
-    return LinkShareMeasurement(name="l", title="L", limit="20", **EXCHANGE), bed
-
-
-def test_the_share_of_a_limited_link_is_the_ratio_of_both_files_rates():
-    one, bed = share({"20": network(row("all_to_all", 1 << 20, 1.25e-3), date="2027")})
-    assert one.why_not(bed) is None
-    assert asyncio.run(one.measure(bed)).values == {"bandwidth_share": pytest.approx(0.8)}
-    assert one.depends_on(bed) == ("2026", "2027")
-
-
-def test_a_limited_link_is_not_tested_without_its_file_or_its_row():
-    one, bed = share({"10": {}})
-    assert "--limited-network 20=FILE is not given" in one.why_not(bed)
-    one, bed = share({"20": network(row("all_to_all", 1024, 1e-3))})
-    with pytest.raises(NotTestedError, match="--limited-network 20 has all_to_all between hosts of 1,024 bytes"):
-        asyncio.run(one.measure(bed))
 
 
 def hooks(scale=None, timeout=60.0, **commands):

@@ -39,7 +39,7 @@ def found() -> dict[str, tuple[int, str, list[str]]]:
     rows += [
         ("dsjax", "--help"),
         ("dsjax", "info", "--model", "deepseek-v3", "--mesh", "dp=8,tp=2"),
-        ("dsjax", "plan", "--model", "demo", "--cluster", "h200-8", "--mesh", "dp=8", "--fit"),
+        ("dsjax", "plan", "fit", "--model", "demo", "--cluster", "h200-8", "--mesh", "dp=8"),
     ]
     made = subprocess.run([sys.executable, "-c", _RUN, json.dumps(rows)], capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dsjax.cli.info import info
 from dsjax.cli.main import COMMANDS, app
 from dsjax.cli.output import ReportConsole, fitted, report_console, write_json, writing
-from dsjax.cli.plan import plan
+from dsjax.cli.plan import recipe, search_layouts
 from dsjax.errors import UserError
 
 
@@ -36,12 +36,12 @@ def test_what_json_cannot_hold_is_not_taken_for_the_users_mistake(tmp_path):
     "command",
     [
         lambda where: info(json_file=str(where / "a.json")),
-        lambda where: plan(cluster="h200-8", mesh="dp=8", json_file=str(where / "a.json")),
-        lambda where: plan(cluster="h200-8", mesh="dp=8", pareto=where / "a.png"),
-        lambda where: plan(cluster="h200-8", mesh="dp=8", pareto=where.parent / "a.no-picture"),
-        lambda where: plan(cluster="h200-8", mesh="dp=8", recipe_file=where / "a.json"),
+        lambda where: search_layouts(cluster="h200-8", mesh="dp=8", json_file=str(where / "a.json")),
+        lambda where: search_layouts(cluster="h200-8", mesh="dp=8", pareto=where / "a.png"),
+        lambda where: search_layouts(cluster="h200-8", mesh="dp=8", pareto=where.parent / "a.no-picture"),
+        lambda where: recipe(cluster="h200-8", mesh="dp=8", file=where / "a.json"),
     ],
-    ids=["info --json", "plan --json", "plan --pareto", "plan --pareto of no kind", "plan --recipe"],
+    ids=["info --json", "plan --json", "plan --pareto", "plan --pareto of no kind", "plan recipe"],
 )
 def test_commands_say_what_they_cannot_write(command, tmp_path):
     with pytest.raises(UserError, match=r"cannot write .*(missing/a\.|a\.no-picture)"):
@@ -128,7 +128,16 @@ def test_the_plan_shows_deployment_and_bottleneck_at_any_width(width):
     assert re.search(r"\+\d+ ?%", table), "the bottleneck, and what twice as much of it would give"
 
 
-HELP_PAGES = ["", *COMMANDS, "bench serve", "bench modules", "kernels list", "kernels build"]
+HELP_PAGES = [
+    "",
+    *COMMANDS,
+    "plan simulate",
+    "plan recipe",
+    "bench serve",
+    "bench modules",
+    "kernels list",
+    "kernels build",
+]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

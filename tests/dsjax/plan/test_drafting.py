@@ -10,7 +10,7 @@ from dsjax.plan.workload import PlanOptions
 
 
 def test_one_draft_yields_its_acceptance_and_further_ones_less_and_less():
-    made = [tokens_a_step(FIRST, drafts).value for drafts in range(5)]
+    made = [tokens_a_step(FIRST, drafts) for drafts in range(5)]
     gains = [after - before for before, after in pairwise(made)]
     assert made[0] == 1
     assert gains[0] == pytest.approx(FIRST)
@@ -18,7 +18,7 @@ def test_one_draft_yields_its_acceptance_and_further_ones_less_and_less():
 
 
 def test_shares_of_positions_are_taken_as_an_engine_logs_them():
-    assert tokens_a_step(read_acceptance("0.74,0.48,0.26"), 3).value == pytest.approx(2.48)
+    assert tokens_a_step(read_acceptance("0.74,0.48,0.26"), 3) == pytest.approx(2.48)
     assert read_acceptance("0.85") == 0.85
 
 

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.plan.arguments import PlanArgs
+from dsjax.plan.arguments import FitArgs, PlanArgs, SimulateArgs, StepArgs
 from dsjax.plan.engine import CAPABILITIES, credit_table, dsjax_engine, find_engine
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
-from dsjax.plan.sides import PARTS, QUESTION, RUNNING, sides_table
+from dsjax.plan.sides import PARTS, QUESTION, RUNNING, SUBCOMMANDS, sides_table
 from dsjax.plan.workload import PlanOptions
 
 ROOT = Path(__file__).parents[3]
+PLANNER = {field.name for kind in (PlanArgs, FitArgs, SimulateArgs, StepArgs) for field in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
@@ -68,11 +69,11 @@ def test_no_more_is_credited_than_the_engine_can(ask):
     for engine, can in ((able, True), (dataclasses.replace(able, balances=False, overlaps=False), False)):
         question = ask("h200-16", options=PlanOptions(engine=engine))
         instance = question.instance(parse_layout("dp=16", 32, question.config), {})
-        assert (instance.overlapped(256), instance.step_models()[0].balancing) == (can, can)
+        assert (instance.overlapped(512), instance.step_models()[0].balancing) == (can, can)
 
 
 def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page_as_the_credits_do():
-    planner, engine = ({field.name for field in dataclasses.fields(kind)} for kind in (PlanArgs, EngineArgs))
+    planner, engine = PLANNER | set(SUBCOMMANDS), {field.name for field in dataclasses.fields(EngineArgs)}
     for part in PARTS:
         assert set(part.planner) <= planner, part.name
         assert set(part.engine) <= engine, part.name
@@ -84,10 +85,10 @@ def test_parts_of_one_side_name_options_that_the_side_has_and_stand_on_the_page_
 
 def test_no_option_of_either_side_is_left_out_of_the_table_of_sides():
     """A new option says in `dsjax/plan/sides.py` whether the other side has it: priced by a plan, or done by the engine."""
-    for kind, column, apart in ((PlanArgs, "planner", QUESTION), (EngineArgs, "engine", RUNNING)):
-        named = {name for part in PARTS for name in getattr(part, column)}
-        fields = {field.name for field in dataclasses.fields(kind)}
+    engine = {field.name for field in dataclasses.fields(EngineArgs)}
+    for fields, column, apart in ((PLANNER, "planner", QUESTION), (engine, "engine", RUNNING)):
+        named = {name for part in PARTS for name in getattr(part, column)} - set(SUBCOMMANDS)
         # How the scores of selected positions are computed; tests/test_house.py keeps this name to its own folder.
-        fields -= {"index_scores"}
+        fields = fields - {"index_scores"}
         assert fields - named - set(apart) == set(), f"options of the {column} that dsjax/plan/sides.py does not name"
         assert set(apart) <= fields - named, f"names of the {column} that are no options, or stand in two places"

@@ -12,7 +12,7 @@ from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.arguments import PlanArgs
-from dsjax.plan.candidate import aggregated
+from dsjax.plan.candidate import aggregated, with_intervals
 from dsjax.plan.engine import find_engine
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.launch_flags import launch
@@ -82,7 +82,7 @@ def test_hosts_of_an_instance_share_out_its_replicas(ask):
 
 def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
     question, made = candidate(ask, "dp=4,tp=4")
-    every = recipe("deepseek-v3", question, made)["services"][0]["launches"]
+    every = recipe("deepseek-v3", question, with_intervals(made))["services"][0]["launches"]
     assert set(every) == set(LAUNCHED)
     assert "attention is data parallel over all devices" in every["tensorrt-llm"]["not_expressed"][0]
     hybrid = parse_layout("dp=6,tp=4,ep=3", 2, question.config)
@@ -92,20 +92,22 @@ def test_what_an_engine_cannot_say_stands_in_the_recipe(ask):
 
 def test_sglang_without_an_all_to_all_gathers_every_ranks_tokens_and_overlaps_no_half_batches():
     def planned(**options):
-        args = PlanArgs(cluster="b200-8", engine="sglang", mode="aggregated", mesh="dp=8", concurrency=64, **options)
-        winner = search(args.question()[0]).winner
+        args = PlanArgs(
+            cluster="b200-8", engine="sglang", mode="aggregated", mesh="dp=8", max_concurrency=64, **options
+        )
+        winner = search(args.question()).winner
         return winner, words_of(launches("sglang", "deepseek-v3", winner)[0].commands()[0])
 
     usual, _ = planned()
     gathered, command = planned(moe_a2a_backend="none")
     assert command["--moe-a2a-backend"] == "none"
     assert "--deepep-mode" not in command
-    assert gathered.tpot.value > usual.tpot.value
+    assert gathered.tpot > usual.tpot
     with pytest.raises(UserError, match="does not overlap two half batches"):
         planned(moe_a2a_backend="none", two_batch_overlap="on")
     slower, command = planned(fp8_gemm_backend="flashinfer_trtllm")
     assert command["--fp8-gemm-backend"] == "flashinfer_trtllm"
-    assert slower.ttft.value > usual.ttft.value
+    assert slower.ttft > usual.ttft
 
 
 def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):
@@ -123,10 +125,12 @@ def test_a_plan_for_an_engine_has_only_layouts_that_it_can_run(ask):
 @pytest.mark.parametrize("engine", LAUNCHED)
 def test_the_script_of_a_recipe_is_one_that_a_shell_reads(engine, tmp_path):
     script, body = tmp_path / "run.sh", tmp_path / "run.json"
-    base = ["plan", "--cluster", "h200-16", "--mode", "separated", "--prefill-mesh", "dp=8", "--decode-mesh", "dp=8"]
+    base = ["--cluster", "h200-16", "--mode", "separated", "--prefill-mesh", "dp=8", "--decode-mesh", "dp=8"]
     for path in (script, body):
         done = CliRunner().invoke(
-            app, [*base, "--engine", engine, "--redundant-experts", "0", "--recipe", str(path)], catch_exceptions=False
+            app,
+            ["plan", "recipe", str(path), *base, "--engine", engine, "--redundant-experts", "0"],
+            catch_exceptions=False,
         )
         assert done.exit_code == 0
     assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
@@ -138,9 +142,9 @@ def test_the_script_of_a_recipe_is_one_that_a_shell_reads(engine, tmp_path):
 
 
 def test_a_recipe_of_the_wrong_kind_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds the commands of one engine, and --engine is dsjax"):
+    with pytest.raises(UserError, match="would hold the commands of one engine, and --engine is dsjax"):
         check_recipe(tmp_path / "run.sh", "dsjax")
-    with pytest.raises(UserError, match="is a deployment of dsjax, and --engine is vllm"):
+    with pytest.raises(UserError, match="would be a deployment of dsjax, and --engine is vllm"):
         check_recipe(tmp_path / "graph.yaml", "vllm")
 
 

@@ -11,7 +11,7 @@ from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.hardware.this_machine import cpu_name
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.figure import Kind, settled
+from dsjax.plan.figure import Draw, Kind, drawing, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.measured import Measured, read_measured, widths
 from dsjax.plan.measured_step import MeasuredStep
@@ -23,8 +23,8 @@ EACH = {"norms": 1e-6, "dense MLP": 2e-3, "router": 3e-6, "shared expert": 4e-6,
 
 
 def row(module, seconds, variant="", once=0.0, **sizes):
-    spread = {"median_s": seconds, "low_s": seconds * 0.9, "high_s": seconds * 1.2}
-    return {"module": module, "variant": variant, "sizes": sizes, **spread, "once_s": once}
+    times = {"median_s": seconds, "low_s": seconds * 0.9, "high_s": seconds * 1.2}
+    return {"module": module, "variant": variant, "sizes": sizes, **times, "once_s": once}
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +81,24 @@ def model(demo, body, **changes):
 
 def test_a_step_is_the_sum_of_its_modules(demo, body):
     """At a timed size nothing is interpolated: layers × each, once for each place in the program, and the launch."""
-    step = model(demo, body).decode(8, 127)
+    [step] = spread(lambda: [model(demo, body).decode(8, 127)])
     layers, moe = demo.num_hidden_layers, demo.num_moe_layers
     expected = layers * EACH["norms"] * 9 + 2 * 7e-6  # stands in both stacks of layers
     expected += EACH["dense MLP"] * 9 + EACH["head"] * 9 + 2 * 7e-6
     expected += moe * (EACH["router"] + EACH["shared expert"]) * 9 + 2 * 7e-6 + moe * 1e-5 * 9
     expected += layers * 1e-8 * 8 * 128 + 2 * 1e-4 + 8e-5
-    assert step.value == pytest.approx(expected, rel=1e-9)
-    assert not step.kinds & Kind.ASSUMPTION
-    assert step.low < step.value < step.high
+    assert step == pytest.approx(expected, rel=1e-9)
+    assert step.low < step < step.high
+    with drawing(Draw(lambda name: 0.0 if "measured" in name else 1.0)):
+        assert model(demo, body).decode(8, 127) == step, "only what was measured moves it"
 
 
 def test_without_a_module_s_rows_the_published_table_stays(demo, body):
     fewer = body | {"rows": [one for one in body["rows"] if one["module"] != "head"]}
-    step = model(demo, fewer).decode(8, 127)
-    assert Kind.ASSUMPTION & step.part("head").kinds
-    assert not step.part("dense MLP").kinds & Kind.ASSUMPTION
+    [step] = spread(lambda: [model(demo, fewer).decode(8, 127)])
+    assert step.kinds & Kind.ASSUMPTION
+    parts, whole = (model(demo, rows).decode_parts(8, 127) for rows in (fewer, body))
+    assert {name for name in whole if parts[name] != whole[name]} == {"head"}
 
 
 def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
@@ -112,27 +114,26 @@ def test_attention_is_interpolated_in_rows_and_whole_blocks(demo, body):
 
 def test_a_prompt_is_taken_in_the_longest_timed_chunks(demo, body):
     """512 tokens are two chunks of 256 that begin, on average, behind 128 positions."""
-    found = model(demo, body).prefill(512, prompt=512).part("attention")
+    found = model(demo, body).prefill_parts(512, prompt=512)[0]["attention"]
     one = 1e-7 * 256 * (128 + 256)
-    assert found.value == pytest.approx(2 * demo.num_hidden_layers * one * 1.03, rel=0.1)  # 1.03: uneven prompts
+    assert found == pytest.approx(2 * demo.num_hidden_layers * one * 1.03, rel=0.1)  # 1.03: uneven prompts
 
 
 def test_a_figure_beyond_the_file_is_an_assumption(demo, body):
-    inside, outside = (model(demo, body).decode(batch, 127).part("router") for batch in (256, 512))
-    assert not inside.kinds & Kind.ASSUMPTION
-    assert outside.kinds & Kind.ASSUMPTION
-    assert any("beyond what was timed (1 to 256)" in figure.note for figure, _ in outside.walk())
-    with settled("router, measured"):
-        known = model(demo, body).decode(512, 127).part("router, measured")
-    assert known.low == known.high == outside.part("router, measured").value
-    contexts = model(demo, body).decode(8, 1900).part("attention")
-    assert contexts.kinds & Kind.ASSUMPTION
+    def seen(batch, context):
+        with drawing(Draw()) as draw:
+            model(demo, body).decode(batch, context)
+        return {name: figure.kinds for name, figure in draw.seen.items() if "measured" in name}
+
+    assert set(seen(256, 127).values()) == {Kind.MEASURED}
+    assert seen(512, 127)["router, measured, and beyond what was timed"] == Kind.MEASURED | Kind.ASSUMPTION
+    assert seen(8, 1900)["attention, measured, and beyond what was timed"] == Kind.MEASURED | Kind.ASSUMPTION
 
 
 def test_the_longest_context_of_a_batch_is_what_the_loop_runs_to(demo, body):
-    even, uneven = (model(demo, body).decode(64, 500, uneven=cv) for cv in (0.0, 0.3))
-    assert uneven.part("attention").value > 1.3 * even.part("attention").value
-    assert uneven.part("head").value == even.part("head").value
+    even, uneven = (model(demo, body).decode_parts(64, 500, uneven=cv) for cv in (0.0, 0.3))
+    assert uneven["attention"] > 1.3 * even["attention"]
+    assert uneven["head"] == even["head"]
 
 
 def test_heads_over_tp_keep_the_published_times(demo, body):
@@ -140,9 +141,10 @@ def test_heads_over_tp_keep_the_published_times(demo, body):
     measured = Measured("m.json", body)
     cluster = dataclasses.replace(load_cluster("h100-32"), hosts=1)
     arguments = (demo, cluster, parse_layout("tp=2", 0, demo), choose_precision("auto", "auto", measured), UNIFORM)
-    step, plain = MeasuredStep(*arguments, measured=measured).decode(8, 127), StepModel(*arguments).decode(8, 127)
-    assert step.part("attention").value == plain.part("attention").value
-    assert not step.part("router").kinds & Kind.ASSUMPTION
+    steps = MeasuredStep(*arguments, measured=measured), StepModel(*arguments)
+    timed, plain = (step.decode_parts(8, 127) for step in steps)
+    assert timed["attention"] == plain["attention"]
+    assert timed["router"].kinds == Kind.MEASURED
 
 
 def test_a_file_of_another_device_is_refused_and_this_machine_is_the_one_that_was_timed(body):

@@ -1,14 +1,16 @@
 """More of a resource, a looser objective, a shorter prompt: never worse, over steps on every bundled cluster and over the search."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsjax.config import load_config
-from dsjax.plan.candidate import aggregated, prefill_pool, quick_aggregated, quick_separated, separated
+from dsjax.plan.candidate import aggregated, moved, prefill_pool, separated, with_intervals
 from dsjax.plan.cluster import RESOURCES, bundled_clusters, load_cluster
+from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
@@ -42,9 +44,9 @@ def model(cluster, mesh, overlap=False, numbers="fp8"):
 def test_more_of_a_resource_makes_no_step_slower(cluster, mesh, resource, factor, batch, context, overlap, numbers):
     before = load_cluster(cluster)
     now, more = (model(c, mesh, overlap, numbers) for c in (before, before.scaled(resource, factor)))
-    assert more.decode(batch, context).value <= now.decode(batch, context).value * ROUNDING
+    assert more.decode(batch, context) <= now.decode(batch, context) * ROUNDING
     tokens = max(batch * 16, 64)
-    assert more.prefill(tokens, prompt=context).value <= now.prefill(tokens, prompt=context).value * ROUNDING
+    assert more.prefill(tokens, prompt=context) <= now.prefill(tokens, prompt=context) * ROUNDING
 
 
 @settings(max_examples=50, deadline=None)
@@ -61,13 +63,13 @@ def test_fewer_requests_and_shorter_contexts_make_no_step_slower(
     cluster, mesh, batch, context, factor, uneven, numbers
 ):
     step = model(load_cluster(cluster), mesh, numbers=numbers)
-    now = step.decode(batch, context, uneven=uneven).value
-    assert now <= step.decode(batch * factor, context, uneven=uneven).value * ROUNDING
-    assert now <= step.decode(batch, context * factor, uneven=uneven).value * ROUNDING
-    prompts = step.prefill(8192, prompt=context).value
-    assert prompts <= step.prefill(8192 * factor, prompt=context).value * ROUNDING
+    now = step.decode(batch, context, uneven=uneven)
+    assert now <= step.decode(batch * factor, context, uneven=uneven) * ROUNDING
+    assert now <= step.decode(batch, context * factor, uneven=uneven) * ROUNDING
+    prompts = step.prefill(8192, prompt=context)
+    assert prompts <= step.prefill(8192 * factor, prompt=context) * ROUNDING
     # Shorter prompts are more of them in a step, and each has a row of logits.
-    assert prompts <= (step.prefill(8192, prompt=context * factor).value + step.head(8192 / context).value) * ROUNDING
+    assert prompts <= (step.prefill(8192, prompt=context * factor) + step.head(8192 / context)) * ROUNDING
 
 
 def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated",)):
@@ -79,8 +81,8 @@ def asked(cluster="h200-8", prompt=2000, ttft=2.0, tpot=0.05, modes=("aggregated
 @pytest.mark.parametrize("modes", [("aggregated",), ("separated",)])
 def test_no_easement_of_a_plan_makes_it_worse(modes):
     cluster = load_cluster("h200-8" if modes == ("aggregated",) else "h200-16")
-    now = search(asked(cluster, modes=modes)).winner.throughput.value
-    more_memory = dataclasses.replace(cluster.hardware, memory_bytes=round(cluster.hardware.memory_bytes * 1.2))
+    now = search(asked(cluster, modes=modes)).winner.throughput
+    more_memory = dataclasses.replace(cluster.hardware, driver_bytes=round(cluster.hardware.visible_bytes * 1.2))
     for easier in (
         *(asked(cluster.scaled(resource, 1.2), modes=modes) for resource in RESOURCES),
         asked(dataclasses.replace(cluster, hardware=more_memory), modes=modes),
@@ -88,27 +90,45 @@ def test_no_easement_of_a_plan_makes_it_worse(modes):
         asked(cluster, ttft=2.3, modes=modes),
         asked(cluster, tpot=0.057, modes=modes),
     ):
-        assert search(easier).winner.throughput.value >= now / ROUNDING
+        assert search(easier).winner.throughput >= now / ROUNDING
 
 
 def test_the_search_stands_on_the_batch_that_just_meets_the_objective():
     winner = search(asked(load_cluster("h200-8"))).winner
-    assert winner.tpot.value <= 0.05
+    assert winner.tpot <= 0.05
     more = aggregated(winner.decode, winner.count, winner.batch + 1, winner.prefill_tokens)
-    assert more.tpot.value > 0.05 or more.ttft.value > 2.0 or winner.batch == winner.decode.max_batch
+    assert more.tpot > 0.05 or more.ttft > 2.0 or winner.batch == winner.decode.max_batch
 
 
 @pytest.mark.parametrize("batch", [1.0, 7.0, 64.0])
-def test_the_searchs_quick_figures_are_the_middle_of_the_full_ones(batch):
+def test_intervals_are_around_the_figures_of_the_search(batch):
     cluster = load_cluster("h200-8")
     instance = asked(cluster).instance(parse_layout("dp=4", 0, CONFIG), {"shared": {}})
     pool = prefill_pool(instance, 8192)
-    both = quick_aggregated(instance, 2, batch, 4096), aggregated(instance, 2, batch, 4096), 1e-9
+    both = aggregated(instance, 2, batch, 4096), 1e-9
     # Where prefill holds decode up, the search reads the step of those that still decode off a curve.
-    apart = quick_separated(pool, 1, instance, 1, batch), separated(pool, 1, instance, 1, batch), 1e-2
-    for quick, full, rounding in (both, apart):
+    apart = separated(pool, 1, instance, 1, batch), 1e-2
+    for found, rounding in (both, apart):
+        again = with_intervals(found)
         for name in ("ttft", "tpot", "throughput"):
-            assert getattr(quick, name).value == pytest.approx(getattr(full, name).value, rel=rounding)
+            full = getattr(again, name)
+            assert full.low < full < full.high
+            assert full == pytest.approx(getattr(found, name), rel=rounding)
+
+
+def test_what_two_layouts_share_cancels_in_the_ratio_of_their_figures():
+    instances = [
+        asked(load_cluster("h200-8")).instance(parse_layout(mesh, 0, CONFIG), {"shared": {}})
+        for mesh in ("dp=8", "tp=8,ep=1")
+    ]
+    both = [aggregated(instance, 1, 16.0, 4096) for instance in instances]
+
+    def compute():
+        one, other = (moved(candidate).tpot for candidate in both)
+        return one, other, one / other
+
+    *alone, ratio = (math.log(figure.high / figure.low) for figure in spread(compute))
+    assert 0 < ratio < math.hypot(*alone), "wider than if they had nothing in common"
 
 
 def test_prompts_beside_decodes_do_not_wait_longer_behind_a_faster_network():
@@ -116,7 +136,7 @@ def test_prompts_beside_decodes_do_not_wait_longer_behind_a_faster_network():
     config, cluster = load_config("deepseek-v3"), load_cluster("h800-32")
     work, layout = Workload(Lengths(2000), Lengths(500)), parse_layout("dp=32", 32, config)
     waits = [
-        quick_aggregated(Instance(config, found, layout, PlanOptions(), work), 1, 112.0, 1024.0).ttft.value
+        aggregated(Instance(config, found, layout, PlanOptions(), work), 1, 112.0, 1024.0).ttft
         for found in (cluster, cluster.scaled("network", 1.5))
     ]
     assert waits[1] <= waits[0]

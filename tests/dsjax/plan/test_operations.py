@@ -30,7 +30,7 @@ def test_a_little_more_of_a_resource_changes_a_time_a_little_and_never_for_the_w
     times = []
     for step in range(60):
         more = dataclasses.replace(hardware, **{resource: getattr(hardware, resource) * 1.05**step})
-        times.append(Chip(more, PRECISIONS["fp8"]).product(4096, 4096, 7168).value)
+        times.append(Chip(more, PRECISIONS["fp8"]).product(4096, 4096, 7168))
     assert all(0.9 < after / before <= 1 for before, after in itertools.pairwise(times))
 
 
@@ -38,18 +38,16 @@ def test_a_sum_grows_with_its_bytes_and_shrinks_with_the_link_but_for_what_it_ta
     h200, h800 = load_cluster("h200-8"), load_cluster("h800-32")
     sizes = [2.0**n for n in range(10, 32)]
     for cluster in (h200, h800, load_cluster("b200-8"), load_cluster("gb200-nvl72-36")):
-        times = [all_reduce(cluster, 8, size).value for size in sizes]
+        times = [all_reduce(cluster, 8, size) for size in sizes]
         assert times == sorted(times)
-        assert all(
-            all_reduce(cluster.scaled("scale-up", 2), 8, s).value <= t for s, t in zip(sizes, times, strict=True)
-        )
-    assert all_reduce(h200, 8, 1024.0).value == all_reduce(h800, 8, 1024.0).value
-    assert all_reduce(h800, 8, 2.0**30).value == pytest.approx(450 / 200 * all_reduce(h200, 8, 2.0**30).value, rel=0.01)
+        assert all(all_reduce(cluster.scaled("scale-up", 2), 8, s) <= t for s, t in zip(sizes, times, strict=True))
+    assert all_reduce(h200, 8, 1024.0) == all_reduce(h800, 8, 1024.0)
+    assert all_reduce(h800, 8, 2.0**30) == pytest.approx(450 / 200 * all_reduce(h200, 8, 2.0**30), rel=0.01)
 
 
 def experts_of(cluster, mesh, v3, tokens, decode, tables):
     step = StepModel(v3, load_cluster(cluster), parse_layout(mesh, 0, v3), PRECISIONS["fp8"], operators=tables)
-    return step.parts(tokens, tokens * 1000.0 if decode else 0.0, 1000.0, decode)["experts"].value / 58
+    return step.parts(tokens, tokens * 1000.0 if decode else 0.0, 1000.0, decode)["experts"] / 58
 
 
 OLD_TENSORRT_LLM = BUNDLED.of_version("tensorrt-llm-1.2.0rc5")

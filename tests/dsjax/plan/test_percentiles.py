@@ -107,7 +107,7 @@ def test_what_breaks_the_bounds_on_means_is_not_played_and_is_named(plan):
 def test_the_command_plays_what_it_plans():
     words = ["plan", "--cluster", "h200-8", "--engine", "published", "--mesh", "tp=8,ep=1"]
     words += ["--class", "short=0.8,512,64", "--class", "long=0.2,4096,128"]
-    words += ["--slo", "long:ttft-p95=1500", "--rate", "2", "--num-prompts", "60", "--json", "-"]
+    words += ["--slo", "long:ttft-p95=1500", "--request-rate", "2", "--num-prompts", "60", "--json", "-"]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)

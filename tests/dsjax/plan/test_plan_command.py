@@ -5,10 +5,12 @@ import json
 import math
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -16,17 +18,17 @@ from dsjax.config import load_config
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.side_options import decode_args, prefill_args
 from dsjax.errors import UserError
-from dsjax.plan.dynamo_graph import deployment_name, planned_graph
 from dsjax.plan.engine import dsjax_engine
-from dsjax.plan.kubernetes import overlay
+from dsjax.plan.manifests import deployment_name, fill, overlay, planned_graph
 from dsjax.plan.precision import precision
-from dsjax.plan.recipe import front_ends, notes, recipe
+from dsjax.plan.recipe import front_ends, notes, read_recipe, recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
 
 # What the engines that publish their kernels can do, in front of what dsjax serve can.
-BASE = ["plan", "--cluster", "h200-8", "--input", "1000", "--output", "200", "--mode", "aggregated"]
+LENGTHS = ["--cluster", "h200-8", "--input", "1000", "--output", "200"]
+BASE = ["plan", *LENGTHS, "--mode", "aggregated"]
 
 ONE_LAYOUT = ("--mesh", "tp=8,ep=1")
 """Where a test is not about the search."""
@@ -47,21 +49,25 @@ def test_the_table_names_question_winner_command_and_bottleneck_on_a_narrow_term
     assert len(found) == 4, "the table comes in two parts, each with the deployments of its two rows"
 
 
-def test_explain_shows_sources_kinds_and_assumptions_by_how_much_they_widen_the_interval():
+def test_explain_shows_the_parts_of_steps_and_how_much_each_input_moves_the_result_with_its_kind_and_source():
     output = run(*ONE_LAYOUT, "--explain", "tpot")
-    assert "operator tables of aiconfigurator" in output
-    assert "(exact" in output
-    widening = output.partition("narrower by so much if an assumption were known")[2]
-    shares = {name: int(share) for share, name in re.findall(r"^ +(\d+)%  (.+)$", widening, re.MULTILINE)}
-    assert list(shares.values()) == sorted(shares.values(), reverse=True)
-    assert 10 < sum(shares.values()) < 100
+    steps, _, inputs = output.partition("the result × so much at either end of an input's range")
+    shares = [int(share) for share in re.findall(r"^ +[\d.]+ [mµ]?s +(\d+)%  ", steps, re.MULTILINE)]
+    assert sum(shares) == pytest.approx(200, abs=10), "of a decode and of a prefill step"
+    found = re.findall(r"^ +([\d.]+) … ([\d.]+)  (.+?): .+ \((measured|assumption): .+\)$", inputs, re.MULTILINE)
+    assert found[0][2] == "whole engine ÷ its operations"
+    moved = [abs(float(high) - float(low)) for low, high, *_ in found]
+    assert all(more >= less - 0.011 for more, less in pairwise(moved))  # ends are rounded
+    assert "(measured: operator tables of aiconfigurator" in inputs
+    assert "within 1 %: " in inputs
     assert "GB  experts  (exact)" in run(*ONE_LAYOUT, "--explain", "memory")
 
 
 def test_json_is_complete_and_the_recipe_is_its_winner(tmp_path):
     path = tmp_path / "recipe.json"
-    found = json.loads(run("--tpot-ms", "50", "--json", "-", "--recipe", str(path)))
-    assert json.loads(path.read_text()) == found["winner"]
+    words = ["plan", "recipe", str(path), *BASE[1:], "--tpot-ms", "50", "--json", "-"]
+    found = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    assert read_recipe(path) == found["winner"]
     first = found["ranked"][0]
     assert first["tpot_s"]["low"] < first["tpot_s"]["value"] < first["tpot_s"]["high"]
     assert first["bottleneck"]["resource"]
@@ -70,15 +76,15 @@ def test_json_is_complete_and_the_recipe_is_its_winner(tmp_path):
 
 
 def test_the_front_is_one_page_that_loads_nothing_and_says_that_it_keeps_the_ttft(tmp_path):
+    pytest.importorskip("matplotlib")
     path = tmp_path / "front.html"
     run("--pareto", str(path), "--ttft-ms", "150", "--tpot-ms", "40")
     page = path.read_text()
     assert "<svg" in page
-    assert page.count("<circle") == page.count("<title>") - 1 > 3
-    assert "http" not in page
     assert "<script" not in page
+    assert 'href="http' not in page
+    assert 'src="' not in page
     assert "The front keeps a TTFT of 0.15 s" in page
-    assert page.count('fill="#fff"') >= 1
     assert "A hollow dot breaks the TTFT of 0.15 s" in page
 
 
@@ -99,9 +105,7 @@ def engine_of(command):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "static", "--ttft-ms", "100"], "--ttft-ms is of a service, --mode static is one batch"),
-        (["--mode", "static", "--simulate"], "--simulate is of a service"),
-        (["--mode", "static", "--explain", "tpot"], "--explain is of a service"),
+        (["--mode", "static"], "--mode is 'static', expected one of both, aggregated, separated"),
         (["--prefill-mesh", "dp=8"], "which --mode aggregated leaves out"),
         (["--plots", "somewhere"], "--plots draws sweeps, and there is none"),
         (["--json", "-", "--explain", "tpot"], "give one of them"),
@@ -111,9 +115,9 @@ def engine_of(command):
             ["--price-per-hour", "2", "--afd", "on", "--expert-device", "h20"],
             "of one kind of device, and --expert-device is another",
         ),
-        (["--concurrency", "inf"], "--concurrency is inf, expected a number above 0"),
-        (["--rate", "4", "--burstiness", "0"], "a number above 0"),
-        (["--concurrency", "4", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
+        (["--max-concurrency", "inf"], "--max-concurrency is inf, expected a number above 0"),
+        (["--request-rate", "4", "--burstiness", "0"], "a number above 0"),
+        (["--max-concurrency", "4", "--burstiness", "0.5"], "--burstiness is of arrivals at a rate"),
         (["--mtp", "5"], "--mtp 5 is asked for, but dsjax serve drafts at most 4 tokens a step"),
         (["--engine", "vllm", "--precision", "int8"], "vllm does not load block-wise INT8 weights"),
         (["--engine", "vllm", "--precision", "mxfp4", "--cluster", "b200-8"], "vllm are priced in NVFP4 only"),
@@ -121,12 +125,12 @@ def engine_of(command):
         (["--attention-mesh", "dp=8"], "give both"),
         (["--expert-device", "h20"], "give --afd auto or on"),
         (["--num-afd-stages", "3"], "give --engine dsjax and --afd auto or on"),
-        (["--afd", "on", "--simulate"], "--simulate knows layouts of one mesh"),
+        (["--afd", "on", "--slo", "ttft-p95=370"], "--slo knows layouts of one mesh"),
         (["--afd", "on", "--mesh", "dp=8"], "--mesh is of one mesh"),
         (["--attention-mesh", "dp=8", "--expert-mesh", "dp=8"], "such as ep=24"),
-        (["--moe-a2a-backend", "mooncake"], "is 'mooncake', expected deepep or none: others are not priced"),
+        (["--moe-a2a-backend", "mooncake"], "is 'mooncake', expected one of deepep, none"),
         (["--moe-a2a-backend", "none", "--engine", "vllm"], "none with --engine vllm, but it is SGLang's"),
-        (["--fp8-gemm-backend", "triton"], "is 'triton', expected deep_gemm or flashinfer_trtllm"),
+        (["--fp8-gemm-backend", "triton"], "is 'triton', expected one of deep_gemm, flashinfer_trtllm"),
         (["--fp8-gemm-backend", "flashinfer_trtllm", "--engine", "sglang"], "h200-8 has h200"),
         (["--host-cache-gb", "5"], "--host-cache-gb is of --working-set; give it too"),
         (
@@ -146,7 +150,6 @@ def engine_of(command):
             "and --max-devices 8 bounds the devices; leave one of them out",
         ),
         (["--expert-skew", "zipf:-1"], "expected zipf:S with a number S of 0 or more"),
-        (["--rate", "1000", "--simulate", "--mesh", "tp=8,ep=1"], "requests a second, so that queues would grow"),
         (["--mesh", "tp=8", "--stages", "2"], "--stages is of a search over layouts, and --mesh tp=8 is one"),
         (["--mesh", ""], "--mesh is '', expected axes"),
         (["--mtp-acceptance", "0.7"], "--mtp-acceptance is of drafts, and there are none"),
@@ -158,10 +161,57 @@ def test_what_would_be_ignored_or_cannot_be_is_refused(options, message):
     assert message in str(found.exception)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulate", "--request-rate", "1000", *ONE_LAYOUT], "requests a second, so that queues would grow"),
+        (["simulate", "--afd", "on"], "plan simulate knows layouts of one mesh"),
+        (["step", "--mode", "separated"], "--mode is 'separated', expected one of static, static_ctx, static_gen"),
+        (["step", "--context", "100"], "--context is of decode steps alone"),
+    ],
+)
+def test_a_subcommand_refuses_what_it_cannot_answer(words, message):
+    found = CliRunner().invoke(app, ["plan", words[0], *LENGTHS, *words[1:]])
+    assert isinstance(found.exception, UserError)
+    assert message in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["step", "--ttft-ms", "100"], "--ttft-ms"),
+        (["step", "--explain", "tpot"], "--explain"),
+        (["fit", "--mesh", "tp=8", "--request-rate", "3"], "--request-rate"),
+        (["--warmup", "3"], "--warmup"),
+    ],
+)
+def test_a_subcommand_has_no_option_that_it_would_not_look_at(words, flag):
+    found = CliRunner().invoke(app, ["plan", *words])
+    assert found.exit_code == 2
+    assert f"No such option: {flag}" in found.output
+
+
+def test_plan_alone_is_the_search_and_its_help_lists_the_others():
+    shown = CliRunner().invoke(app, ["plan", "--help"]).output
+    for said in ("--sweep", "fit", "step", "simulate", "recipe"):
+        assert re.search(rf"^  {said}\b", shown, re.MULTILINE), said
+
+
+def test_options_go_by_the_field_s_names_too():
+    ours = ["--input", "900", "--output", "100", "--ttft-ms", "500", "--tpot-ms", "60", "--prefill-tokens", "4096"]
+    theirs = ["--isl", "900", "--osl", "100", "--ttft", "500", "--itl", "60", "--max-num-batched-tokens", "4096"]
+    base = ["plan", "--cluster", "h200-8", "--json", "-"]
+    alone = [[*ours, *ONE_LAYOUT], [*theirs, *ONE_LAYOUT]]
+    several = [["--stages", "2"], ["--pipeline-parallel-size", "2"]]
+    for one, other in (alone, several):
+        assert CliRunner().invoke(app, [*base, *one]).stdout == CliRunner().invoke(app, [*base, *other]).stdout != ""
+
+
 def test_a_recipe_that_there_is_none_of_is_said_and_not_written(tmp_path):
     path = tmp_path / "recipe.json"
-    found = CliRunner().invoke(app, [*BASE, "--mesh", "tp=8,ep=1", "--concurrency", "100000", "--recipe", str(path)])
-    assert found.exit_code == 0
+    words = ["plan", "recipe", str(path), *BASE[1:], *ONE_LAYOUT, "--max-concurrency", "100000"]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 1
     assert "is not written: nothing fits" in " ".join(found.stderr.split())
     assert not path.exists()
 
@@ -229,8 +279,8 @@ def test_one_process_gives_each_side_what_its_own_command_would(ask, prefill, de
     made = recipe("deepseek-v2-lite", question, winner)
     args = engine_of(made["one_process"]["command"])
     assert args.num_devices == winner.devices <= 8
-    lines = overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan").splitlines()
-    assert f'          - "--prefill-mesh={prefill}"' in lines, "a manifest has the same"
+    (text,) = overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan").values()
+    assert f'          - "--prefill-mesh={prefill}"' in text.splitlines(), "a manifest has the same"
     for service, side in zip(made["services"], (prefill_args(args), decode_args(args)), strict=True):
         own = engine_of(service["command"])
         share = max(args.gpu_memory_utilization, own.gpu_memory_utilization)
@@ -250,8 +300,8 @@ def test_what_a_host_has_no_room_for_is_no_process(ask):
 def test_an_engine_that_was_priced_for_one_of_two_kinds_of_hosts_is_placed_there(ask):
     options = PlanOptions(modes=("aggregated",), engine=dsjax_engine(), dispatch="auto", redundant=0)
     question = ask("h800-16-h20-16", options=options)
-    text = overlay("deepseek-v3", question, search(question).winner, "base", "a plan")
-    assert '"value": {"dsjax-device": "h20"}' in text
+    (text,) = overlay("deepseek-v3", question, search(question).winner, "base", "a plan").values()
+    assert 'value: {"dsjax-device": "h20"}' in text
     assert "Nodes with H20 SXM must say so: kubectl label node NAME dsjax-device=h20" in text
 
 
@@ -266,10 +316,16 @@ def test_several_engines_of_a_kind_are_processes_of_their_own_behind_dynamo(ask)
         args = engine_of(service["command"])
         assert service["command"].startswith("dsjax dynamo ")
         assert (args.mesh, args.disaggregation_mode, args.separated) == (mesh, role, False)
-    graph = planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan")
-    assert [(side.kind, side.workers) for side in graph.sides] == [("prefill", 2), ("decode", 3)]
+    workers = workers_of(planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan"))
+    assert {kind: worker["replicas"] for kind, worker in workers.items()} == {"prefill": 2, "decode": 3}
     with pytest.raises(UserError, match=r"give FILE\.yaml for NVIDIA Dynamo"):
         overlay("deepseek-v2-lite", question, winner, "base", "dsjax plan")
+
+
+def workers_of(text):
+    """Dynamo's workers by their type."""
+    (graph,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "DynamoGraphDeployment"]
+    return {one["type"]: one for one in graph["spec"]["components"][1:]}
 
 
 def test_dynamo_s_workers_are_on_the_hosts_of_their_side(ask):
@@ -278,23 +334,41 @@ def test_dynamo_s_workers_are_on_the_hosts_of_their_side(ask):
     question = ask("h800-16-h20-16", options=PlanOptions(modes=("separated",), redundant=0, pins=pins))
     first = dataclasses.replace(question.cluster.prefill, hosts=4, devices_per_host=4)
     question = dataclasses.replace(question, cluster=dataclasses.replace(question.cluster, prefill=first))
-    graph = planned_graph("pd", "deepseek-v3", question, search(question).winner, "dsjax plan")
-    assert {side.kind: (side.hosts, side.devices) for side in graph.sides} == {"prefill": (4, 4), "decode": (2, 8)}
+    workers = workers_of(planned_graph("pd", "deepseek-v3", question, search(question).winner, "dsjax plan"))
+    assert {kind: worker["multinode"]["nodeCount"] for kind, worker in workers.items()} == {"prefill": 4, "decode": 2}
+    (prefill,), (decode,) = (one["podTemplate"]["spec"]["containers"] for one in workers.values())
+    limits = [one["resources"]["limits"]["nvidia.com/gpu"] for one in (prefill, decode)]
+    assert limits == ["4", "8"]
 
 
 def test_what_a_user_has_named_stays_a_comment_or_becomes_a_name_that_kubernetes_takes(ask):
     question, winner = separated(ask, "deepseek-v2-lite", "dp=1", "dp=2", 0, counts=(2, 3))
     cluster = dataclasses.replace(question.cluster, description="ours\nkind: Pod")
     question = dataclasses.replace(question, cluster=cluster)
-    text = planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan --model 'a\nkind: Pod'").text()
+    text = planned_graph("pd", "deepseek-v2-lite", question, winner, "dsjax plan --model 'a\nkind: Pod'")
     head = text[: text.index("---")]
     assert head.count("kind: Pod") == 2
     assert all(line.startswith("#") for line in head.splitlines())
     for model in ("demo", 'org/name" && ls', "org/a b"):
         with pytest.raises(UserError, match="expected a repository"):
             planned_graph("pd", model, question, winner, "dsjax plan")
-    files = {"r1.yaml": "r1", "R1 on H200.yaml": "r1-on-h200", "2026-plan.yaml": "dsjax-2026-plan", "---.yaml": "dsjax"}
+    files = {
+        "r1.yaml": "r1",
+        "R1 on H200.yaml": "r1-on-h200",
+        "2026-plan.yaml": "dsjax-2026-plan",
+        "---.yaml": "dsjax",
+        "true.yaml": "dsjax-true",
+    }
     assert {file: deployment_name(Path(file)) for file in files} == files
+
+
+def test_a_value_is_a_word_of_a_manifest_or_goes_into_it_as_json_or_a_comment():
+    """Names of models and clusters are chosen by others: none becomes more of the YAML than its value."""
+    values = {"name": "pd", "nodes": 2}
+    assert "numNodes: 2" in fill("computedomain.yaml", **values)
+    for name in ("a\nkind: Pod", "a: b", "a # b", "{a}", "true", "{{ nodes }}"):
+        with pytest.raises(UserError, match="cannot stand in a manifest"):
+            fill("computedomain.yaml", **values | {"name": name})
 
 
 @pytest.mark.parametrize(("cluster", "weights"), [("b200-8", "nvfp4"), ("h200-8", "mxfp4-bf16")])
@@ -317,8 +391,10 @@ def test_sides_of_a_recipe_take_one_another_s_pages(ask):
 def test_where_no_layout_is_left_a_plan_and_a_static_mode_say_so():
     too_wide = ("--attention-mesh", "dp=8", "--expert-mesh", "ep=8")
     assert "No layout of the model is left to look at: the devices at hand" in run(*too_wide)
-    assert "no layout of the model is left to look at: the devices at hand" in run(*too_wide, "--mode", "static_gen")
-    assert "holds most" in " ".join(run("--mode", "static_gen", "--batch", "100000").split())
+    base = ["plan", "step", *LENGTHS, "--mode", "static_gen"]
+    left, most = (CliRunner().invoke(app, [*base, *more]).output for more in (too_wide, ("--batch", "100000")))
+    assert "no layout of the model is left to look at: the devices at hand" in left
+    assert "holds most" in " ".join(most.split())
 
 
 def test_no_instance_is_wider_than_is_allowed_and_a_price_gives_a_cost():
@@ -350,5 +426,5 @@ def test_a_fast_instance_is_served_by_several_front_ends_and_a_slow_one_by_one(a
     question = ask("h200-32", options=PlanOptions(modes=("aggregated",), mesh=MeshSpec.parse("dp=32"), redundant=32))
     winner = search(question).winner
     assert int(recipe("deepseek-v3", question, winner)["services"][0]["options"]["--api-server-count"]) > 1
-    graph = planned_graph("name", "deepseek-v3", question, winner, "dsjax plan").text()
+    graph = planned_graph("name", "deepseek-v3", question, winner, "dsjax plan")
     assert "--api-server-count" not in graph, "Dynamo's frontend speaks HTTP"

@@ -8,10 +8,13 @@ from dsjax.config import load_config
 from dsjax.config.weights import PACKED
 from dsjax.model.parameter_counts import parameter_counts
 from dsjax.model.transformer import abstract_parameters
-from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.engine import dsjax_engine, find_engine
+from dsjax.plan.figure import assumed, spread
+from dsjax.plan.fit import asked
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
+from dsjax.plan.workload import PlanOptions
 
 
 def test_dp_32_holds_the_active_parameters_and_nothing_else(v3):
@@ -54,9 +57,26 @@ def test_weights_of_one_device_are_those_of_the_programs_parameters_to_the_byte(
 
 
 def test_the_largest_batch_fills_what_weights_and_reserve_leave(v3):
-    found = memory(v3, parse_layout("dp=32", 0, v3), PRECISIONS["fp8"], 96_000_000_000)
+    def found():
+        aside = assumed(7e9, 5e9, 9e9, "set aside", "a test's")
+        return memory(v3, parse_layout("dp=32", 0, v3), PRECISIONS["fp8"], 96_000_000_000, aside)
+
     each = 32_768
-    held = found.max_batch(each)
-    left = 96e9 - found.weights_total - found.reserve.value
+    held = found().max_batch(each)
+    left = 96e9 - found().weights_total - found().reserve
     assert held * each * 61 * 1152 <= left < (held + 1) * each * 61 * 1152
-    assert found.cache_tokens.low < found.cache_tokens.value < found.cache_tokens.high
+    [tokens] = spread(lambda: [found().cache_tokens])
+    assert tokens.low < tokens == found().cache_tokens < tokens.high
+
+
+@pytest.mark.parametrize("engine", ["dsjax", "published", "vllm", "sglang", "tensorrt-llm"])
+@pytest.mark.parametrize(("cluster", "mesh"), [("h20-32", "tp=8"), ("h20-32", "dp=32"), ("h200-8", "dp=8")])
+def test_a_plan_has_the_cache_that_fit_gives_at_the_greatest_fraction_that_fits(ask, engine, cluster, mesh):
+    """Fractions are tried in hundredths of a device."""
+    able = find_engine(engine)
+    question = ask(cluster, options=PlanOptions(engine=able, dispatch=able.dispatch))
+    instance = question.instance(parse_layout(mesh, 0, question.config), {})
+    about = question.config, question.cluster, question.options, question.workload, mesh
+    greatest = asked(*about, asked(*about).fractions[1])
+    apart = instance.memory.cache_tokens - greatest.cache_tokens
+    assert 0 <= apart * instance.memory.cache_per_token <= 0.0101 * question.cluster.hardware.visible_bytes

@@ -8,6 +8,7 @@ import pytest
 
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED
+from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.prompts import _added, _steps_with_prompts, prompts_beside_decodes
@@ -39,13 +40,10 @@ def test_more_requests_or_longer_prompts_never_make_a_token_wait_less(instance):
     wide = instance("dp=8")
     for tokens in (1024, 8192):
         times = [
-            wide.decode_step(batch).value + prompts_beside_decodes(wide, batch, tokens)[0].value
-            for batch in (1, 8, 64, 256, 1024)
+            wide.decode_step(batch) + prompts_beside_decodes(wide, batch, tokens)[0] for batch in (1, 8, 64, 256, 1024)
         ]
         assert all(a <= b for a, b in pairwise(times))
-    longer = [
-        prompts_beside_decodes(instance("dp=8", prompt), 64, 4096)[0].value for prompt in (256, 1024, 4096, 16384)
-    ]
+    longer = [prompts_beside_decodes(instance("dp=8", prompt), 64, 4096)[0] for prompt in (256, 1024, 4096, 16384)]
     assert longer == sorted(longer)
 
 
@@ -57,14 +55,14 @@ def test_a_step_with_prompts_and_drafts_costs_what_the_simulation_says(instance,
         StepPrices(model, 2048, drafts, module=drafts > 0),
         RankWork(decodes=batch, context=batch * context),
     )
-    assert prices.seconds([decodes] * 8) == pytest.approx(model.decode(batch, context, drafts=drafts).value, rel=0.01)
+    assert prices.seconds([decodes] * 8) == pytest.approx(model.decode(batch, context, drafts=drafts), rel=0.01)
     work = dataclasses.replace(decodes, prompts=1000, pairs=1000 * 500.5)
     # The planner's own 3 % for uneven prompts is left out of the simulation.
-    added = _added(one.middle, batch, 1000.0, (1.0, 1.0, 0.0)).value
-    assert one.decode_step(batch).value + added == pytest.approx(prices.seconds([work] * 8), rel=0.05)
+    added = _added(one, batch, 1000.0, (1.0, 1.0, 0.0))
+    assert one.decode_step(batch) + added == pytest.approx(prices.seconds([work] * 8), rel=0.05)
 
 
 def test_prompts_never_make_a_step_shorter(instance):
     one = instance("tp=8,ep=1", 64, eager=False, drafts=16)
-    assert prompts_beside_decodes(one, 512, 64)[1].low >= 0
-    assert prompts_beside_decodes(one, 512, 64)[0].value >= 0
+    waited, added = spread(lambda: prompts_beside_decodes(one.on(one.cluster, {}), 512, 64))
+    assert min(waited, added, waited.low, added.low) >= 0

@@ -1,4 +1,4 @@
-"""What tiers of the cache find of prompts that come back, beside what `tools/bench_tiers.py` measured."""
+"""What tiers of the cache find of prompts that come back, beside what `docs/cache-tiers.md` measured."""
 
 import json
 
@@ -19,21 +19,21 @@ BIG = 10.0 * SET
 def test_the_devices_find_what_was_measured():
     """docs/cache-tiers.md: 17.8 % without tiers, 17.3 and 17.8 % with them, of a working set of four times the cache."""
     device, host, disk = tier_shares(SET, CACHE, HELD, 0, 0)
-    assert device.value == pytest.approx(0.178, abs=0.01)
+    assert device == pytest.approx(0.178, abs=0.01)
     assert device.low < 0.173 < 0.178 < device.high
-    assert host.value == disk.value == 0
+    assert host == disk == 0
 
 
 def test_what_fits_into_a_higher_tier_is_not_found_twice():
     device, host, disk = tier_shares(SET, CACHE, HELD, SET / 2, SET / 2)
-    assert (host.value, device.value + host.value + disk.value) == (0.5, pytest.approx(1))
-    assert [one.value for one in tier_shares(100, CACHE, HELD, BIG, BIG)] == [1, 0, 0]
-    assert tier_shares(SET, CACHE, 2 * CACHE, 0, 0)[0].value == 0
+    assert (host, device + host + disk) == (0.5, pytest.approx(1))
+    assert list(tier_shares(100, CACHE, HELD, BIG, BIG)) == [1, 0, 0]
+    assert tier_shares(SET, CACHE, 2 * CACHE, 0, 0)[0] == 0
 
 
 def _plan(*options):
     base = ["plan", "--cluster", "h200-8", "--mesh", "tp=8,ep=1", "--mode", "aggregated"]
-    base += ["--concurrency", "16", "--input", "4000"]
+    base += ["--max-concurrency", "16", "--input", "4000"]
     return CliRunner().invoke(app, [*base, *options])
 
 
@@ -51,6 +51,6 @@ def test_of_stages_prompts_are_found_in_the_cache_of_all_batches(ask):
     """A DP rank has as many batches as stages, each with its part of the cache: room for what they hold is no room for pages."""
     question = ask("h200-16", prompt=4000)
     instance = question.instance(parse_layout("pp=2,tp=8", 0, question.config), {})
-    found = reuse(aggregated(instance, 1, 8, 4000), 1e8, 0, 0).device.value
-    cache, held = 2 * instance.memory.cache_tokens.value, 16 * question.workload.context
+    found = reuse(aggregated(instance, 1, 8, 4000), 1e8, 0, 0).device
+    cache, held = 2 * instance.memory.cache_tokens, 16 * question.workload.context
     assert found == pytest.approx(0.9 * (cache - held) / 1e8)

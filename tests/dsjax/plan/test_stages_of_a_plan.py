@@ -9,6 +9,8 @@ from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.figure import spread
+from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout, layouts
 from dsjax.plan.memory import expert_bytes, memory, weight_bytes
 from dsjax.plan.precision import PRECISIONS
@@ -47,8 +49,10 @@ def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory(
     asked = question(engine=dsjax_engine(), precision=FP8)
     for mesh, slots, moves in ((MeshSpec.parse("pp=2,tp=4"), (256 + 8) // 4, True), (STAGED.mesh, 0, False)):
         copies = InstanceLayout(mesh, redundant=8)
-        instance, still = asked.instance(copies, {}), memory(V3, copies, FP8, H20.hardware.memory_bytes)
-        assert instance.memory.reserve.value - still.reserve.value == slots * expert_bytes(V3, 1, FP8)
+        instance, room = asked.instance(copies, {}), H20.hardware.visible_bytes
+        aside = set_aside(V3, copies, FP8, planned_launch(asked.options, room, copies, 4096))
+        still = memory(V3, copies, FP8, room, aside)
+        assert instance.memory.reserve - still.reserve == slots * expert_bytes(V3, 1, FP8)
         options = serve_options("deepseek-v3", instance, 8.0, 2048.0)
         assert ("--enable-eplb" in options) == moves
         copied = (
@@ -59,27 +63,27 @@ def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory(
 
 def test_a_step_of_a_batch_takes_what_it_takes_on_one_stage_and_what_stages_add(both):
     whole, staged = both
-    assert 1 <= fullest_stage(V3, 2).value < 1.02
-    assert fullest_stage(V3, 61).value > 1.5, "a stage of one layer and the head"
+    assert 1 <= fullest_stage(V3, 2) < 1.02
+    assert fullest_stage(V3, 61) > 1.5, "a stage of one layer and the head"
     step = whole.decode_step(16)
     added = hand_over(H20, STAGED.mesh, 16, V3.hidden_size)
-    expected = step.value * fullest_stage(V3, 2).value + added.value
-    assert staged.decode_step(16).value == pytest.approx(expected + 0.006)  # and the host, which nothing hides
-    assert staged.middle.decode_step(16).value == pytest.approx(staged.decode_step(16).value)
-    assert staged.decode_step(16).low < staged.decode_step(16).value < staged.decode_step(16).high
+    expected = step * fullest_stage(V3, 2) + added
+    assert staged.decode_step(16) == pytest.approx(expected + 0.006)  # and the host, which nothing hides
+    [again] = spread(lambda: [staged.on(staged.cluster, {}).decode_step(16)])
+    assert again.low < again == staged.decode_step(16) < again.high
     assert (staged.replicas, staged.requests(16)) == (2, 32)
-    assert staged.prefill_step(2048).value > whole.prefill_step(2048).value
+    assert staged.prefill_step(2048) > whole.prefill_step(2048)
 
 
 def test_hidden_states_cross_the_network_where_stages_have_hosts_of_their_own():
     inside = dataclasses.replace(STAGED.mesh, tp_size=4, ep_size=4)
     assert inside.num_devices == H20.domain
-    here, there = (hand_over(H20, mesh, 512, V3.hidden_size).value for mesh in (inside, STAGED.mesh))
+    here, there = (hand_over(H20, mesh, 512, V3.hidden_size) for mesh in (inside, STAGED.mesh))
     assert there > here
-    quarters, halves = (hand_over(H20, MeshSpec.parse(f"pp={n},tp=4"), 512, V3.hidden_size).value for n in (4, 2))
+    quarters, halves = (hand_over(H20, MeshSpec.parse(f"pp={n},tp=4"), 512, V3.hidden_size) for n in (4, 2))
     assert quarters == pytest.approx(there + 2 * halves), "two stages lie on each host"
-    by_device, own = (hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size, one).value for one in (0, 1))
-    assert own > 10 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
+    by_device, own = (hand_over(H20, MeshSpec.parse("pp=2,dp=8"), 4096, V3.hidden_size, one) for one in (0, 1))
+    assert own > 4 * by_device, "a process of dsjax sends all ranks' from the host's memory over one connection"
 
 
 def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
@@ -119,4 +123,4 @@ def test_a_plan_for_a_mesh_with_stages_names_its_kind_and_all_requests_of_a_rank
     assert best.decode.layout.kind == "PP2×TEP8"
     assert best.decode.requests(best.batch) * best.count == pytest.approx(64)
     assert best.to_json()["batch_per_dp_rank"] == best.decode.requests(best.batch)
-    assert best.throughput.value == pytest.approx(64 / best.tpot.value, rel=0.2)
+    assert best.throughput == pytest.approx(64 / best.tpot, rel=0.2)

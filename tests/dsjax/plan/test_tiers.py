@@ -6,7 +6,6 @@ import pytest
 
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.figure import exact
 from dsjax.plan.network import all_reduce, cache_transfer, normal_exchange
 from dsjax.plan.search import search
 from dsjax.plan.tiers import Tier, Wiring, read_wiring
@@ -31,13 +30,13 @@ def test_an_exchange_takes_as_long_as_the_tiers_that_it_crosses(v3):
     tiered = dataclasses.replace(flat, wiring=RACKS)
 
     def seconds(cluster, ranks):
-        return normal_exchange(cluster, v3, ranks, 4096, 7168, exact(1.0)).value
+        return normal_exchange(cluster, v3, ranks, 4096, 7168, 1.0)
 
     assert seconds(tiered, 32) == pytest.approx(seconds(dataclasses.replace(flat, latency=2e-6), 32))
     thinner = dataclasses.replace(flat, network_gbps=400 / 3.2, latency=6e-6)
     assert seconds(tiered, 128) == pytest.approx(seconds(thinner, 128))
-    assert all_reduce(tiered, 128, 1e6).value > all_reduce(tiered, 8, 1e6).value
-    assert cache_transfer(tiered, 1e9).value == pytest.approx(3.2 * cache_transfer(flat, 1e9).value)
+    assert all_reduce(tiered, 128, 1e6) > all_reduce(tiered, 8, 1e6)
+    assert cache_transfer(tiered, 1e9) == pytest.approx(3.2 * cache_transfer(flat, 1e9))
     assert tiered.scaled("latency", 2).between(128).latency == pytest.approx(3e-6)
 
 

@@ -1,11 +1,9 @@
 """The kinds of measurement that a criteria file can name: a row each, to which a new one is added."""
 
 from dsjax.bench.accept.kinds.balance import BalanceMeasurement
-from dsjax.bench.accept.kinds.eplb_gain import EplbGainMeasurement
 from dsjax.bench.accept.kinds.fault import FaultMeasurement
 from dsjax.bench.accept.kinds.kind import Measurement
 from dsjax.bench.accept.kinds.link import LinkMeasurement
-from dsjax.bench.accept.kinds.link_share import LinkShareMeasurement
 from dsjax.bench.accept.kinds.load import LoadMeasurement
 from dsjax.bench.accept.kinds.server import ServerMeasurement
 from dsjax.bench.accept.kinds.ttft import TtftMeasurement
@@ -15,8 +13,6 @@ KINDS: dict[str, type[Measurement]] = {
     "ttft": TtftMeasurement,
     "load": LoadMeasurement,
     "balance": BalanceMeasurement,
-    "eplb_gain": EplbGainMeasurement,
     "fault": FaultMeasurement,
     "link": LinkMeasurement,
-    "link_share": LinkShareMeasurement,
 }

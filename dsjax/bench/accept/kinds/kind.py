@@ -80,10 +80,6 @@ class Measurement:
         """What the values depend on beside the fields and the server: hooks, files."""
         return ()
 
-    def by_hand(self, bed: TestBed) -> str | None:
-        """The command of `dsjax bench` that comes closest to it, without `dsjax accept`; None where there is none."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths(Measurement):
@@ -121,10 +117,3 @@ class RandomLengths(Measurement):
             random_output_len=self.output_tokens,
             random_range_ratio=self.spread,
         )
-
-    def lengths_by_hand(self, bed: TestBed) -> list[str]:
-        """Give these lengths as options of `dsjax bench serve`."""
-        if bed.options.dataset_path is not None:
-            return ["--dataset-name", "sharegpt", "--dataset-path", bed.options.dataset_path]
-        lengths = ["--random-input-len", str(self.input_tokens), "--random-output-len", str(self.output_tokens)]
-        return [*lengths, "--random-range-ratio", f"{self.spread:g}"]

@@ -65,7 +65,7 @@ class LinkMeasurement(Measurement):
         found.notes.append(f"{row['ranks']} devices ({device['name']}) of {row['hosts']} hosts, {bed.network['date']}.")
         return found
 
-    def _row(self, network: Mapping[str, Any], option: str = "--network") -> dict[str, Any]:
+    def _row(self, network: Mapping[str, Any]) -> dict[str, Any]:
         where = "between hosts" if self.between_hosts else "inside a host"
         rows = [
             row
@@ -74,15 +74,11 @@ class LinkMeasurement(Measurement):
             and (row["collective"], row["between_hosts"]) == (self.collective, self.between_hosts)
         ]
         if not rows:
-            raise NotTestedError(f"{option} has no {self.collective} over a group {self.group!r} {where}")
+            raise NotTestedError(f"--network has no {self.collective} over a group {self.group!r} {where}")
         sized = [row for row in rows if 1 / _SAME_SIZE <= row["sent_bytes"] / self.bytes <= _SAME_SIZE]
         if not sized:
             sizes = ", ".join(f"{row['sent_bytes']:,}" for row in rows)
-            raise NotTestedError(f"{option} has {self.collective} {where} of {sizes} bytes, and none of {self.bytes:,}")
+            raise NotTestedError(
+                f"--network has {self.collective} {where} of {sizes} bytes, and none of {self.bytes:,}"
+            )
         return max(sized, key=lambda row: row["median_s"])
-
-    def by_hand(self, bed: "TestBed") -> str:
-        """`dsjax bench network` for this row, as on one host."""
-        mesh = bed.network["mesh"] if bed.network else "MESH"
-        sizes = "--pair-sizes" if self.collective == SEND_RECEIVE else "--sizes"
-        return f"dsjax bench network --mesh {mesh} --only {self.collective} {sizes} {self.bytes}"

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import shlex
 import statistics as middle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,15 +190,6 @@ class LoadMeasurement(RandomLengths):
         found.enter("memory_share", max((share for _, share, _ in watch.memory), default=None), _UNTOLD)
         times, used = [t for t, _, _ in watch.memory], [b for _, _, b in watch.memory]
         found.enter("memory_drift", drift(times, used, self.seconds, self.windows), _UNTOLD)
-
-    def by_hand(self, bed: "TestBed") -> str:
-        """`dsjax bench serve` for as long."""
-        if self.request_rate:
-            count = math.ceil(self.request_rate * self.seconds)
-            how = ["--request-rate", f"{self.request_rate:g}", "--num-prompts", str(count)]
-        else:
-            how = ["--max-concurrency", str(self.sessions), "--num-prompts", str(max(1000, 100 * self.sessions))]
-        return shlex.join([*bed.bench_serve(), *self.lengths_by_hand(bed), *how, "--duration", f"{self.seconds:g}"])
 
 
 def tokens_between(records: Sequence[RequestRecord], begin: float, end: float) -> float:

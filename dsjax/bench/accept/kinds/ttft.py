@@ -1,6 +1,5 @@
 """`TtftMeasurement`: the time to the first token of prompts of one length, one request at a time."""
 
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -54,12 +53,6 @@ class TtftMeasurement(Measurement):
         if 0 < ttft.count < 100:
             found.notes.append(f"P99 of {ttft.count} requests is little more than the largest.")
         return found
-
-    def by_hand(self, bed: "TestBed") -> str:
-        """`dsjax bench serve`, one request at a time."""
-        lengths = ["--random-input-len", str(self.input_tokens), "--random-output-len", "1"]
-        how = ["--num-prompts", str(self.requests), "--max-concurrency", "1", "--num-warmups", "1"]
-        return shlex.join([*bed.bench_serve(), *lengths, *how, "--metric-percentiles", "50,95,99"])
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -1,0 +1,280 @@
+"""`compare`: two layouts or more for one workload: each one's figures, their ratio with an interval of its own, and what decides it.
+
+Layouts share most of what is not known: kernels, links, the unevenness of experts. With shared draws what they share cancels in their
+ratio, so that two figures whose intervals overlap may still be told apart. What no assumption covers is told by blind predictions: how
+far measured ratios of two runs of one engine were from predicted ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dsjax.errors import UserError, why_unreadable
+from dsjax.plan.calibration import RATE, TPOT, distance_of, ratio_calibration
+from dsjax.plan.candidate import Candidate, moved, with_intervals
+from dsjax.plan.explain import amount, effects
+from dsjax.plan.figure import LEVEL, Figure
+from dsjax.plan.instance import Instance
+from dsjax.plan.network import exchanged_rows
+from dsjax.plan.precision import BF16
+from dsjax.plan.question import Question
+from dsjax.plan.search import search
+from dsjax.plan.workload import Pins
+from sharding.mesh import MeshSpec
+
+DRAWS = 96
+METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
+"""Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
+_DECIDING = 3
+_MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
+_NETWORK = "dsjax bench network --json network.json; then --network network.json"
+_SETTLED_BY = {
+    _MODULES: ("products", "attention", "kernels of a layer", "experts'", "launches"),
+    _NETWORK: ("link", "network", "collective", "all-reduce", "copies", "connection", "kernels", "message"),
+    "two recordings of expert loads; then --expert-skew FILE": ("busiest rank",),
+    "dsjax bench serve with drafts; then --mtp-acceptance": ("tokens a step",),
+}
+"""What measures an input, and the option that takes the measurement → words in the input's name."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """First layout ÷ second of one metric. better: probability that the first is better. by: what the interval rests on."""
+
+    metric: str
+    value: Figure
+    better: float
+    by: str
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return not self.value.low <= 1 <= self.value.high
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """An input that moves the ratio of rates: the ratio with it at its low and at its high end, and what would settle it."""
+
+    figure: Figure
+    low: float
+    high: float
+    command: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The first layout against one other."""
+
+    other: Candidate
+    ratios: tuple[Ratio, ...]
+    deciding: tuple[Deciding, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """candidates: in the order that was asked for, with intervals; pairs: the first against each other one."""
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    pairs: tuple[Pair, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        sides = [
+            {"deployment": c.name(), **c.to_json(), "bytes_a_step": link_bytes(c.decode, c.batch)}
+            for c in self.candidates
+        ]
+        pairs = [
+            {
+                "against": pair.other.name(),
+                "ratios": {r.metric: {**r.value.to_json(), "better": r.better, "by": r.by} for r in pair.ratios},
+                "deciding": [
+                    {
+                        "input": d.figure.name,
+                        "low": d.low,
+                        "high": d.high,
+                        "source": d.figure.source,
+                        "settle": d.command,
+                    }
+                    for d in pair.deciding
+                ],
+            }
+            for pair in self.pairs
+        ]
+        return {"cluster": self.question.cluster.name, "layouts": sides, "pairs": pairs}
+
+
+def estimate(question: Question, layout: str) -> Candidate:
+    """The best deployment of one layout for a question, without intervals.
+
+    layout: a mesh (`dp=32`), a prefill and a decode mesh (`tp=8|dp=24`), or a file of `dsjax plan recipe`, whose batch is taken too.
+
+    Raises:
+        UserError, MeshError: it is no layout of this cluster and model, or does not fit.
+    """
+    if layout.endswith(".json"):
+        return _of_recipe(question, Path(layout))
+    first, apart, second = (part.strip() for part in layout.partition("|"))
+    options = dataclasses.replace(question.options, mesh=None, pins=Pins())
+    if apart:
+        pins = Pins(MeshSpec.parse(first), MeshSpec.parse(second))
+        options = dataclasses.replace(options, pins=pins, modes=("separated",))
+    else:
+        options = dataclasses.replace(options, mesh=MeshSpec.parse(first), modes=("aggregated",))
+    return _best(dataclasses.replace(question, options=options), layout)
+
+
+def _best(question: Question, layout: str) -> Candidate:
+    plan = search(question)
+    found = [*plan.ranked.rows[:1], *plan.missed.rows[:1]]
+    if not found:
+        why = "its weights leave no room for one request" if plan.too_large else "it holds too few requests at once"
+        raise UserError(f"{layout} does not fit {question.cluster.name}: {why}; give a wider mesh, or shorter requests")
+    return found[0]
+
+
+def _of_recipe(question: Question, file: Path) -> Candidate:
+    try:
+        expected = json.loads(file.read_text(encoding="utf-8"))["expected"]
+        options = dataclasses.replace(
+            question.options, redundant=expected["redundant_experts"], modes=(expected["mode"],)
+        )
+        mesh, first = MeshSpec.parse(expected["mesh"]), expected.get("prefill")
+        if first:
+            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], expected["instances"])
+            options = dataclasses.replace(options, pins=pins)
+        else:
+            options = dataclasses.replace(options, mesh=mesh)
+        batch, count = float(expected["batch_per_dp_rank"]), int(expected["instances"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: {why_unreadable(error)}; expected a file that dsjax plan recipe wrote") from error
+    best = _best(dataclasses.replace(question, options=options), str(file))
+    return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
+
+
+def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
+    """Compare the first layout with each of the others.
+
+    Raises:
+        UserError, MeshError: those of `estimate`; fewer than two layouts.
+    """
+    if len(layouts) < 2:
+        raise UserError(f"{len(layouts)} layout given, expected at least two: dsjax plan compare dp=32 dp=4,tp=8")
+    candidates = tuple(with_intervals(estimate(question, layout), draws) for layout in layouts)
+    first, *others = candidates
+    return Comparison(question, candidates, tuple(_pair(first, other) for other in others))
+
+
+def _pair(first: Candidate, other: Candidate) -> Pair:
+    def ratio() -> float:
+        return moved(first).throughput / moved(other).throughput
+
+    ranked = effects(ratio)[:_DECIDING]
+    usual = first.throughput / other.throughput
+    deciding = tuple(Deciding(figure, usual * low, usual * high, settling(figure.name)) for figure, low, high in ranked)
+    return Pair(other, tuple(ratio_of(first, other, metric) for metric in METRICS), deciding)
+
+
+def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
+    """First ÷ other with its interval: that of shared draws, or of what blind ratios missed by, whichever is wider."""
+    at = list(METRICS).index(metric)
+    value = getattr(first, metric) / getattr(other, metric)
+    drawn = first.draws[:, at] / other.draws[:, at]
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(drawn, (tail, 1 - tail))
+    by, ends, ratios = f"{len(drawn)} draws of all assumptions", (low, high), drawn
+    distances = {distance_of(first), distance_of(other)}
+    kind = METRICS[metric]
+    known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
+    if known and known.high / known.low > high / low:
+        by, ends = f"ratios of {known.count} blind runs", (value * known.low, value * known.high)
+        ratios = value * np.exp(known.errors)
+    better = float(np.mean(ratios > 1 if metric == "throughput" else ratios < 1))
+    return Ratio(metric, Figure(value, min(ends[0], value), max(ends[1], value), first.throughput.kinds), better, by)
+
+
+def settling(name: str) -> str:
+    """The command that measures an input, and the option that takes the measurement."""
+    found = (command for command, words in _SETTLED_BY.items() if any(word in name for word in words))
+    return next(found, "dsjax bench serve of both layouts")
+
+
+def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
+    """Bytes that a device sends in one decode step over its scale-up link, and through its share of the network.
+
+    Experts' rows there and back in all layers, with even routing, and the sums over `tp` as rings send them.
+    """
+    config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
+    model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
+    sent = {"scale_up": 0.0, "network": 0.0}
+    if mesh.tp_size > 1:
+        summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16 * (mesh.tp_size - 1) / mesh.tp_size
+        sent["network" if mesh.tp_size > cluster.domain else "scale_up"] += summed
+    ranks = instance.layout.experts or mesh.ep_size
+    if ranks > 1 and config.is_moe and not model.sums_experts:
+        rows, top_k = tokens / mesh.tp_size, config.num_experts_per_tok
+        method = model.dispatch if model.dispatch == "deepep" else model.own_method(rows)
+        each = rows * top_k / ranks if method == "deepep" else exchanged_rows(method, rows, top_k, ranks)
+        layer = each * config.hidden_size * (instance.options.precision.wire + BF16)
+        near = min(cluster.domain, ranks)
+        sent["scale_up"] += layer * (near - 1) * config.num_moe_layers
+        sent["network"] += layer * (ranks - near) * config.num_moe_layers
+    return {link: size for link, size in sent.items() if math.isfinite(size)}
+
+
+def show(console: Console, comparison: Comparison) -> None:
+    """Print the layouts beside each other, and for each pair the ratios and what decides them."""
+    names = [f"{chr(ord('A') + at)}: {c.name()}" for at, c in enumerate(comparison.candidates)]
+    table = Table(title=f"{comparison.question.cluster.name}, {comparison.question.words}", title_justify="left")
+    for name in ("", *names):
+        table.add_column(name, justify="right" if name else "left")
+    for title, text in _ROWS.items():
+        table.add_row(title, *map(text, comparison.candidates))
+    console.print(table)
+    for letter, pair in zip("BCDEFGHIJ", comparison.pairs, strict=False):
+        console.print(f"A ÷ {letter}, 90 % intervals:", style="bold")
+        for ratio in pair.ratios:
+            figure, name = ratio.value, {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
+            better = f"A is better with {ratio.better:.0%}" + ("" if ratio.told_apart else ", not told apart")
+            console.print(
+                f"  {name:9} {figure:.2f} [{figure.low:.2f} … {figure.high:.2f}]; {better} ({ratio.by})",
+                highlight=False,
+            )
+        console.print(
+            "  the inputs that move the ratio of tokens/s most, with it at either end of their ranges:", highlight=False
+        )
+        for one in pair.deciding:
+            ends = f"{amount(one.figure.low, one.figure.unit)} … {amount(one.figure.high, one.figure.unit)}"
+            console.print(f"    {one.low:.2f} … {one.high:.2f}  {one.figure.name} ({ends})", highlight=False)
+            console.print(f"      measure it: {one.command}", highlight=False, style="dim")
+
+
+def _megabytes(link: str) -> Callable[[Candidate], str]:
+    return lambda candidate: f"{link_bytes(candidate.decode, candidate.batch)[link] / 1e6:,.1f}"
+
+
+_ROWS: dict[str, Callable[[Candidate], str]] = {
+    "devices": lambda c: str(c.devices),
+    "batch of a DP rank": lambda c: (
+        f"{c.decode.requests(c.batch):g} of at most {c.decode.requests(c.decode.max_batch):g}"
+    ),
+    "tokens/s": lambda c: c.throughput.text(),
+    "TPOT ms": lambda c: c.tpot.text(1e3, 1),
+    "TTFT s": lambda c: c.ttft.text(digits=2),
+    "weights, GB a device": lambda c: f"{c.decode.memory.weights_total / 1e9:.1f}",
+    "cached tokens a DP rank": lambda c: c.decode.cache_tokens.text(),
+    "MB a decode step, scale-up link": _megabytes("scale_up"),
+    "MB a decode step, network": _megabytes("network"),
+}
+"""Lines of the table: what they are called, and their text for a layout."""

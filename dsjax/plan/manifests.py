@@ -1,0 +1,345 @@
+"""A plan as manifests for Kubernetes: a kustomize overlay of `deploy/base`, or one file for NVIDIA Dynamo's operator.
+
+Both are templates of `deploy/templates`, filled with a recipe.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from dsjax.errors import UserError
+from dsjax.hardware import Hardware
+from dsjax.plan.candidate import Candidate
+from dsjax.plan.cluster import Cluster
+from dsjax.plan.cold_start import files_precision
+from dsjax.plan.launch import comment
+from dsjax.plan.memory import weight_bytes
+from dsjax.plan.moves import processes_of
+from dsjax.plan.question import Question
+from dsjax.plan.recipe import REPOSITORIES, recipe, write_json_recipe
+
+DOMAIN_FILE, EXPERTS_FILE = "computedomain.yaml", "experts.yaml"
+ROOM = 1.25
+"""The volume's size ÷ that of a model's files: compiled programs lie beside them."""
+_PROBED = {"--host": "0.0.0.0", "--port": "8000"}
+_TPU = {"tpu-v5e": "tpu-v5-lite-podslice", "tpu-v6e": "tpu-v6e-slice"}
+"""Hardware → label `cloud.google.com/gke-tpu-accelerator` of its nodes (GKE's documentation, "Plan TPUs in GKE")."""
+_START_SECONDS = 600
+"""Assumed for a process with experts, beside reading its weights: its pod is placed, Python and JAX start, programs are compiled."""
+_HOST_MEMORY, _DEVICE_MEMORY = 16, 4
+"""GiB of host memory that a pod asks for: its process, and for each device what passes through while weights are read."""
+_NOT_A_WORKERS = ("--model", "--disaggregation-mode", "--api-server-count")
+"""Options that Dynamo's template says in its own words, or that Dynamo's frontend stands for."""
+_REPOSITORY = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
+_YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
+_LONGEST_NAME = 40
+"""Characters of a deployment's name: a label has 63, of which names of pods and services add up to 23."""
+
+
+def fill(template: str, **values: Any) -> str:
+    """Fill a template of `deploy/templates`.
+
+    A value is a number or a plain word, or goes through the filter `json` (any value, on one line) or `comment` (any text).
+
+    Raises:
+        UserError: a value would be more than a word of the YAML.
+    """
+    folder = _deploy() / "templates"
+    loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
+    environment = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        finalize=_checked,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "json": lambda value: Markup(json.dumps(value)),
+        "comment": lambda text: Markup(comment(text)),
+    }
+    return environment.get_template(template).render(values)
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, int | Markup) or (_PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS):
+        return value
+    raise UserError(f"{value!r} cannot stand in a manifest; expected a word of letters, digits and any of _ . / -")
+
+
+def _deploy() -> Any:
+    """`deploy`: as the wheel carries it, or in the source tree."""
+    package = importlib.resources.files("dsjax")
+    carried = package / "deploy"
+    return carried if carried.is_dir() else package / ".." / "deploy"
+
+
+def overlay(model: str, question: Question, candidate: Candidate, base: str, command: str) -> dict[str, str]:
+    """Name → text of the files of the winner's overlay, without the base. base: its path from there; command: what the winner was
+    planned with, for the first line.
+
+    Raises:
+        UserError: `dsjax serve` cannot run it: prefill and decode apart, and not on one host.
+    """
+    made, cluster = recipe(model, question, candidate), question.cluster
+    experts = [service for service in made["services"] if service["role"] == "experts"]
+    if len(made["services"]) > 1 and made["one_process"] is None and not experts:
+        raise UserError(
+            "a folder is for dsjax serve, and the winner has prefill and decode apart, which one process on a host cannot have as they "
+            "were priced; give FILE.yaml for NVIDIA Dynamo, or add --mode aggregated"
+        )
+    service = made["one_process"] or made["services"][0]
+    pods, start = _pods(cluster, service), service["cold_start_s"]
+    hosts, devices, engines = pods["hosts"], pods["devices"], service["instances"]
+    options = service["options"] | (_where_experts_are(experts) if experts else {})
+    said = [f"Note: {note}" for note in made["notes"]]
+    images = [("dsjax", cluster)]
+    if experts:
+        images.append(("dsjax-experts", cluster.experts or cluster))
+        said.insert(
+            0,
+            f"Beside each engine, which has attention: {len(experts)} process{'es' * (len(experts) > 1)} with experts ({EXPERTS_FILE}) of "
+            f"{experts[0]['devices_each']} devices each.",
+        )
+    for side in {id(one): one for _, one in images}.values():
+        for key, value in ({} if side.hardware.key in _TPU else _label_of(side, cluster)).items():
+            said.append(f"Nodes with {side.hardware.name} must say so: kubectl label node NAME {key}={value}")
+    files = {}
+    if pods["domain"]:
+        files[DOMAIN_FILE] = fill(DOMAIN_FILE, name="dsjax", nodes=engines * hosts)
+    if experts:
+        files[EXPERTS_FILE] = _expert_pods(cluster, experts)
+    files["kustomization.yaml"] = fill(
+        "overlay.yaml",
+        command=command,
+        about=f"{cluster.description}: {engines} engine{'s' * (engines > 1)} of {hosts} host{'s' * (hosts > 1)} with {devices} devices "
+        f"each; weights are read in about {start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}].",
+        notes=said,
+        resources=[base, *files],
+        images=[{"name": name, "newName": "dsjax", "newTag": one.hardware.platform} for name, one in images],
+        replicas=engines,
+        hosts=hosts,
+        args=_serve(_PROBED | {"--shutdown-timeout": "600"}, options),
+        pod_resources=pods["resources"],
+        rdma=pods["rdma"],
+        domain=pods["domain"],
+        experts=bool(experts),
+        node_selector=_node_selector(cluster, service["devices_each"], cluster),
+        model=REPOSITORIES.get(model, model),
+        volume=volume(candidate),
+    )
+    return files
+
+
+def write_overlay(folder: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
+    """An overlay, and beside it the base, unless the folder is one of the project's own `deploy/overlays`; and `recipe.json`."""
+    beside_base = folder.resolve().parent.name == "overlays" and (folder.resolve().parents[1] / "base").is_dir()
+    files = overlay(model, question, candidate, "../../base" if beside_base else "base", command)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (DOMAIN_FILE, EXPERTS_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if beside_base:
+        return
+    write_json_recipe(folder / "recipe.json", model, question, candidate)
+    with importlib.resources.as_file(_deploy() / "base") as base:
+        shutil.copytree(base, folder / "base", dirs_exist_ok=True)
+
+
+def _where_experts_are(experts: list[dict[str, Any]]) -> dict[str, str]:
+    """Options of the process with attention: where its experts are, and how long a step waits for one that comes back."""
+    wait = math.ceil(max(one["cold_start_s"]["high"] for one in experts)) + _START_SECONDS
+    waits = {"--start-timeout": str(wait), "--step-timeout": str(wait + _START_SECONDS)}
+    return {"--afd-address": _addresses("$(AFD_GROUP)", len(experts)), **waits}
+
+
+def _addresses(group: int | str, processes: int) -> str:
+    """The pods of a group's StatefulSet, in the order of their ranks: a pod that comes back keeps its name."""
+    return ",".join(f"dsjax-experts-{group}-{rank}.dsjax-experts:7000" for rank in range(processes))
+
+
+def _expert_pods(cluster: Cluster, experts: list[dict[str, Any]]) -> str:
+    """The processes with experts of all instances: a StatefulSet for each, whose pods that instance's group calls."""
+    own, one, processes = cluster.experts or cluster, experts[0], len(experts)
+    options = {flag: value for flag, value in one["options"].items() if flag != "--afd-server-rank"}
+    rank = {"--afd-server-rank": "$(AFD_RANK)"} if processes > 1 else {}
+    groups = [options | {"--afd-address": _addresses(group, processes)} | rank for group in range(one["instances"])]
+    return fill(
+        EXPERTS_FILE,
+        instances=one["instances"],
+        processes=processes,
+        args=[_serve(_PROBED, given) for given in groups],
+        resources=pod_resources(own.hardware.platform, one["devices_each"]),
+        node_selector=_node_selector(own, one["devices_each"], cluster),
+    )
+
+
+def _serve(server: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
+    """`dsjax serve`'s arguments; the model is the ConfigMap's."""
+    return ["serve", *_words({**server, "--log-json": "", **options, "--model": "$(MODEL)"})]
+
+
+def _words(options: Mapping[str, str]) -> list[str]:
+    """Options as words; one without a value is a flag."""
+    return [f"{flag}={value}" if value else flag for flag, value in options.items()]
+
+
+def _pods(cluster: Cluster, service: Mapping[str, Any]) -> dict[str, Any]:
+    """Hosts of an engine, which have equal parts of its devices, and what each one's pod asks for."""
+    hosts = processes_of(cluster, service["devices_each"])
+    is_beyond = hosts > 1 and hosts * cluster.devices_per_host > cluster.domain
+    rdma = is_beyond and cluster.hardware.platform == "cuda" and cluster.network in ("InfiniBand", "RoCE")
+    domain = needs_compute_domain(cluster.hardware, hosts)
+    return pods_of(cluster.hardware.platform, hosts, service["devices_each"] // hosts, rdma, domain)
+
+
+def pods_of(platform: str, hosts: int, devices: int, rdma: bool, domain: bool) -> dict[str, Any]:
+    """An engine's pods as the templates take them. devices: of one host. rdma: GPUs beyond NVLink's reach, which need the network cards.
+    domain: hosts that share memory over NVLink, for which NVIDIA's driver wants a ComputeDomain."""
+    resources = pod_resources(platform, devices, rdma, domain)
+    return {"hosts": hosts, "devices": devices, "resources": resources, "rdma": rdma, "domain": domain}
+
+
+def pod_resources(platform: str, devices: int, rdma: bool = False, domain: bool = False) -> dict[str, Any]:
+    """Requests of one pod: devices, host memory and cores; the network cards, as a device plugin offers them; a ComputeDomain's channel."""
+    kind = "google.com/tpu" if platform == "tpu" else "nvidia.com/gpu"
+    given = {kind: str(devices)} | ({"rdma/ib": "1"} if rdma else {})
+    host = {"cpu": str(4 + 2 * devices), "memory": f"{_HOST_MEMORY + devices * _DEVICE_MEMORY}Gi"}
+    claims = {"claims": [{"name": "compute-domain-channel"}]} if domain else {}
+    return {"requests": host | given, "limits": given} | claims
+
+
+def needs_compute_domain(hardware: Hardware, hosts: int) -> bool:
+    """Say whether an engine's pods share memory over NVLink between hosts."""
+    return hosts > 1 and hardware.links_hosts
+
+
+def _node_selector(side: Cluster, devices: int, cluster: Cluster) -> dict[str, str]:
+    """GKE places a TPU slice by its chip and topology; GPU nodes are told apart by what they offer, or by a label."""
+    chip = _TPU.get(side.hardware.key)
+    if chip is None:
+        return _label_of(side, cluster)
+    wide = 2 ** math.ceil(math.log2(devices) / 2)
+    short, long = sorted((wide, devices // wide))
+    return {"cloud.google.com/gke-tpu-accelerator": chip, "cloud.google.com/gke-tpu-topology": f"{short}x{long}"}
+
+
+def _label_of(side: Cluster, cluster: Cluster) -> dict[str, str]:
+    """The label that tells nodes of one kind from those of the other, where a cluster has two kinds of GPUs."""
+    both = {one.hardware.key for one in (cluster, cluster.experts, cluster.prefill) if one is not None}
+    return {"dsjax-device": side.hardware.key} if len(both) > 1 else {}
+
+
+def checkpoint_bytes(candidate: Candidate) -> float:
+    """Bytes of the whole model as it is kept: one device of a mesh of one has all of it."""
+    from dsjax.plan.layout import parse_layout
+
+    instance = candidate.decode
+    whole = parse_layout("dp=1", 0, instance.config)
+    return sum(weight_bytes(instance.config, whole, files_precision(instance), mtp=True).values())
+
+
+def volume(candidate: Candidate) -> str:
+    """Size of the volume as Kubernetes writes it, in tens of GiB, rounded up."""
+    return f"{math.ceil(checkpoint_bytes(candidate) * ROOM / (1 << 30) / 10) * 10}Gi"
+
+
+def planned_graph(name: str, model: str, question: Question, candidate: Candidate, command: str) -> str:
+    """The winner of a plan for Dynamo's operator. command: what it was planned with, for the first line.
+
+    Raises:
+        UserError: the operator cannot place it: no NVIDIA GPUs, or processes with experts, which are no workers; or its pods cannot
+            download the model.
+    """
+    repository, cluster, work = REPOSITORIES.get(model, model), question.cluster, question.workload
+    if not _REPOSITORY.fullmatch(repository) or Path(model).exists():
+        raise UserError(
+            f"FILE.yaml has pods download the model from Hugging Face, and --model is {model!r}; expected a repository, such as "
+            "deepseek-ai/DeepSeek-V3; give that, or a folder for manifests whose volume you fill yourself"
+        )
+    made = recipe(model, question, candidate)
+    if any(service["role"] == "experts" for service in made["services"]):
+        raise UserError(
+            "FILE.yaml is for Dynamo, whose operator starts workers that take requests, and the winner has experts in processes "
+            "of their own, which take none and must keep their addresses; give a folder, which has both sides for Kubernetes"
+        )
+    if cluster.hardware.platform != "cuda":
+        raise UserError(
+            f"FILE.yaml is for Dynamo, whose operator places NVIDIA GPUs, and {cluster.name} has {cluster.hardware.platform}; "
+            "give a folder for LeaderWorkerSet's manifests"
+        )
+    sides = [
+        {
+            "kind": service["role"] if service["role"] in ("prefill", "decode") else "worker",
+            "options": {flag: value for flag, value in service["options"].items() if flag not in _NOT_A_WORKERS},
+            "workers": service["instances"],
+            **_pods((service["role"] == "prefill" and cluster.prefill) or cluster, service),
+        }
+        for service in made["services"]
+    ]
+    about = [command, cluster.description, *(f"Note: {note}" for note in made["notes"])]
+    lengths = round(work.input.mean), round(work.output.mean)
+    return graph(name, about, repository, sides, volume(candidate), *lengths)
+
+
+def graph(
+    name: str,
+    about: list[str],
+    model: str,
+    sides: list[dict[str, Any]],
+    volume: str,
+    input_tokens: int,
+    output_tokens: int,
+) -> str:
+    """Volume, download, DynamoGraphDeployment and benchmark, for `kubectl apply`.
+
+    Args:
+        name: of the deployment; its frontend's service is `NAME-frontend`, port 8000.
+        about: comments at the top. model: the Hugging Face repository. volume: of the model's, such as `800Gi`.
+        sides: `pods_of` each, with `kind` (Dynamo's types: `worker`, which does both, or `prefill` and `decode`), `workers` (engines)
+            and the `options` of `dsjax dynamo`.
+        input_tokens, output_tokens: of the benchmark's requests.
+    """  # fmt: skip
+    folder = f"/models/{model.rpartition('/')[2].lower()}"
+    for side in sides:
+        given = {"--model": folder, "--served-model-name": model, "--shutdown-timeout": "600", **side["options"]}
+        if side["kind"] != "worker":  # the other side's workers are on other hosts
+            given |= {"--disaggregation-mode": side["kind"], "--transfer-host": "$(POD_IP)"}
+        side["args"] = _words(given)
+    return fill(
+        "dynamo.yaml",
+        name=name,
+        about=about,
+        model=model,
+        folder=folder,
+        volume=volume,
+        sides=sides,
+        devices=sum(side["workers"] * side["hosts"] * side["devices"] for side in sides),
+        nodes=sum(side["workers"] * side["hosts"] for side in sides if side["domain"]),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+    )
+
+
+def deployment_name(file: Path) -> str:
+    """The name of a file as Kubernetes takes it for a service: ASCII letters, digits and dashes behind a letter, not too many."""
+    name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
+    if not name[:1].isalpha() or name in _YAML_WORDS:
+        name = f"dsjax-{name}" if name else "dsjax"
+    return name[:_LONGEST_NAME].rstrip("-")
+
+
+def write_graph(file: Path, model: str, question: Question, candidate: Candidate, command: str) -> None:
+    """A plan's winner to `FILE.yaml`; the file's name is the deployment's."""
+    file.write_text(planned_graph(deployment_name(file), model, question, candidate, command), encoding="utf-8")

@@ -1,0 +1,106 @@
+"""Two layouts side by side: what they share cancels, what decides is named, and the command line and Python say the same. Also `api`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import dsjax.plan
+from dsjax.cli.main import app
+from dsjax.errors import UserError
+from dsjax.plan.comparison import compare, estimate, link_bytes, ratio_of
+from dsjax.plan.recipe import recipe
+
+ABOUT = {"engine": "published", "input_tokens": 2000, "output_tokens": 500}
+
+
+@pytest.fixture(scope="module")
+def both():
+    return dsjax.plan.compare("h20-32", "dp=32", "dp=4,tp=8", **ABOUT)
+
+
+def width(figure):
+    return figure.high / figure.low
+
+
+def test_a_layout_beside_itself_is_as_good(ask):
+    found = compare(ask(), ["tp=8", "tp=8"], draws=8)
+    ratios = {one.metric: one for one in found.pairs[0].ratios}
+    assert all(one.value == 1 and not one.told_apart for one in ratios.values())
+    assert width(ratios["ttft"].value) == 1, "whatever is assumed, it is assumed of both"
+    assert ratios["throughput"].value.low < 1 < ratios["throughput"].value.high, "blind ratios were not exact"
+    assert ratios["throughput"].better == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_ratio_of_two_layouts_is_surer_than_either(both):
+    a, b = both.candidates
+    [ttft] = [one for one in both.pairs[0].ratios if one.metric == "ttft"]
+    assert width(ttft.value) < width(a.ttft) * width(b.ttft) * 0.8
+    assert ttft.value == pytest.approx(a.ttft / b.ttft)
+    assert ttft.told_apart
+    assert ttft.better == 0, "dp=32 has eight times the tokens to compute before a prompt's first one"
+
+
+def test_the_other_way_round_is_the_inverse(both):
+    a, b = both.candidates
+    for metric in ("throughput", "tpot"):
+        there, back = ratio_of(a, b, metric), ratio_of(b, a, metric)
+        assert there.value == pytest.approx(1 / back.value)
+        assert there.better == pytest.approx(1 - back.better)
+        assert there.value.low == pytest.approx(1 / back.value.high, rel=0.05)
+
+
+def test_what_decides_is_named_with_what_would_measure_it(both):
+    deciding = both.pairs[0].deciding
+    assert len(deciding) == 3
+    usual = both.pairs[0].ratios[0].value
+    moves = [abs(one.high - one.low) for one in deciding]
+    assert moves == sorted(moves, reverse=True)
+    assert all(min(one.low, one.high) <= usual * 1.001 for one in deciding)
+    assert all("dsjax bench" in one.command or "recordings" in one.command for one in deciding)
+
+
+def test_bytes_cross_the_links_that_a_layout_has(both, ask):
+    wide, narrow = (link_bytes(one.decode, one.batch) for one in both.candidates)
+    assert wide["network"] > 3 * narrow["network"], "rows for 24 of 32 ranks; the sums of tp=8 stay in a host"
+    alone = estimate(ask("h200-8"), "tp=8")
+    assert link_bytes(alone.decode, alone.batch)["network"] == 0
+    config, tokens = alone.decode.config, alone.batch
+    assert link_bytes(alone.decode, tokens)["scale_up"] >= 4 * 61 * tokens * config.hidden_size * 2 * 7 / 8
+
+
+def test_a_recipe_is_compared_as_it_was_written(ask, tmp_path):
+    question = ask("h200-8", concurrency=64.0)
+    candidate = dsjax.plan.estimate("h200-8", "tp=8", input_tokens=1000, output_tokens=500, concurrency=64.0)
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe("deepseek-v3", question, candidate)))
+    again = estimate(
+        dsjax.plan.api.question("h200-8", input_tokens=1000, output_tokens=500, concurrency=64.0), str(path)
+    )
+    assert (again.name(), again.batch) == (candidate.name(), candidate.batch)
+    assert again.throughput == pytest.approx(candidate.throughput, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        (["dp=8"], "1 layout given, expected at least two"),
+        (["dp=8", "dp=3"], "--mesh dp=3"),
+        (["dp=8", "none.json"], "none.json: .* expected a file that dsjax plan recipe wrote"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_message(ask, layouts, message):
+    with pytest.raises(UserError, match=message):
+        compare(ask(), layouts)
+
+
+def test_the_command_shows_both_and_writes_json():
+    words = ["plan", "compare", "tp=8", "dp=8", "--cluster", "h200-8", "--input", "1000", "--output", "100"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0
+    assert "A ÷ B, 90 % intervals" in shown.output
+    assert "A is better with" in shown.output
+    found = json.loads(CliRunner().invoke(app, [*words, "--json", "-"]).stdout)
+    assert [one["mesh"] for one in found["layouts"]] == ["tp=8", "dp=8"]
+    assert set(found["pairs"][0]["ratios"]) == {"throughput", "tpot", "ttft"}
+    assert len(found["pairs"][0]["deciding"]) == 3

@@ -1,0 +1,95 @@
+"""Blind rows, predicted anew: how InferenceX started an engine on a day, and how far today's planner is off."""
+
+import math
+import statistics
+
+import pytest
+
+from dsjax.plan.calibration import HOST, RATE, TPOT
+from tools.plan_data.inferencex import COLD, WARM, Run, protocol, separated_engine
+from tools.plan_data.replay import MECHANISMS, SWITCHES, answer, mean_values, mechanisms, played, read, replayed, write
+
+
+def run(**given):
+    row = {
+        "ran": "2026-02-05",
+        "device": "b200",
+        "engine": "sglang",
+        "weights": "fp8",
+        "prompt": "1024",
+        "output": "1024",
+    }
+    row |= {"users": "32", "prefill": "", "mesh": "tp=8,ep=1", "drafts": "0", "running": "", "step": "", "host": ""}
+    return Run.of(row | given)
+
+
+def test_a_row_is_read_with_both_sides_and_what_its_recipe_says():
+    apart = run(prefill="4 x dp=4", mesh="1 x dp=32", running="64", step="8192", host="serial", drafts="2")
+    assert (apart.prefill, apart.decode, apart.drafts) == ((4, "dp=4"), (1, "dp=32"), 2)
+    assert (apart.running, apart.step, apart.host) == (64, 8192, "serial")
+    assert run().decode == (1, "tp=8,ep=1")
+    assert run().running == math.inf
+
+
+def test_an_engine_is_started_as_on_its_day():
+    old, new = (protocol(run(engine="trt", mesh="dp=8", users="64", ran=day)) for day in ("2025-12-15", "2026-03-01"))
+    assert (old.cold, new.cold) == (COLD["trt b200"], WARM)
+    assert (old.step_tokens, new.step_tokens) == (64 // 8 + 1024 + 64, 8192)
+    assert (old.engine.fill, new.engine.fill) == ((0, 0.0), (40, 0.8))
+    assert protocol(run(drafts="2")).host == "serial", "SGLang up to 0.5.10 in FP8"
+    assert protocol(run(drafts="2", ran="2026-06-01")).host == "overlapped"
+    assert protocol(run(users="8")).engine.poll_steps < protocol(run(users="16")).engine.poll_steps
+
+
+def test_prompts_are_as_long_as_the_server_most_likely_got_them():
+    assert run().as_sent().prompt == 1024
+    assert run(device="b300", ran="2026-05-01").as_sent().prompt == round(1024 * 35921 / 7140)
+    assert run(device="b300", ran="2026-05-20").as_sent().prompt == 1024
+
+
+def test_sglang_apart_gathers_tokens_with_drafts_alone():
+    apart = {"prefill": "1 x dp=8", "mesh": "1 x dp=8"}
+    assert separated_engine(run(drafts="2", **apart)).gathers
+    assert not separated_engine(run(**apart)).gathers
+
+
+def test_a_loop_that_is_played_is_near_its_mean_values():
+    few = run(users="4", mesh="tp=8,ep=8")
+    loop, means = played(few), mean_values(few)
+    assert loop[RATE] == pytest.approx(means[RATE], rel=0.1)
+    assert loop[TPOT] == pytest.approx(means[TPOT], rel=0.1)
+    assert set(loop) > {RATE, TPOT}
+
+
+def test_a_mechanism_that_is_left_out_is_that_of_a_published_engine():
+    assert set(SWITCHES) <= set(vars(answer(run()).decode.options.engine))
+    assert answer(run()).decode.options.engine.poll_steps > 1
+    assert answer(run(), "poll_steps").decode.options.engine.poll_steps == 1
+    serial = run(drafts="2")
+    assert (answer(serial).decode.options.host, answer(serial, "host").decode.options.host) == ("serial", "overlapped")
+
+
+def test_rows_of_a_new_round_are_predicted_with_their_settings_kept(tmp_path):
+    row = next(row for row in read() if row["round"] == "all left" and row["kind"] == RATE)
+    asked = row | {"round": "new"} | dict.fromkeys(("predicted", "low", "high", "measured"), "")
+    write(tmp_path / "new.csv", [asked])
+    (found,) = replayed(read(tmp_path / "new.csv"))
+    assert 0 < float(found["low"]) == float(found["predicted"]) == float(found["high"])
+    assert found["measured"] == ""
+    assert {name for name in asked if found[name] != asked[name]} == {"predicted", "low", "high"}
+
+
+def test_the_table_of_mechanisms_has_each_of_them():
+    rows = [row for row in read() if row["round"] == "drafts again" and row["run"] == "E1"]
+    lines = mechanisms(rows).splitlines()
+    assert lines[0] == "| left out | rate | tpot |"
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == ["nothing", *MECHANISMS]
+
+
+@pytest.mark.parametrize(("kind", "bound"), [(RATE, 0.18), (TPOT, 0.08)])
+def test_the_newest_round_on_one_host_is_predicted_as_well_as_blind(kind, bound):
+    """Guards the planner: `all left` was 16.9 % off in rates, for cold engines that the mean value lacks, and 7.0 % in TPOT."""
+    rows = [row for row in read() if (row["round"], row["kind"], row["distance"]) == ("all left", kind, HOST)]
+    errors = [abs(float(row["predicted"]) / float(row["measured"]) - 1) for row in replayed(rows)]
+    assert len(errors) == 134
+    assert statistics.mean(errors) < bound

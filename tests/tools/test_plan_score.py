@@ -1,0 +1,74 @@
+"""The scorer of blind predictions, on a file made by hand, and the committed predictions and page."""
+
+import hashlib
+import math
+
+import pytest
+
+from dsjax.plan.calibration import HOST, LEAST, RATE, blind_predictions
+from tools import plan_score
+from tools.plan_score import Score, by_older_rounds, groups, interval_score, read, table
+
+COLUMNS = "round,run,kind,distance,predicted,low,high,measured"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Three rounds: one prediction; 19 that were measured 2 % to 38 % above; and two, one within what was seen before."""
+    lines = [COLUMNS, f"first,A,{RATE},{HOST},100,80,125,200"]
+    lines += [f"second,B{n},{RATE},{HOST},100,90,110,{100 + 2 * n}" for n in range(1, 20)]
+    lines += [f"third,C1,{RATE},{HOST},50,40,60,55", f"third,C2,{RATE},{HOST},50,40,60,25"]
+    path = tmp_path / "blind.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def scored(blind, name):
+    return Score.of(pair for pair in by_older_rounds(blind) if pair[0].round == name)
+
+
+def test_errors_are_relative_to_what_was_measured(file):
+    score = scored(read(file), "third")
+    assert score.count == 2
+    assert score.error == pytest.approx((5 / 55 + 1) / 2)
+    assert score.bias == pytest.approx((-5 / 55 + 1) / 2)
+
+
+def test_intervals_are_made_from_older_rounds_alone(file):
+    made = dict(zip("ABC", (scored(read(file), name) for name in ("first", "second", "third")), strict=True))
+    assert math.isnan(made["A"].score), "nothing is older"
+    assert math.isnan(made["B"].score), f"one older prediction, and {LEAST} are needed"
+    # 20 errors of 1.02 to 1.38 and 2: the conformal ranks of 90 % are the least and the largest.
+    assert made["C"].width == pytest.approx(2 / 1.02)
+    assert made["C"].inside == 0.5
+
+
+def test_an_interval_score_is_the_width_and_twenty_times_the_miss():
+    assert interval_score(1.0, (0.5, 2.0)) == pytest.approx(math.log(4))
+    assert interval_score(4.0, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
+    assert interval_score(0.25, (0.5, 2.0)) == pytest.approx(math.log(4) + 20 * math.log(2))
+
+
+def test_the_table_has_each_round_and_kind(file):
+    blind = read(file)
+    lines = table(blind).splitlines()
+    assert f"| *second* | {scored(blind, 'second').cells()} |" in lines
+    assert [line for line in lines if line.startswith(f"| rate, {HOST} | 22 |")]
+
+
+def test_every_committed_prediction_is_in_a_round_and_a_kind():
+    blind = read()
+    assert len(blind) == len(blind_predictions()) == 2546
+    parts = list(groups(blind).values())[2:-1]
+    assert all(sum(holds(b) for holds in parts) == 2 for b in blind)
+
+
+def test_committed_predictions_have_not_changed():
+    """A prediction that is changed after its measurement is known is no prediction. A new round adds rows."""
+    lines = plan_score.DATA.read_text(encoding="utf-8").splitlines()[1:]
+    said = [line.split(",")[:8] for line in lines[:2546]]
+    assert hashlib.sha256(repr(said).encode()).hexdigest()[:16] == "2acee6336d0731f4"
+
+
+def test_the_page_has_todays_scores():
+    assert plan_score.PAGE.read_text(encoding="utf-8") == plan_score.page(), "python tools/plan_score.py --page"

@@ -1,0 +1,254 @@
+"""A crowd of clients that stream from a server while a lab disturbs it, and hold every answer to that of an undisturbed run."""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from processes import Processes
+
+from tools.labs.servers import MODEL
+
+_TEXT = "def return the queue of pages for a host that is gone and comes back ( ) : in if not"
+WORDS = _TEXT.split()
+"""The words of the prompts."""
+_LISTED_BEFORE = ("losses", "leaves")
+
+
+def add_crowd_options(parser: argparse.ArgumentParser, *, tokens: int, patience: float) -> None:
+    """The options of labs that have a crowd. tokens, patience: the defaults of these two."""
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=tokens, help="of an answer, at most")
+    parser.add_argument("--losses", type=int, default=10)
+    parser.add_argument("--at-once", type=int, default=1, help="processes that are taken at the same moment")
+    parser.add_argument("--patience", type=float, default=patience, help="seconds to wait for a change, or for a token")
+    parser.add_argument("--progress", type=float, default=15, help="seconds between two lines of progress")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--logs", type=Path, help="a folder for the output of each process since its last start")
+    parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
+
+
+@dataclass
+class Seen:
+    """What has arrived of an answer: HTTP status, events with text, time of the last, usage where it was asked for."""
+
+    status: int | None = None
+    events: int = 0
+    last: float | None = None
+    usage: dict | None = None
+
+
+@dataclass
+class Crowd(ABC):
+    """Sessions that send one request each, again and again, and what is done to the processes that serve them.
+
+    Process 0 has the HTTP server and is never taken. Lost and wrong answers are printed at once, with the reason.
+
+    Attributes:
+        url: of the server. requests: bodies for `/v1/completions`, one of each session.
+        http: set before any request is sent.
+        arrivals: times of tokens, on any stream. doing: what is done to the server now, for messages.
+        losses: what came of each loss.
+    """
+
+    args: argparse.Namespace
+    processes: Processes
+    url: str
+    http: aiohttp.ClientSession | None = None
+    requests: list[dict] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    doing: str = "answering undisturbed"
+    answers: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[int] = field(default_factory=list)
+    losses: list[dict] = field(default_factory=list)
+    going: bool = True
+
+    def __post_init__(self):
+        self.rng = random.Random(self.args.seed)
+        self.requests = self.draw_requests()
+
+    @abstractmethod
+    def draw_requests(self) -> list[dict]:
+        """Draw a request for each session."""
+
+    @abstractmethod
+    async def disturb(self) -> None:
+        """Take processes away, and add what came of it to `losses`."""
+
+    async def answer_undisturbed(self) -> Sequence[str]:
+        """Answer each request before anything is taken away. Later answers are compared with these texts."""
+        return await asyncio.gather(*map(self.ask, self.requests))
+
+    def answered(self, index: int, seen: Seen) -> None:
+        """Count an answer of a session."""
+        self.answers += 1
+
+    def found(self) -> dict[str, object]:
+        """What is known so far."""
+        return {"losses": self.losses, "answers": self.answers, "lost": len(self.lost), "wrong": len(self.wrong)}
+
+    async def found_at_the_end(self) -> dict[str, object]:
+        """What is known when no request is under way."""
+        async with self.http.get(f"{self.url}/get_load") as answer:
+            pages = sum(load["used_pages"] for load in (await answer.json())["ranks"])
+        return self.found() | {"pages_left": pages}
+
+    async def run(self) -> dict[str, object]:
+        """Run the sessions and disturb them; give what was found."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.args.patience)
+        connector = aiohttp.TCPConnector(limit=0)
+        self.say(f"the server is {self.url}")
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self.http:
+            progress = asyncio.create_task(self.say_progress())
+            expected = await self.answer_undisturbed()
+            sessions = [asyncio.create_task(self.session(*pair)) for pair in enumerate(expected)]
+            await self.disturb()
+            self.going = False
+            await asyncio.gather(*sessions)
+            progress.cancel()
+            await asyncio.sleep(1)
+            found = await self.found_at_the_end()
+        self.write(found)
+        self.say(json.dumps({name: value for name, value in found.items() if name not in _LISTED_BEFORE}))
+        return found
+
+    def write(self, found: dict[str, object]) -> None:
+        """Write the file of `--json`."""
+        if self.args.json:
+            self.args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    def say(self, text: str) -> None:
+        """Print a line with the seconds since the start."""
+        print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
+
+    def say_change(self, name: str, change: dict) -> None:
+        """Print a change of the mesh and write what is known."""
+        self.say(f"{name}: {json.dumps(change)}; {self.standing}")
+        self.write(self.found())
+
+    @property
+    def standing(self) -> str:
+        """What came of the requests so far."""
+        return f"{self.answers} answers, {len(self.lost)} lost, {len(self.wrong)} wrong"
+
+    async def say_progress(self) -> None:
+        """Print progress, again and again."""
+        while True:
+            before = len(self.arrivals)
+            await asyncio.sleep(self.args.progress)
+            rate = (len(self.arrivals) - before) / self.args.progress
+            self.say(f"{self.standing}; {rate:.1f} events a second; {self.doing}")
+
+    def request(self, index: int, words: tuple[int, int], kinds: Sequence[dict], beginning: str = "") -> dict:
+        """Draw a request. words: fewest and most of its own prompt. kinds: ways to sample, one for each session in turn."""
+        prompt = " ".join([*beginning.split(), *self.rng.choices(WORDS, k=self.rng.randint(*words))])
+        tokens = self.rng.randint(max(1, self.args.tokens // 2), self.args.tokens)
+        common = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        kind = kinds[index % len(kinds)]
+        return common | kind | ({"seed": index} if kind["temperature"] else {})
+
+    async def session(self, index: int, expected: str) -> None:
+        """Send one request again and again."""
+        request = self.requests[index]
+        for number in itertools.count(1):
+            if not self.going:
+                return
+            began, seen = time.monotonic(), Seen()
+            try:
+                text = await self.ask(request, seen)
+            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                now = time.monotonic()
+                last = "none" if seen.last is None else f"the last {now - seen.last:.1f} s ago"
+                self.lost.append(
+                    f"session {index}, its request {number}: {type(error).__name__}: {error}; status {seen.status}, sent "
+                    f"{now - began:.1f} s ago, {seen.events} events, {last}; while {self.doing}; {request}"
+                )
+                self.say(f"LOST: {self.lost[-1]}")
+                await asyncio.sleep(1)
+                continue
+            self.answered(index, seen)
+            if text != expected:
+                self.wrong.append(index)
+                self.say(
+                    f"WRONG: session {index}, its request {number}, after {time.monotonic() - began:.1f} s, while {self.doing}: "
+                    f"{text!r} instead of {expected!r}; {request}"
+                )
+
+    async def ask(self, request: dict, seen: Seen | None = None) -> str:
+        """The text of a stream. seen: records what arrives.
+
+        Raises:
+            RuntimeError: an error from the server, or a stream without its end.
+        """
+        text, done, seen = "", False, seen or Seen()
+        async with self.http.post(f"{self.url}/v1/completions", json=request) as answer:
+            seen.status = answer.status
+            if answer.status != 200:
+                raise RuntimeError(await answer.text())
+            async for line in answer.content:
+                data = line.decode().removeprefix("data: ").strip()
+                done = done or data == "[DONE]"
+                if done or not data:
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RuntimeError(data)
+                seen.usage = event.get("usage", seen.usage)
+                if event["choices"]:
+                    seen.events, seen.last = seen.events + 1, time.monotonic()
+                    self.arrivals.append(seen.last)
+                    text += event["choices"][0]["text"]
+        if not done:
+            raise RuntimeError("the stream has no end")
+        return text
+
+    async def silence(self, since: float) -> tuple[float, float]:
+        """When the longest time without a token since then began, on any stream, and its seconds. Waits for a token first."""
+        count = len(self.arrivals)
+        await self.until(lambda: len(self.arrivals) > count)
+        times = [since, *(at for at in self.arrivals if at > since)]
+        began, ended = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])
+        return began, round(ended - began, 2)
+
+    async def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric's samples that have this label, as `name="value"`."""
+        return sum(value for labels, value in await self.samples(name) if label in labels)
+
+    async def samples(self, name: str) -> list[tuple[str, float]]:
+        """A metric's samples: labels and value."""
+        async with self.http.get(f"{self.url}/metrics", params={"name[]": name}) as answer:
+            text = await answer.text()
+        rows = re.findall(rf"^{name}({{.*}})? (\S+)$", text, re.MULTILINE)
+        return [(labels, float(value)) for labels, value in rows]
+
+    async def until(self, condition: Callable[[], bool | Awaitable[bool]]) -> None:
+        """Wait for something.
+
+        Raises:
+            RuntimeError: it has not happened within `--patience`, or process 0 has ended.
+        """
+        began = time.monotonic()
+        while True:
+            holds = condition()
+            if await holds if isinstance(holds, Awaitable) else holds:
+                return
+            if time.monotonic() - began > self.args.patience:
+                raise RuntimeError(f"nothing has changed within {self.args.patience} s (--patience)")
+            if self.processes.processes[0].poll() is not None:
+                raise RuntimeError("process 0, which serves, has ended")
+            await asyncio.sleep(0.1)
+
+    def ended(self, index: int) -> bool:
+        """Whether a process has ended."""
+        return self.processes.processes[index].poll() is not None
