@@ -25,8 +25,9 @@ from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import LinkClosedError
-from dsjax.engine.afd.expert_side import ExpertSide, Side, SidePart, build_both
+from dsjax.engine.afd.expert_side import ExpertSide, ExpertSidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.layer_programs import Side
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.afd.remote_part import RemoteExpertsPart
@@ -356,7 +357,10 @@ class _Loader:
         if args.page_source is not None:
             parts.append(import_page_source(args.page_source).device_part)
         if apart:
-            parts.append(_side_part(args, directory, group, step.mesh))
+            if isinstance(self.experts, ExpertSide):
+                parts.append(lambda device, _: ExpertSidePart(device, self.experts))
+            else:
+                parts.append(_remote_part(args, directory, group, step.mesh))
             if args.eplb:
                 parts.append(self._mover(step, per_exchange))
         elif per_exchange:
@@ -382,10 +386,8 @@ class _Loader:
         return executor
 
 
-def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
-    """Make the part that has experts on devices of their own. directory: of the checkpoint. mesh: of the attention side."""
-    if args.afd_role != "attention":
-        return lambda device, _: SidePart(device)
+def _remote_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
+    """Make the part that has experts in other processes. directory: of the checkpoint. mesh: of the attention side."""
 
     def another(
         expert_mesh: str, afd_address: str, model: ModelStep, before: RemoteExperts

@@ -1,4 +1,4 @@
-"""`PageSends`: the page source of an engine that computes prompts for others. It takes pages as soon as they are computed."""
+"""`PageSends`: the page source of an engine that computes prompts for others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsjax.engine.transfer.send_buffers import PageSend, SendBuffers
 
 
 class PageSends(PageSource):
-    """Holds pages from when they are sealed until the plan that has them copied into a chunk.
+    """Holds pages from when they are sealed until the plan that copies them into a chunk.
 
-    waiting: of each rank (the transfer, the first page's number in it, pages), in the order of their sealing.
+    waiting: of each rank (the transfer, number of its first page, pages), in the order of their sealing.
     """
 
     def __init__(self, buffers: SendBuffers):
@@ -26,7 +26,7 @@ class PageSends(PageSource):
         self._sent: list[list[tuple[int, int]]] = []  # (chunk, page)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with these ranks. What waited on those before is lost; transfers stay until they are ended."""
+        """Begin with these ranks. Transfers stay until they are ended."""
         self.ranks = ranks
         self.waiting = [deque() for _ in ranks]
         self._sent = [[] for _ in ranks]
@@ -36,7 +36,7 @@ class PageSends(PageSource):
         self._sends[send.request] = send
 
     def ended(self, request: Request) -> None:
-        """Seal nothing more for a request. What waits is sent all the same."""
+        """Seal nothing more for a request. What waits is sent."""
         self._sends.pop(request, None)
 
     def has_work(self) -> bool:
@@ -44,11 +44,11 @@ class PageSends(PageSource):
         return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
 
     def transfers_waiting(self) -> set[str]:
-        """Names of the transfers of which pages wait."""
+        """Names of the transfers with pages that wait."""
         return {send.transfer for waiting in self.waiting for send, _, _ in waiting}
 
     def sealed(self, rank: int, request: Request) -> None:
-        """Hold the sealed pages of a request that another engine wants and that were not handed over yet."""
+        """Hold newly sealed pages of a request that another engine wants."""
         send = self._sends.get(request)
         if send is None:
             return
@@ -66,7 +66,7 @@ class PageSends(PageSource):
             send.next = end
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """Put pages into chunks, as far as there is room. They are copied before anything else of this plan happens to them."""
+        """Put pages into chunks, as far as there is room. They are copied before anything else of this plan."""
         waiting, pool = self.waiting[rank], self.ranks[rank].pool
         while waiting and self._buffers.room(rank) > 0:
             send, first, pages = waiting.popleft()
@@ -84,7 +84,7 @@ class PageSends(PageSource):
             yield CommandTurn.SEND, SendPages([int32s(itertools.chain.from_iterable(pairs)) for pairs in sent])
 
     def drop(self, send: PageSend) -> None:
-        """Send nothing more of a transfer: nobody wants its pages any more."""
+        """Send nothing more of a transfer."""
         for rank, waiting in enumerate(self.waiting):
             for waiting_send, _, pages in waiting:
                 if waiting_send is send:

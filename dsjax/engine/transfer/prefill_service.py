@@ -35,22 +35,22 @@ Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _MOST_RECENT = 4096
 _LOOK_SECONDS = 0.25
-"""How often buffers are looked at where nothing else happens, and decode is told what is under way; more often with a short timeout."""
+"""How often buffers are looked at, and decode is told what is under way; more often with a short timeout."""
 
 
 class PrefillCounts(NamedTuple):
-    """What a prefill engine has done since its start: tokens of prompts computed, and seconds in which it computed."""
+    """Tokens of prompts computed since the start, and seconds in which it computed."""
 
     tokens: int = 0
     seconds: float = 0.0
 
 
 class PrefillService(Attachment):
-    """Computes what is asked of it, and keeps the pages in buffers until they are pulled. Everything happens in the engine's thread.
+    """Belongs to the engine's thread.
 
     Args:
         timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
-        keepers: gives which process keeps the buffers of each of an executor's ranks; None: all are this one's.
+        keepers: gives which process keeps the buffers of each of an executor's ranks; None: this one, all.
         first_number: as of `SendBuffers`.
 
     Attributes:
@@ -82,11 +82,11 @@ class PrefillService(Attachment):
 
     @property
     def look_seconds(self) -> float | None:
-        """Look at the buffers as long as there are transfers."""
+        """As of `Attachment`: as long as there are transfers."""
         return self._look_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with empty buffers. What was computed and kept on the executor before is lost."""
+        """Begin with empty buffers."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
         executor.extension(ChunkPort).send_chunks(self.buffers.ready)
@@ -98,7 +98,7 @@ class PrefillService(Attachment):
             self._fail(name, "the mesh of the prefill side has changed")
 
     def begin_step(self, now: float) -> None:
-        """Drop what nobody has pulled in time, and tell decode what is under way."""
+        """Drop what was not pulled in time, and tell decode what is under way."""
         for send in self.buffers.expire():
             self._fail(send.transfer, "its pages were not pulled in time")
         gone = self.buffers.take_gone()
@@ -142,7 +142,7 @@ class PrefillService(Attachment):
                 self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
-        """Cancel everything that was asked for with this `receive`: who asked is there no more."""
+        """Cancel all transfers of a decode engine that is gone."""
         for name in [name for name, send in self._sends.items() if send.receive == receive]:
             self._end(name)
 
@@ -151,7 +151,7 @@ class PrefillService(Attachment):
             send.tell(offer)
 
     def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
-        """Begin a transfer, or go on with the one of this name where it is of the same pages."""
+        """Begin a transfer, or join the one of this name."""
         tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
         if objection:
@@ -186,7 +186,7 @@ class PrefillService(Attachment):
             self._fail(ask.transfer, str(error))
 
     def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
-        """Let whoever asks have a transfer that is under way under the same name, if it is what is asked for and nobody else has it."""
+        """Give a decode engine the transfer of this name, if it has the pages asked for and nobody else has it."""
         last = min(ask.end, send.end) - 1
         if send.request.page_hashes[last] != names[last]:
             self._refuse(ask, receive, "another prompt is under way under this name")
@@ -208,7 +208,7 @@ class PrefillService(Attachment):
             receive(TransferFailed(ask.transfer, reason))
 
     def _cancel(self, message: CancelTransfer, receive: Receive | None) -> None:
-        """End a transfer for its owner: this process, or who has asked for it, or, before anybody has, who names its last page."""
+        """End a transfer for its owner: this process, its decode engine, or before there is one, who names its last page."""
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)
@@ -216,7 +216,7 @@ class PrefillService(Attachment):
             self._end(message.transfer)
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
-        """Say why this cannot be computed: it may come from another process, and a device would take anything."""
+        """Say why this cannot be computed: it may come from another process."""
         page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
         if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
             return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
@@ -225,7 +225,7 @@ class PrefillService(Attachment):
         return ""
 
     def _tell_under_way(self, now: float) -> None:
-        """Tell decode which transfers are queued, being computed or waiting to be sent: a long queue is not a dead engine."""
+        """Tell decode which transfers are queued, computed or waiting: a long queue is not a dead engine."""
         if now - self._told_at < self._look_seconds:
             return
         self._told_at = now
@@ -238,7 +238,7 @@ class PrefillService(Attachment):
             receive(TransfersUnderWay(names))
 
     def _forget_done(self, names: Iterable[str]) -> None:
-        """Forget those of these transfers of which every page is computed, sent, and released."""
+        """Forget those of these transfers whose pages are all computed, sent, and released."""
         waiting = self.source.transfers_waiting()
         for name in names:
             send = self._sends.get(name)
@@ -279,7 +279,7 @@ class PrefillService(Attachment):
 
 
 def _is_of(send: PageSend, receive: Receive | None) -> bool:
-    """Whether a transfer is the business of whoever is told by `receive`. None: this process, which may end what it has begun."""
+    """Whether a transfer is this receiver's. None: this process, which may end what it has begun."""
     return receive is None or send.receive == receive
 
 
