@@ -119,7 +119,7 @@ def decode_step(llm, rows: int, context: int, pages: int, ranks: int | None):
     def run() -> None:
         executor.collect(executor.launch(commands.pop(0) if len(commands) > 1 else commands[0]))
 
-    program = executor.programs.step(executor.programs.shape(Rectangle(rows, 1), None))
+    program = executor.programs.get("step", executor.programs.shape(Rectangle(rows, 1), None), False)
     return run, program.as_text()
 
 
@@ -146,7 +146,7 @@ def compare_placements(llm, run, rows: int, steps: int) -> None:
     finally:
         step_programs.compute = compute
     print(f"{llm.args.mesh}, {rows} rows a rank, tables {tables.physical_EC.shape} wide; {steps} steps each, by turns")
-    compare(llm, run, steps, {"places as data": programs.step(shape), "as constants": constant})
+    compare(llm, run, steps, {"places as data": programs.get("step", shape, False), "as constants": constant})
 
 
 def compare_options(llm, run, rows: int, steps: int) -> None:

@@ -36,16 +36,16 @@ class Listener:
 
 
 MOST_IDLE = 3
-"""After so many steps in a row that computed nothing a thread waits for a command, if its core wants to be looked at now and then: the core
-can go on only when others have taken pages. It takes more than one, because a step may send pages and the next one use their room."""
+"""After so many steps in a row that computed nothing, a thread waits for a command if its core wants to be looked at now and then. It takes
+more than one, because a step may send pages and the next one use their room.
+"""
 
 
 class EngineThread:
-    """Runs a core, step after step.
+    """Runs a core, step after step; takes commands (add, abort, end) between steps and while the device computes one.
 
-    The thread takes commands (add, abort, end) from a queue, between steps and while the device computes one. It hands a step's
-    updates over in one call, once the next step is launched: the listener's thread needs Python's lock too, and the device would
-    wait for the text of every stream.
+    It hands a step's updates over in one call once the next step is launched: the listener's thread needs Python's lock too, and the device
+    would wait for the text of every stream.
     """
 
     def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
@@ -137,7 +137,8 @@ class EngineThread:
         wait: for a command, where nothing is to be computed. False, without a thread: hand over what the step did before this returns.
         """
         at_rest = not self.core.has_unfinished
-        if wait and (at_rest or self._is_stuck):
+        is_stuck = self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
+        if wait and (at_rest or is_stuck):
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=self.core.rest_seconds)()
                 self._num_idle = 0
@@ -161,10 +162,6 @@ class EngineThread:
             if updates:
                 self._tell(updates)
         return True
-
-    @property
-    def _is_stuck(self) -> bool:
-        return self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
 
     def _run(self) -> None:
         try:

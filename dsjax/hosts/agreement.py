@@ -92,10 +92,10 @@ class Agreement:
         return answer
 
     def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all present processes a plain value; give everybody's, in the order of their ids. All ask the same in the same order.
+        """Tell all present processes a plain value; give everybody's, in the order of their ids.
 
         Raises:
-            GroupError: somebody says that it cannot go on, or is gone; or another generation has begun.
+            GroupError: somebody cannot go on, or is gone; or another generation has begun.
         """
         try:
             return self.tell(stage, value).result()
@@ -108,7 +108,7 @@ class Agreement:
         """Do something that all present processes do. Return its result when all have done it.
 
         Raises:
-            GroupError: it failed in another process, or a process is gone. An error of `act` is raised here, and told to the others.
+            GroupError: it failed in another process, or a process is gone. Others: those of `act`, which the others are told.
         """
         try:
             result = act()
@@ -119,11 +119,7 @@ class Agreement:
         return result
 
     def alike(self, stage: str, what: str, value: Any) -> None:
-        """Make sure that all have the same value of `what`.
-
-        Raises:
-            GroupError: one has another.
-        """
+        """Make sure that all have the same value of `what`; a `GroupError` where one has another."""
         values = self.ask(stage, value)
         for member, members_value in zip(self._membership.present, values, strict=True):
             if members_value != values[0]:

@@ -23,9 +23,9 @@ from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.links import Links
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import Door, attend, located, open_endpoint, say_ready
+from dsjax.hosts.rendezvous import READY, Door, attend, located, open_endpoint
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
-from dsjax.messaging import Credentials, Endpoint, Peer, PeerLostError, Request
+from dsjax.messaging import Endpoint, Peer, PeerLostError, Request
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
@@ -46,12 +46,11 @@ _TOGETHER_SECONDS = 0.5
 class HostGroup(Membership):
     """A group whose processes are all there. `start` forms it; `leave` must be called, or happens when Python ends.
 
-    A process is gone when its connection to process 0 has ended, or when it was silent for the heartbeat's timeout, whether it died
-    or hangs. Compiling, loading or a long step never counts as silence. What is to be done then is decided by process 0 alone, which
-    announces a new generation; the others wait for that. Where process 0 goes, all end.
+    A process is gone when its connection to process 0 has ended, or was silent for the heartbeat's timeout; compiling, loading or a long
+    step never counts as silence. Process 0 then announces a new generation, which the others wait for. Where process 0 goes, all end.
 
     Args:
-        endpoint: this process's. door: process 0's. leader: any other's connection to process 0.
+        door: process 0's. leader: any other's connection to process 0.
         response: what process 0 has told all, or this process where the group had formed before.
 
     Raises:
@@ -109,10 +108,9 @@ class HostGroup(Membership):
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
-        """Meet the others and join them; see `Door.meet`. JAX must not have started, and starts with all devices of the group.
+        """Meet the others and join them; see `Door.meet`. JAX must not have started.
 
-        Where the group has formed already, and this process's id is that of one that is gone, `generation` is the first one that this
-        process may be in: it waits for its announcement.
+        Where the group has formed already, and this process has the id of one that is gone, it waits for the announcement of `generation`.
 
         Raises:
             GroupError, UserError: there is no group, as `Door.meet` says; or a link between two of its processes is cut.
@@ -148,11 +146,6 @@ class HostGroup(Membership):
         atexit.register(self.leave)
         if response.generation == 0:
             self.agreement.run("links", lambda: self.links.check([one.process_id for one in self.members]))
-
-    @property
-    def credentials(self) -> Credentials:
-        """By which this process shows that it belongs to the others."""
-        return self.endpoint.credentials
 
     def peer_of(self, process_id: int) -> Peer | None:
         """Process 0's connection to a member; None: it has ended."""
@@ -201,9 +194,9 @@ class HostGroup(Membership):
         return self._latest > self.generation
 
     def connect(self, device_ids: Sequence[int]) -> None:
-        """Agree, with all processes of the generation, on where its collectives' connections will be. device_ids: of its mesh, in order."""
+        """Agree with all processes of the generation on where its collectives' connections will be. device_ids: of its mesh, in order."""
         endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
-        self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
+        self.collectives.begin(self.generation, device_ids, endpoints)
 
     def check_generation(self, number: int, doing: str) -> None:
         """Raise where a generation has failed or has been superseded. doing: what is given up then, for the message.
@@ -254,8 +247,8 @@ class HostGroup(Membership):
         self.links.left_out.pop(member.process_id, None)
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
-        """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
-        would be known of one that hangs.
+        """The member that is gone, where that may be why something failed; None: nobody is. seconds: to wait; None: as long as a hang
+        takes.
         """
         if self.leaving:
             return None
@@ -314,10 +307,10 @@ class HostGroup(Membership):
 
     def say_ready(self) -> None:
         """Say, as a process that comes back, that this one can be in the next generation."""
-        say_ready(self.leader)
+        self.leader.send(READY)
 
     def ask_process_0_to_leave(self) -> bool:
-        """Ask process 0 to go on without this process; whether it may go now. Else it goes when a generation without it has begun.
+        """Ask process 0 to go on without this process; whether it may go now. Else it goes with the next generation.
 
         Raises:
             RefusedError: it cannot be spared. PeerLostError: process 0 is gone.
@@ -387,7 +380,3 @@ class HostGroup(Membership):
                     coordination.leave()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
-
-
-def _endpoint(said: Any) -> tuple[str, int] | None:
-    return None if said is None else (said[0], said[1])

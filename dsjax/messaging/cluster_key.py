@@ -31,11 +31,9 @@ _HOW = "openssl rand -hex 32 makes one"
 
 
 class ClusterKey:
-    """The secret. It is shown nowhere: neither its text nor `repr` has it, and it cannot be pickled.
+    """The secret. Neither its text nor `repr` shows it, and it cannot be pickled.
 
-    Attributes:
-        source: where it comes from, for messages: a file, or the environment variable.
-        is_local: whether it was made for this user on this host. It then serves the loopback interface alone.
+    source: a file or the environment variable, for messages. is_local: it was made for this user, and serves the loopback interface alone.
     """
 
     __slots__ = ("_secret", "is_local", "source")

@@ -71,8 +71,6 @@ class MeshExecutor:
         device: the state, the parameters and the programs, as the parts have them.
     """
 
-    programs_class: type[Programs] = Programs
-
     def __init__(
         self,
         step: model_step.ModelStep,
@@ -90,7 +88,7 @@ class MeshExecutor:
         self.limits, self.buckets = limits, buckets
         params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        programs = self.programs_class(step, params, described, limits, experts_per_exchange, meet, library, experts)
+        programs = Programs(step, params, described, limits, experts_per_exchange, meet, library, experts)
         self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
@@ -296,7 +294,7 @@ class MeshExecutor:
             yield outcome
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts), recording)
             return
-        program = self.programs.step(shape, launch.scored)
+        program = self.programs.get("step", shape, launch.scored)
         self.device.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
             self.params, self.state, packed, *self._arrived()
         )

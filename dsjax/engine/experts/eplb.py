@@ -65,11 +65,6 @@ class EplbConfig(JsonOption):
         """Steps after which loads are read."""
         return min(self.window_size, self.step_interval, MOST_UNREAD)
 
-    @property
-    def reads_in_window(self) -> int:
-        """How many of the last readings make a window."""
-        return -(-self.window_size // self.read_interval)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:

@@ -17,7 +17,7 @@ from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
 from dsjax.engine.device.launch_rows import RowRules, read_step
 from dsjax.engine.device.mesh_executor import MeshExecutor
-from dsjax.engine.pipeline.stage_programs import StagePrograms
+from dsjax.engine.device.programs import entering
 
 
 class PendingStages:
@@ -66,8 +66,6 @@ class StageExecutor(MeshExecutor):
             whatever has a `popleft`.
     """
 
-    programs_class = StagePrograms
-
     def __init__(self, *arguments: Any, **options: Any):
         self.arriving: deque[Array] = deque()
         self.leaving: deque[Array] = deque()
@@ -81,7 +79,7 @@ class StageExecutor(MeshExecutor):
             if self._recorder is not None:
                 self._recorder.add(passed.reports, passed.shape.groups, placements)
             sent = [self.device.send(array) for array in one if array is not None]
-            program = self.programs.enter(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1])
+            program = self.programs.get(*entering(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1]))
             self.device.state = program(self.state, passed.positions, *sent)
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
@@ -122,7 +120,7 @@ class StageExecutor(MeshExecutor):
         if self.model.ends:
             yield from super()._run_launch(pending, launch, shape, packed, rules, proposes, recording)
             return
-        program = self.programs.step(shape)
+        program = self.programs.get("step", shape, False)
         self.device.state, at, hidden, reports = program(self.params, self.state, packed, *self._arrived())
         self.leaving.append(hidden)
         pending.kept.outcomes.append(_PassedOn(shape, at, reports if recording else {}))

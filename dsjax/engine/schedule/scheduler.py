@@ -80,10 +80,6 @@ class Scheduler:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
         return [] if self.events is None else self.events.take()
 
-    def take_page_waits(self) -> list[tuple[str, float]]:
-        """(tier, seconds) that requests have waited for pages of it; each is told of once."""
-        return self.pages.take_waits()
-
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
         return [
@@ -109,7 +105,7 @@ class Scheduler:
             rank.flush()
 
     def add(self, request: Request) -> None:
-        """Queue a request on the rank that its `Router` chooses, or on its session's.
+        """Queue a request on the rank that its `Router` chooses.
 
         Raises:
             AdmissionError: it could never finish. ValueError: its id is taken by an unfinished request.
@@ -145,11 +141,11 @@ class Scheduler:
     def successor(
         self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
-        """A scheduler for an executor made anew, with this one's requests and those that were parked; and those that it cannot hold, each
-        with the reason, which the page source has forgotten.
+        """A scheduler for a new executor, with these requests and those that were parked; and the refused, each with the reason.
 
-        Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
-        does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
+        What was computed is lost: every request that ran waits again, in its old order, as if preempted. Where nobody gave `max_tokens`, a
+        request may make as many as the new cache holds. The page source has forgotten those refused; this scheduler must not be used any
+        more.
         """
         source = self.source if self._is_sourced else None
         new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)
@@ -194,8 +190,9 @@ class Scheduler:
         return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results, in the order of plans; give an `Update` for each request that got a token or prompt log-probabilities,
-        or failed. Rows of requests that have ended meanwhile are dropped.
+        """Enter a step's results, in the order of plans; give an `Update` for each request that got something, or failed.
+
+        Something is tokens or prompt log-probabilities. Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
@@ -279,9 +276,7 @@ class Scheduler:
 
 
 def _check_fits(request: Request, config: SchedulerConfig) -> None:
-    """Raise the `AdmissionError` of a request that could never finish. Where nobody gave `max_tokens`, it is what the mesh could hold when
-    the request came, and becomes what this one can.
-    """
+    """Raise the `AdmissionError` of a request that could never finish. A `max_tokens` that nobody gave becomes what this mesh can hold."""
     before = request.max_tokens
     if request.params.max_tokens is None:
         most = config.max_request_len - request.num_prompt_tokens

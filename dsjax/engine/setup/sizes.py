@@ -20,7 +20,6 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
 from dsjax.engine.device.programs import Programs
-from dsjax.engine.pipeline.stage_programs import StagePrograms
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
@@ -243,7 +242,7 @@ def beside_the_cache(
     cache. ``limits`` may have any number of pages: none of this depends on it.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = (Programs if step.stage is None else StagePrograms)(step, params, state, limits, experts=experts)
+    programs = Programs(step, params, state, limits, experts=experts)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

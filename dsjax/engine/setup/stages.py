@@ -71,7 +71,7 @@ class OwnStages:
     ) -> PipelineExecutor:
         """Make one executor of those of the stages. pages: on a disk, of all stages. opened: what is closed where the start fails."""
         if pages is not None:
-            pages.report_through([one.extension(PageReporter) for one in executors])
+            pages.reporters = [one.extension(PageReporter) for one in executors]
         if not self.is_divided:
             experts = ExpertsOfStages(executors, self.config) if self.balanced else None
             return PipelineExecutor(executors, experts, [] if pages is None else [pages])

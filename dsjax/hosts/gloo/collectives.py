@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 Endpoint = tuple[str, int]
@@ -47,7 +47,7 @@ class Collectives:
             self.endpoint = new_listeners.pop()
         return made
 
-    def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Endpoint | None]) -> None:
+    def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
         """A generation begins: nothing of it is connected yet.
 
         order: its devices. endpoints: of its processes. gloo keeps a group of devices in one order for ever, and with it connections.

@@ -122,7 +122,7 @@ def test_a_number_that_is_forgotten_and_used_again_brings_the_new_page_to_all(di
 
 def test_every_executor_looks_after_its_own_part_when_reports_are_asked_for(disk):
     reporters = [Mock(**{"page_reports.return_value": PageReports([], [])}) for _ in range(2)]
-    disk.pages.report_through(reporters)
+    disk.pages.reporters = reporters
     assert disk.pages.extension(PageReporter) is disk.pages
     assert disk.pages.extension(DiskPages) is None
     disk.write(1)
