@@ -43,7 +43,7 @@ class Follower:
         executor: of the generation of now; None between two, and without a part in the mesh. ahead: compiles for meshes that may come.
         has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
         regroups: whether the group can go on without a process of it: then this one may leave, and go on after a failure.
-        commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
+        commands, steps: that it has carried out, and collected, in all generations.
     """
 
     def __init__(self, group: HostGroup):
@@ -162,8 +162,8 @@ class Follower:
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
-        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds; None: the weights
-        that are held, as a new mesh has none of this process's devices. seconds: to wait for the next generation after a failure.
+        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds; None: the weights that
+        are held. seconds: to wait for the next generation after a failure.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.

@@ -24,8 +24,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
     """Find out which process of which group this is; None: it is alone.
 
     Raises:
-        UserError: options that do not go together, or an address that is none; or what started this process says that it is one of
-            several, and its options are of an engine of one.
+        UserError: options that do not go together, or no address; or what started this process has several, and its options are of one.
     """
     options = HostOptions.find(args, args.link_monitor_interval)
     if options is not None:

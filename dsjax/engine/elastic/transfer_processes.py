@@ -111,8 +111,7 @@ def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> End
         return group.endpoint
     credentials = group.endpoint.credentials if group is not None else args.credentials.read(host)
     try:
-        return Endpoint(
-            host, credentials, port=port, silence=group.options.heartbeat_timeout if group else args.heartbeat_timeout
-        )
+        silence = (group.options if group else args).heartbeat_timeout
+        return Endpoint(host, credentials, port=port, silence=silence)
     except OSError as error:
         raise UserError(f"the address {host}:{port} for pages cannot be used: {error.strerror or error}") from error

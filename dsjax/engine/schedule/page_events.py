@@ -21,8 +21,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_d
 
     Attributes:
         parent_block_hash: of the block before the first one; None where there is none.
-        token_ids: of all these blocks, one after the other. block_size: tokens of each.
-        lora_id, lora_name: always None. medium: of `MEDIA`.
+        token_ids: of all these blocks. block_size: tokens of each. lora_id, lora_name: always None. medium: of `MEDIA`.
         extra_keys: as vLLM has them, of each block: the first one's of a prompt with a `cache_salt` are that salt. None: no block has any.
     """
 

@@ -1,7 +1,4 @@
-"""`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks.
-
-Plain Python.
-"""
+"""`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    request: who waits for them; None where it has ended and given them back. first: which of its pages the first one is.
-    names: of the pages; empty where nobody is to find them when they have come. tiers: the tier that each comes from.
+    request: that waits for them; None: it has ended. first: which of its pages the first one is. names: of the pages; empty: not to be
+    found. tiers: of each.
     """
 
     request: Request | None
@@ -45,7 +42,7 @@ class LoadUnderWay(NamedTuple):
 
 
 class PageLoads:
-    """What one plan stages from a source, the next one places. What a source has to bring first holds up its request, and no other.
+    """What one plan stages from a source, the next one places. A source that has to bring pages first holds up their request alone.
 
     Attributes:
         under_way: what the last plan has staged. landing: pages that a source has brought, or is bringing.

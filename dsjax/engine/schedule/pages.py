@@ -16,13 +16,13 @@ _NO_SALT = bytes(NAME_BYTES)
 class PagePool:
     """The pages 1 … num_pages − 1 of a rank. Page 0 is never given out: padded page-table entries point at it.
 
-    A page is held by as many requests as took it. A page that was sealed under a hash can be found by it, and when
-    nobody holds it any more it is kept, until its room is needed: pages that hold nothing are given out first, the one freed last
-    before others, so that a lightly loaded rank keeps to few pages; then cached ones, least recently used first.
+    A page is held by as many requests as took it. A sealed page can be found by its hash, and is kept until its room is needed when nobody
+    holds it. Pages that hold nothing are given out first, the one freed last before others, so that a lightly loaded rank keeps to few
+    pages; then cached ones, least recently used first.
 
     Attributes:
-        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. The page's values are there until the next
-            commands are carried out; afterwards they are lost.
+        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed; its values are lost once the next commands are
+            carried out.
         events: told of pages of `rank` that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
@@ -105,9 +105,8 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give a request's pages back. Giving back a page that nobody holds is a fault of the caller and raises.
-
-        The last pages come first, so that the end of a chain is evicted before the beginning, which more requests share.
+        """Give a request's pages back, the last ones first, so that the shared beginning of a chain is evicted last; raise for a page not
+        held.
         """
         for page in reversed(pages):
             if not self._holders[page]:
@@ -186,8 +185,8 @@ class PagePool:
 def extend_hashes(request: Request, page_size: int) -> list[bytes]:
     """Bring `request.page_hashes` up to the full pages of its tokens, and give it.
 
-    A page's hash is sha256 of the hash of the page before it and its token ids (int32, little-endian); the first page's
-    predecessor is the hash of the salt. Equal hashes so mean equal tokens from the first one on, under equal salts, in every process.
+    A page's hash is sha256 of the hash of the page before it, or of the salt, and its token ids (int32, little-endian). Equal hashes so
+    mean equal tokens from the first one on, under equal salts, in every process.
     """
     hashes, tokens = request.page_hashes, request.token_ids
     if len(hashes) < len(tokens) // page_size:

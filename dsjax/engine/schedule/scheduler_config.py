@@ -20,11 +20,10 @@ class SchedulerConfig:
         max_num_seqs: most running requests. max_num_batched_tokens: most tokens in a step, padding not counted.
         prefill_chunk: most tokens of one prompt in a step. max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
-        host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
-        disk_pages: that the disk has room for, of all ranks together; 0: none go there. disk_page_bytes: that each takes.
+        host_pages_per_rank, disk_pages, disk_page_bytes: as of `ExecutorLimits`.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
-        num_batches: into how many batches running requests are dealt, which decode in steps of their own that are under way together.
-            With more than 1, no request decodes in two steps under way: stages of a model compute them at the same time.
+        num_batches: into which running requests are dealt, each with decode steps of its own, for the stages of a model. With more than 1,
+            no request decodes in two steps under way.
     """
 
     max_num_seqs: int
@@ -82,9 +81,8 @@ class SchedulerConfig:
         return min(self.max_model_len, self.max_tokens_in_cache + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, is_given: bool = True) -> None:
-        """Raise an `AdmissionError` where the model's length or the rank's pages cannot hold prompt + max_tokens.
-
-        is_given: whether the request has said `max_tokens`; else they are the least that it makes.
+        """Raise an `AdmissionError` where the model or the rank's pages cannot hold prompt + max_tokens. is_given: by the request; else the
+        least.
         """
         total = num_prompt_tokens + max_tokens
         output = f"max_tokens is {max_tokens}" if is_given else f"at least {max_tokens} more must fit"
