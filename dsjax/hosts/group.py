@@ -81,7 +81,8 @@ class HostGroup(Membership):
         self.on_end: Callable[[], object] = lambda: None
         self.agreement = Agreement(self, endpoint, leader, door.member_of if door is not None else lambda peer: None)
         self.collectives = Collectives()
-        self.links = Links(self, endpoint, self.collectives.cut, self.peer_of)
+        peer_of = door.peer_of if door is not None else lambda process_id: None
+        self.links = Links(self, endpoint, self.collectives.cut, peer_of)
         self.monitor: LinkMonitor | None = None
         self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
         if response.generation == 0:
@@ -146,10 +147,6 @@ class HostGroup(Membership):
         atexit.register(self.leave)
         if response.generation == 0:
             self.agreement.run("links", lambda: self.links.check([one.process_id for one in self.members]))
-
-    def peer_of(self, process_id: int) -> Peer | None:
-        """Process 0's connection to a member; None: it has ended."""
-        return None if self._door is None else self._door.peer_of(process_id)
 
     # Generations.
 
@@ -247,8 +244,9 @@ class HostGroup(Membership):
         self.links.left_out.pop(member.process_id, None)
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
-        """The member that is gone, where that may be why something failed; None: nobody is. seconds: to wait; None: as long as a hang
-        takes.
+        """The member that is gone, where that may be why something failed; None: nobody is.
+
+        seconds: to wait for that; None: until it would be known of one that hangs.
         """
         if self.leaving:
             return None

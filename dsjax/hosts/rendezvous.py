@@ -50,7 +50,7 @@ def open_endpoint(options: HostOptions) -> Endpoint:
     Raises:
         GroupError, UserError: it cannot listen there, or there is no cluster key.
     """
-    credentials = options.read_credentials()
+    credentials = options.credentials.read(options.coordinator[0], options.address)
     port = options.coordinator[1] if options.is_leader else 0
     try:
         holds = SERVICES if options.is_leader else ()

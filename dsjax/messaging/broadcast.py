@@ -53,7 +53,7 @@ class BroadcastLog:
         self._socket.bind(zmq_endpoint(endpoint.host, 0))
         port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
         self.address = join_address(endpoint.host, port)
-        endpoint.own(self)
+        endpoint.owned.add(self)
         endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
 
     def append(self, epoch: int, body: bytes) -> int:

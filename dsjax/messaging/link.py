@@ -78,7 +78,7 @@ class _Bulk:
         for one in (self._socket, self._monitor, self._woken.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
-        endpoint.own(self)
+        endpoint.owned.add(self)
 
     def wake(self) -> None:
         """Have `receive` return without a message, now or when it is called next. Any thread may call it."""

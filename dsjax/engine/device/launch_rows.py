@@ -183,11 +183,9 @@ class SlotRules:
 class RowRules(NamedTuple):
     """What the sampling of one launch needs beside the logits.
 
-    Attributes:
-        wanted: None where every row's most probable token is what it makes.
-        scored: whether a row wants log-probabilities of what it makes.
-        biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed everywhere.
-        slots: of each (rank, is prefill, row of the launch) that wants more than its token, its slot's rules.
+    wanted: None where every row's most probable token is what it makes. scored: whether a row wants log-probabilities of what it makes.
+    biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed. slots: of each (rank, is prefill, row of the
+    launch) that wants more than its token, its slot's rules.
     """
 
     wanted: Wanted | None
@@ -312,10 +310,8 @@ class SlotTable:
 class LaunchOutcome(NamedTuple):
     """What a launch gave, on the devices.
 
-    Attributes:
-        outcome: ``[B, J]``: tokens of all positions that make one, as of ``slots.commit``.
-        scores: of those positions; prompt_scores: of all token slots of a scored launch. None where nobody asked.
-        drafts: ``[B, R + R2, n]``; None where none were proposed.
+    outcome: ``[B, J]``: tokens of all positions that make one, as of ``slots.commit``. scores: of those positions; prompt_scores: of all
+    token slots of a scored launch. None where nobody asked. drafts: ``[B, R + R2, n]``; None where none were proposed.
     """
 
     launch: Launch

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.link_counts import ExpertLinks
@@ -464,14 +463,11 @@ def load_generation(
     args: as the process was started. held: weights of the generation before, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
-    mesh = mesh_of(announcement) if MeshSpec.parse(options.mesh).pp_size == 1 else None
+    spec, mesh = MeshSpec.parse(options.mesh), None
+    if spec.pp_size == 1:
+        devices = {device.id: device for device in jax.devices()}
+        mesh = spec.arrange([devices[i] for i in announcement.device_ids])
     return load_model(options, group, mesh=mesh, is_later=True, library=library, held=held)
-
-
-def mesh_of(announcement: Announcement) -> Mesh:
-    """Arrange the devices of a generation that was announced as its mesh."""
-    devices = {device.id: device for device in jax.devices()}
-    return MeshSpec.parse(announcement.options["mesh"]).arrange([devices[i] for i in announcement.device_ids])
 
 
 def release(executor: Executor | None, held: HeldWeights | None = None) -> None:

@@ -27,13 +27,12 @@ class EplbConfig(JsonOption):
     """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.
 
     Attributes:
-        window_size: steps whose loads a placement is made for.
-        step_interval: steps between two decisions whether to move experts.
+        window_size: steps whose loads a placement is made for. step_interval: steps between two decisions.
         num_redundant_experts: physical experts beside the logical ones; None: as `--redundant-experts` says.
         log_balancedness: whether each window's balancedness is logged.
         max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
-        payback: a layer is changed where what it is predicted to gain in `step_interval` steps is at least this many times what it costs;
-            0: wherever it gains anything, as vLLM does.
+        payback: a layer is changed where its predicted gain in `step_interval` steps is at least so many times its cost; 0: wherever it
+            gains.
         policy: how experts are placed (`sharding.balancing.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
 
     Raises:
@@ -114,12 +113,11 @@ class BalanceStats:
     """Experts that follow the load: totals since the start, and the last window.
 
     Attributes:
-        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
-            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
+        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums over
+            layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
         rank_tokens: that each rank of an EP group computed in the last window, over all layers.
         rebalances: carried out; failures: given up. bytes_moved: of experts that reached another slot, on all devices of an EP group.
-        exchanges: commands that moved something. rebalance_seconds: from decision to end of those carried out; steps go on.
-        layers_left: of the rebalance under way.
+        exchanges: commands that moved something. rebalance_seconds: of those carried out. layers_left: of the one under way.
     """
 
     windows: int = 0

@@ -24,10 +24,10 @@ class PendingStages:
     """A command on its way through the stages of one process.
 
     Attributes:
-        parts: of it at each stage, as far as they have begun; None: nothing of it is that stage's. passed: stages that it has gone through.
-        hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
-        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
-        number: under which the process with the last stage publishes what came of it; None: it publishes nothing of it.
+        parts: of it at each stage that has begun; None: nothing of it is that stage's. passed: stages that it has gone through.
+        hidden: hidden states of its launches that have left the last of these, on the devices of the next one.
+        results: what came of it; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
+        number: under which the process with the last stage publishes what came of it; None: it publishes nothing.
     """
 
     def __init__(self, command: Command):
@@ -58,12 +58,10 @@ class StageExecutor(MeshExecutor):
     """One stage's part of every command.
 
     The hidden states of its launches are in ``leaving`` when it has computed them, and those of the stage before must be in ``arriving``
-    first: launch by launch, in the order of the commands. What came of a step's rows is only known at the last stage. The others must
-    be told with ``enter`` before the next step that has a row of one of these requests.
+    first, in the order of the commands. A stage before the last is told with ``enter`` what came of a step, before the next step with one
+    of its requests.
 
-    Attributes:
-        arriving, leaving: hidden states of launches, on this stage's devices. Of those that come from another process, `arriving` is
-            whatever has a `popleft`.
+    arriving, leaving: hidden states of launches, on this stage's devices. From another process, `arriving` is whatever has a `popleft`.
     """
 
     def __init__(self, *arguments: Any, **options: Any):

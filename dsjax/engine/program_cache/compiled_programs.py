@@ -33,11 +33,8 @@ _log = logging.getLogger(__name__)
 class CompiledPrograms:
     """Compiles each program once, or takes it from a shelf of the library.
 
-    Args:
-        lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key.
-
-    Attributes:
-        compiled: the programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
+    lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key. compiled: the
+    programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
     """
 
     def __init__(

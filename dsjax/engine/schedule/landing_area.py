@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 MOST_LANDED = 128
 """Room of a rank for pages that have landed, or are about to."""
@@ -18,16 +18,6 @@ class PageLoad(NamedTuple):
     tier: str
 
 
-class PageBringer(Protocol):
-    """Brings pages: a `PageSource`."""
-
-    def loaded(self, rank: int, name: bytes) -> None:
-        """A page goes to the device."""
-
-    def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """A page could not be had."""
-
-
 @dataclass(eq=False, slots=True)
 class LandingBuffer:
     """Memory that several pages land in together. It takes the room of `size` pages until the last of `names` has gone."""
@@ -38,15 +28,15 @@ class LandingBuffer:
 
 @dataclass(slots=True)
 class LandingPage:
-    """One page: who brings it, under which number and since when, and whether it is here.
+    """One page: the `PageSource` that brings it, under which number and since when, and whether it is here.
 
-    patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
-    buffer: that it lands in, of one page where no other lands beside it.
+    patience: seconds after which a page that has not come may be given up for another one; None: its source says when. buffer: that it
+    lands in, of one page where no other lands beside it.
     """
 
     number: int
     since: float
-    source: PageBringer
+    source: Any
     tier: str
     patience: float | None
     buffer: LandingBuffer
@@ -84,7 +74,7 @@ class LandingArea:
         """A page that has landed or is about to; None: there is none of this name."""
         return self._pages.get(name)
 
-    def room_of(self, source: PageBringer) -> int:
+    def room_of(self, source: Any) -> int:
         """Pages that the buffers of one source have room for."""
         buffers = {id(page.buffer): page.buffer.size for page in self._pages.values() if page.source is source}
         return sum(buffers.values())
@@ -103,7 +93,7 @@ class LandingArea:
     def expect(
         self,
         name: bytes,
-        source: PageBringer,
+        source: Any,
         tier: str,
         now: float,
         patience: float | None = None,

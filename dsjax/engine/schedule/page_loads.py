@@ -29,8 +29,7 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    request: that waits for them; None: it has ended. first: which of its pages the first one is. names: of the pages; empty: not to be
-    found. tiers: of each.
+    request: that waits for them; None: it has ended. first: number of the first page in it. names: empty where nobody is to find them.
     """
 
     request: Request | None

@@ -105,9 +105,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give a request's pages back, the last ones first, so that the shared beginning of a chain is evicted last; raise for a page not
-        held.
-        """
+        """Give a request's pages back, or raise where nobody holds one: the last first, so that the shared beginning is evicted last."""
         for page in reversed(pages):
             if not self._holders[page]:
                 raise ValueError(f"page {page} is given back but was not allocated")

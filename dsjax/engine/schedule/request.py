@@ -76,25 +76,24 @@ class Request:
     Attributes:
         request_id: unique among unfinished requests. seed: uint32. arrival_time: seconds on the engine's clock.
         token_ids: the prompt (`num_prompt_tokens`), then the output, in one list that only grows at its end.
-        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold. max_total_tokens: with the prompt's.
+        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold. max_total_tokens: these and the prompt's.
         stop_ids: `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` hold them back before
             `params.min_tokens`.
         rules: the `LogitRules` that change its logits before a token is taken; None: nothing does.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: number of its DP rank, unless the mesh changes for its whole life; -1 before.
+        rank: number of its DP rank, for its whole life unless the mesh changes; -1 before.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
-        admissions: of it to a slot. (request, admissions) identifies a slot's contents: after a preemption it may get the same slot with
-            other pages.
+        admissions: counts admissions to a slot. (request, admissions) identifies a slot's contents: a preempted request may come back to
+            its slot.
         pages: rank-local, in the order of the tokens; between two admissions the list only grows at its end.
         held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
         is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
-        num_sealed_pages: how many of them, from the first, are full, computed and finite: others may read them, and nobody writes them. All
-            later ones are this request's alone.
-        page_hashes: names of the full pages of `token_ids`, as far as they were needed. num_promised: those that its rank counts as about
-            to be cached.
+        num_sealed_pages: full, computed and finite pages, from the first: others may read them, and nobody writes them. Later ones are its
+            own.
+        page_hashes: names of the full pages of `token_ids`, as far as they were needed. num_promised: those that its rank expects to be
+            cached.
         backlog: tokens that its rank counts as still to be computed before its next one is made.
-        num_computed_tokens: of `token_ids` in the cache, as results have confirmed. num_in_flight: the most that the steps under way can
-            add.
+        num_computed_tokens: of `token_ids` in the cache, as results have confirmed. num_in_flight: the most that steps under way can add.
         num_rows_under_way: steps under way that have a row of it; meanwhile pages and slot stay its own. num_due: rows that make a token.
         drafts: what the MTP module proposes next, where rules have to check it.
         must_leave: it is to be preempted as soon as no step has a row of it.
@@ -210,8 +209,7 @@ class Request:
 class ScheduledRow(NamedTuple):
     """Tokens of a request to be computed in this step.
 
-    start: the first one's position, or the most that it can be. length: at most; of a decode row 1 and the drafts. sampled: whether it
-    makes a token.
+    start: position of the first one, or the most that it can be. length: at most, with drafts. sampled: whether the row makes a token.
     """
 
     request: Request
@@ -234,7 +232,7 @@ class RankPlan(NamedTuple):
 class StepPlan(NamedTuple):
     """One step's work: one `RankPlan` for every DP rank, idle ones included.
 
-    num_drafts: that a decode row verifies at most, and to be made for the next step. page_commands: go before all else, for page sources.
+    num_drafts: most that a decode row verifies, and that are made for the next step. page_commands: go before all else, for page sources.
     """
 
     ranks: list[RankPlan]

@@ -190,9 +190,9 @@ class Scheduler:
         return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results, in the order of plans; give an `Update` for each request that got something, or failed.
+        """Enter a step's results, in the order of plans; give an `Update` for each request that got tokens or failed.
 
-        Something is tokens or prompt log-probabilities. Rows of requests that have ended meanwhile are dropped.
+        Log-probabilities of a prompt count as tokens here. Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.

@@ -22,8 +22,8 @@ class SchedulerConfig:
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
         host_pages_per_rank, disk_pages, disk_page_bytes: as of `ExecutorLimits`.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
-        num_batches: into which running requests are dealt, each with decode steps of its own, for the stages of a model. With more than 1,
-            no request decodes in two steps under way.
+        num_batches: batches of running requests that decode in steps of their own, one at each stage of a model. With more than 1, no
+            request decodes in two steps under way.
     """
 
     max_num_seqs: int
@@ -81,8 +81,9 @@ class SchedulerConfig:
         return min(self.max_model_len, self.max_tokens_in_cache + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, is_given: bool = True) -> None:
-        """Raise an `AdmissionError` where the model or the rank's pages cannot hold prompt + max_tokens. is_given: by the request; else the
-        least.
+        """Raise an `AdmissionError` where the model or the rank's pages cannot hold prompt + max_tokens.
+
+        is_given: whether the request has said `max_tokens`; else they are the least that it makes.
         """
         total = num_prompt_tokens + max_tokens
         output = f"max_tokens is {max_tokens}" if is_given else f"at least {max_tokens} more must fit"

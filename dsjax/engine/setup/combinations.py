@@ -1,7 +1,4 @@
-"""Which options exclude each other, and which need another one: two tables, checked where options are made. No JAX.
-
-docs/troubleshooting.md has both tables.
-"""
+"""Which options exclude each other, and which need another one: two tables (docs/troubleshooting.md). No JAX."""
 
 from __future__ import annotations
 

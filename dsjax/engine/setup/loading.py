@@ -54,8 +54,7 @@ from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
-from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder
+from dsjax.engine.tiers.page_folder import PageFiles, PageFolder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -96,15 +95,12 @@ def load_model(
     show_progress: bool = False,
     held: HeldWeights | None = None,
 ) -> LoadedEngine:
-    """Check everything, then load the model that ``args`` names onto its mesh, or the meshes of its stages.
+    """Check everything, then load the model that ``args`` names onto its mesh, or the meshes of its stages. `emulate_devices` comes first.
 
-    Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
-
-    group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
-    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. Stages always take the first ones.
-    is_later: no tokenizer is read, for there is one already.
-    library: of programs that this process has compiled before.
-    held: parameters of another mesh on this process's devices, as in ``load``; empty once the executor has its own. None: there are none.
+    group: the processes that share the mesh, which all call this; process 0's executor then leads the others. mesh: of the devices that
+    ``args.mesh`` is to be made of; None: the first ones. Stages always take the first ones. is_later: a tokenizer is there already.
+    library: of programs that this process has compiled before. held: parameters of another mesh on this process's devices, as in ``load``;
+    empty once the executor has its own.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -414,13 +410,8 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
     if args.batch_invariant:  # its last bits: what another engine computed is not to be found
         names = step.kernels.names(step.prefill_form, step.decode_form)
         arithmetic = {"batch_invariant": names, "form": step.decode_form}
-    return {
-        "fingerprint": fingerprint(directory),
-        "dtype": str(step.dtype),
+    return _common_space(args, step, directory) | {
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
-        "weights": args.weights,
-        "activation_scheme": str(step.scheme),
-        "dispatch_wire": args.dispatch_wire,
         **step.attention.form_of_pages,
         "page_size": step.page_size,
         "module_layer": step.has_module,
@@ -430,18 +421,23 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
     """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
-    return {
-        "fingerprint": fingerprint(directory),
-        "dtype": str(step.dtype),
-        "weights": args.weights,
-        "activation_scheme": str(step.scheme),
-        "dispatch_wire": args.dispatch_wire,
+    return _common_space(args, step, directory) | {
         "expert_mesh": args.expert_mesh,
         "physical experts": step.placement.n_physical,
         "processes with experts": len(afd_addresses(args)),
         "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
         "MTP module": step.has_module,
         "encrypt_bulk": args.encrypt_bulk,
+    }
+
+
+def _common_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    return {
+        "fingerprint": fingerprint(directory),
+        "dtype": str(step.dtype),
+        "weights": args.weights,
+        "activation_scheme": str(step.scheme),
+        "dispatch_wire": args.dispatch_wire,
     }
 
 

@@ -42,11 +42,8 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
 
     Attributes:
         format, commands: `FORMAT`, and `VERSION` of `dsjax.engine.contract.commands`.
-        options: of `EngineArgs`, those that change what an executor computes.
-        limits: the executor's, as they came to be.
-        fingerprint: of the checkpoint; see `dsjax.checkpoint.fingerprint`.
-        platform: JAX's: `cpu`, `gpu` or `tpu`.
-        began: seconds since 1970.
+        options: of `EngineArgs`, those that change what an executor computes. limits: the executor's, as they came to be.
+        fingerprint: of the checkpoint. platform: JAX's: `cpu`, `gpu` or `tpu`. began: seconds since 1970.
     """
 
     format: int

@@ -59,11 +59,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, and where they are there `tokenizer_config.json` and `chat_template.jinja`.
-
-        Raises:
-            TokenizerError: a file is missing or unreadable.
-        """
+        """Read `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if present; a `TokenizerError` where it cannot."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -238,11 +234,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
-
-        Raises:
-            ChatTemplateError: the template refuses these messages.
-        """
+        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`. A `ChatTemplateError`: it is refused."""
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:

@@ -10,18 +10,17 @@ import numpy as np
 
 from dsjax.engine.contract.executor import Kind
 from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
-from dsjax.engine.tiers.page_files import Page
+from dsjax.engine.tiers.page_folder import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
 class DividedPages:
     """Puts the parts of pages together on their way to the disk, and takes pages apart on their way back.
 
-    The disk has pages of the whole model, the same as of one executor that has all layers: a page that is there, is there for all. It is
-    written when every executor has given its part, read once, and kept until each has taken its part. An array of a page is its parts
-    one after the other along the first axis, which is that of layers; one that a single executor has is as it is there.
-
-    All executors carry out the same commands in the same order, and the first of them each command before the others.
+    The disk has pages of the whole model, as of one executor that has all layers. A page is written when every executor has given its part,
+    read once, and kept until each has taken its part. An array of a page is its parts one after the other along the axis of layers; one
+    that a single executor has is as it is there. All executors carry out the same commands in order, and the first of them each before the
+    others.
 
     Args:
         count: of the executors. open_disk: given the arrays of a whole page, once the parts of all are known.

@@ -1,7 +1,4 @@
-"""`OffloadTiers`: the page source for pages that left the devices: host memory of each DP rank, and one disk for all. Plain Python.
-
-The executor has the bytes. docs/cache-tiers.md has the design.
-"""
+"""`OffloadTiers`: the page source for pages that left the devices: host memory of each DP rank, and one disk. docs/cache-tiers.md"""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ CLOSE_SECONDS = 3.0
 
 
 class StoredPage(NamedTuple):
-    """A page whose room is needed.
-
-    Attributes:
-        slot: of host memory that it is copied to; −1: none. number: of the writing to the disk, under which its end is reported; −1: none.
-    """
+    """A page whose room is needed; the slot of host memory, and the number of the writing to the disk, that it goes to; −1: none."""
 
     page: int
     slot: int
@@ -40,7 +33,7 @@ class StoredPage(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A request that waits for pages that are read from the disk, the numbers of those that have not come, and since when it waits."""
+    """A request that waits for pages from the disk, the numbers of those that have not come, and since when it waits."""
 
     request: Request
     numbers: set[int]
@@ -261,10 +254,7 @@ class OffloadTiers(PageSource):
                     self._events.removed(None, "disk", (name,), told=False)
 
     def write_cached(self, most: int, now: float) -> list[list[StoredPage]]:
-        """Begin to write the most recently used cached pages that the disk has not, `most` in all; give each rank's. The engine ends.
-
-        The last used comes last, as it would have come to the disk.
-        """
+        """Begin to write the most recently used cached pages that the disk has not, `most` in all; give each rank's, the last used last."""
         self.disk.begin_step(now)
         each = -(-min(most, self.disk.writable) // len(self.ranks))
         stores = []

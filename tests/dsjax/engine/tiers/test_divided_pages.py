@@ -9,8 +9,7 @@ from test_disk_pages import SHAPES, SPACE, name, page, same
 
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.divided_pages import DividedPages
-from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder
+from dsjax.engine.tiers.page_folder import PageFiles, PageFolder
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 

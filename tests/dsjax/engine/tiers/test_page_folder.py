@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import MARK, PageFolder, space_name
+from dsjax.engine.tiers.page_folder import MARK, PageFiles, PageFolder, space_name
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((8,), np.dtype(np.uint16))}
