@@ -124,11 +124,7 @@ class LLMEngine(Listener):
         params: SamplingParams | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Queue a request.
-
-        Raises:
-            UserError: something in it cannot be; nothing of it stays behind. ValueError: an unfinished request has its id.
-        """
+        """Queue a request, or raise a `UserError` (nothing of it stays behind), or a `ValueError` where an unfinished one has its id."""
         params = params or SamplingParams()
         prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
         self.outputs.add(prepared)

@@ -69,12 +69,10 @@ class ExpertProcess:
 
     One thread receives, computes and answers calls, one admits attention processes and moves experts, and one compiles.
 
-    Args:
-        step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
-            loaded. space: what an attention side must have in common with this process. endpoint: closed with this object.
+    step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
+    loaded. space: what an attention side must have in common with this process. endpoint: closed with this object.
 
-    Attributes:
-        num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
+    num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
     """
 
     def __init__(self, step: ModelStep, writer: SlotWriter, space: dict[str, Any], endpoint: Endpoint):

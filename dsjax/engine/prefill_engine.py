@@ -25,8 +25,7 @@ class PrefillEngine:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
         attachments: further parts of the core. keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`.
 
-    Attributes:
-        thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
+    thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
     """
 
     def __init__(

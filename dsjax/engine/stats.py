@@ -13,11 +13,9 @@ from dsjax.engine.text.outputs import RequestOutput
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What came of the drafts that a step verified; vLLM's names.
+    """What came of the drafts that a step verified; vLLM's names. num_drafts: rows that had any, with num_draft_tokens.
 
-    Attributes:
-        num_drafts: rows that had drafts. num_draft_tokens: drafts in them.
-        accepted_per_position: of the first, second, … draft of each row, how many were accepted.
+    accepted_per_position: of the first, second, … draft of each row, how many were accepted.
     """
 
     num_drafts: int

@@ -51,8 +51,7 @@ class _Gather:
 class Agreement:
     """Questions of one process to all that are in its generation. Each process asks the same ones in the same order.
 
-    Args:
-        leader: the connection to process 0; None: this is process 0. member_of: there, gives the member that has connected.
+    leader: the connection to process 0; None: this is process 0. member_of: there, gives the member that has connected.
     """
 
     def __init__(
@@ -92,11 +91,7 @@ class Agreement:
         return answer
 
     def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all present processes a plain value; give everybody's, in the order of their ids.
-
-        Raises:
-            GroupError: somebody cannot go on, or is gone; or another generation has begun.
-        """
+        """Tell all present processes a plain value; give everybody's, by id; a `GroupError` where somebody is gone or cannot go on."""
         try:
             return self.tell(stage, value).result()
         except RefusedError as error:

@@ -196,11 +196,7 @@ class HostGroup(Membership):
         self.collectives.begin(self.generation, device_ids, endpoints)
 
     def check_generation(self, number: int, doing: str) -> None:
-        """Raise where a generation has failed or has been superseded. doing: what is given up then, for the message.
-
-        Raises:
-            GroupError: one of its processes is gone, process 0 has ended the group, or another generation has begun.
-        """
+        """Raise a `GroupError` where a generation has failed or has been superseded. doing: what is given up then."""
         self.check()
         if 0 in self.lost:
             raise self.lost[0]
@@ -308,11 +304,7 @@ class HostGroup(Membership):
         self.leader.send(READY)
 
     def ask_process_0_to_leave(self) -> bool:
-        """Ask process 0 to go on without this process; whether it may go now. Else it goes with the next generation.
-
-        Raises:
-            RefusedError: it cannot be spared. PeerLostError: process 0 is gone.
-        """
+        """Ask to leave; whether this process may go now, and not with the next generation. A `RefusedError`: it cannot be spared."""
         return self.leader.request(_LEAVE, kind=bool).result()
 
     def excuse(self, member: JoinRequest) -> None:

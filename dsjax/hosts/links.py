@@ -22,7 +22,6 @@ from dsjax.errors import UserError
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.wire import Announcement, JoinRequest
 from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
-from dsjax.messaging.endpoint import PING
 
 _SERVICE = "look"
 SECONDS = 3.0
@@ -39,13 +38,9 @@ class Look(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Links:
-    """Which peers a process can reach. Process 0 also decides which peers to exclude.
+    """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, as of `Announcement`).
 
-    Args:
-        cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
-
-    Attributes:
-        left_out: process 0's, as of `Announcement`.
+    cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
     """
 
     def __init__(
@@ -132,17 +127,10 @@ def unreached(endpoint: Endpoint, members: Iterable[JoinRequest], seconds: float
         return []
 
     def answers(member: JoinRequest) -> bool:
-        began = time.monotonic()
         try:
-            peer = endpoint.connect(join_address(member.address, member.port), "member", seconds)
+            endpoint.ping(join_address(member.address, member.port), "member", seconds)
         except (OSError, UserError):
             return False
-        try:
-            peer.request(PING).result(max(0.1, seconds - (time.monotonic() - began)))
-        except (OSError, TimeoutError):
-            return False
-        finally:
-            peer.close()
         return True
 
     with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:

@@ -16,8 +16,7 @@ class GroupError(UserError):
 class Membership:
     """Any thread may use it.
 
-    Args:
-        own: id of this process. members: all processes of the group.
+    own: id of this process. members: all processes of the group.
 
     Attributes:
         members: all processes, in the order of their ids, as they came last. present: those of the generation of now.

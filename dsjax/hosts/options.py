@@ -23,10 +23,7 @@ COORDINATOR_PORT = 8476
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions(Checked):
-    """Many hosts: the same command on each.
-
-    `HostOptions.find` looks elsewhere for those that are None.
-    """
+    """Many hosts: the same command on each. `HostOptions.find` looks elsewhere for those that are None."""
 
     coordinator_address: str | None = option(
         None,
@@ -206,11 +203,7 @@ def own_address(coordinator: tuple[str, int], process_id: int, given: str | None
 def address_of_this_host(
     flag: str, wanted: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
 ) -> str:
-    """Resolve a name or address of this host at which others are to reach it. on_loopback: all of those are on this host.
-
-    Raises:
-        UserError: it is none of this host, or others cannot reach it.
-    """
+    """Resolve a name or address of this host; a `UserError` where others cannot reach it. on_loopback: all others are on this host."""
     try:
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError) as error:  # the latter where it can be no name of any host

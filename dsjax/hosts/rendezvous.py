@@ -45,11 +45,7 @@ _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
 
 
 def open_endpoint(options: HostOptions) -> Endpoint:
-    """Open this process's endpoint: process 0's is at the coordinator's port.
-
-    Raises:
-        GroupError, UserError: it cannot listen there, or there is no cluster key.
-    """
+    """Open this process's endpoint, process 0's at the coordinator's port; a `GroupError` or `UserError` where it cannot."""
     credentials = options.credentials.read(options.coordinator[0], options.address)
     port = options.coordinator[1] if options.is_leader else 0
     try:
@@ -97,11 +93,9 @@ class Door:
 
     A process that was started otherwise is refused alone, and the group goes on forming; process 0 names it where the group does not form.
 
-    Args:
-        log: `HOST:PORT` of the group's log.
+    log: `HOST:PORT` of the group's log.
 
-    Attributes:
-        wanted: the mesh that was asked for last, for a process that comes back. service: of JAX, once the group has formed.
+    wanted: the mesh that was asked for last, for a process that comes back. service: of JAX, once the group has formed.
     """
 
     def __init__(self, options: HostOptions, endpoint: Endpoint, log: str):

@@ -71,11 +71,7 @@ class ClusterKey:
 
 
 def given_key(file: str | None, environment: Mapping[str, str] = os.environ) -> ClusterKey | None:
-    """Read the key that the user has given, in a file or in the environment; the file comes first. None: neither is given.
-
-    Raises:
-        UserError: it cannot be read, or is too short.
-    """
+    """Read the key given in a file or else in the environment; None: neither is given; a `UserError`: it cannot be used."""
     if file is not None:
         return _read_given(file)
     if VARIABLE in environment:

@@ -19,11 +19,7 @@ class Credentials:
     encrypt_bulk: bool = False
 
     def check_host(self, host: str) -> None:
-        """Check that a host may be listened at, or connected to: a key made for this user serves the loopback interface alone.
-
-        Raises:
-            UserError: it may not.
-        """
+        """Check that a host may be used, or raise a `UserError`: a key made for this user serves the loopback interface alone."""
         if self.key.is_local and not is_loopback(host):
             raise needs_key(host)
 

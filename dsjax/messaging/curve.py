@@ -70,8 +70,7 @@ def verify_ticket(ticket: bytes) -> Verify:
 class ZapHandler:
     """Answers libzmq's questions about connections, by the domain of the socket that is connected to.
 
-    Attributes:
-        socket: polled by the messaging thread, which calls `answer`. verifiers: by domain; any thread may add one.
+    socket: polled by the messaging thread, which calls `answer`. verifiers: by domain; any thread may add one.
     """
 
     def __init__(self, context: zmq.Context):

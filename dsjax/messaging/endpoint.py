@@ -71,9 +71,8 @@ class Endpoint:
         silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
         holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
 
-    Attributes:
-        turned_away: strangers so far, by what was wrong with them. owned: closed when this ends. at_end: called then, in the messaging
-            thread.
+    turned_away: strangers so far, by what was wrong with them. owned: closed when this ends. at_end: called then, in the messaging
+    thread.
 
     Raises:
         UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
@@ -173,6 +172,15 @@ class Endpoint:
             except PeerLostError:
                 if not resolved:  # else the name has another address
                     raise
+
+    def ping(self, address: str, role: str, seconds: float) -> None:
+        """Connect to another process's endpoint, and see that it answers; else a `TimeoutError`, or the errors of `connect`."""
+        end = time.monotonic() + seconds
+        peer = self.connect(address, role, seconds)
+        try:
+            peer.request(PING).result(max(0.1, end - time.monotonic()))
+        finally:
+            peer.close()
 
     def close(self, linger: float = 0.0) -> None:
         """End all connections, logs and links; the port is free afterwards. linger: seconds in which what was sent may still leave."""

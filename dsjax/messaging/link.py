@@ -42,11 +42,7 @@ _openings = msgspec.msgpack.Decoder(Opening)
 
 
 class Message(NamedTuple):
-    """What has come over a link.
-
-    Attributes:
-        sender: name of the other side. header: its first frame. frames: of the buffers, in order, without a copy.
-    """
+    """What has come over a link. sender: name of the other side. header: the first frame. frames: of the buffers, without a copy."""
 
     sender: str
     header: bytes
@@ -134,12 +130,10 @@ class _Bulk:
 class LinkListener(_Bulk):
     """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
 
-    Args:
-        names: of those that may connect, each once; None: any name. encrypted: also where the deployment does not encrypt its links; both
-            sides say so.
+    names: of those that may connect, each once; None: any name. encrypted: also where the deployment does not encrypt its links; both
+    sides say so.
 
-    Attributes:
-        address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
+    address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):

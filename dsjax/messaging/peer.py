@@ -39,8 +39,7 @@ class Reply(Future):
 class Request:
     """What another process asks for, or just says (`expects_reply` is False then). Any thread may answer, once.
 
-    Attributes:
-        peer: who asks. body: of the type that the service takes.
+    peer: that asks. body: of the type that the service takes.
     """
 
     __slots__ = ("_number", "body", "expects_reply", "peer", "service")

@@ -15,7 +15,6 @@ from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import OPEN, Answered, Call, Open, Opened
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, Link, Peer, PeerLostError, RefusedError
-from dsjax.messaging.endpoint import PING
 
 RETRY_SECONDS = 0.2
 _CHECK_SECONDS = 3.0
@@ -41,17 +40,9 @@ class Errand(NamedTuple):
 
 
 def check_reachable(endpoint: Endpoint, address: str) -> None:
-    """Check that an expert process answers at an address.
-
-    Raises:
-        UserError: none does, within a few seconds.
-    """
+    """Check that an expert process answers at an address; a `UserError` where none does within a few seconds."""
     try:
-        peer = endpoint.connect(address, _ROLE, _CHECK_SECONDS)
-        try:
-            peer.request(PING).result(_CHECK_SECONDS)
-        finally:
-            peer.close()
+        endpoint.ping(address, _ROLE, _CHECK_SECONDS)
     except (OSError, UserError) as error:
         raise UserError(
             f"no expert process answers at {address} ({error}), and the attention side would wait for it; ask again when it is there"
@@ -59,12 +50,9 @@ def check_reachable(endpoint: Endpoint, address: str) -> None:
 
 
 class ExpertLink:
-    """Has the process at ``HOST:PORT`` do one thing after the other, in a thread.
+    """Has the process at ``HOST:PORT`` do one thing after the other, in a thread, and again where the connection ends.
 
-    What fails because the connection ends is asked for again once a process is there: answers depend on the rows alone.
-
-    Args:
-        opening: gives what a connection begins with. patience: seconds in which a process must be there, at the start and after a loss.
+    opening: gives what a connection begins with. patience: seconds in which a process must be there, at the start and after a loss.
     """
 
     def __init__(self, endpoint: Endpoint, address: str, opening: Callable[[], Open], *, patience: float):

@@ -27,11 +27,7 @@ from sharding.mesh import advice_on_emulation, device_order
 
 
 def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
-    """The meshes of the two sides: the first devices, and those behind them.
-
-    Raises:
-        MeshError: fewer devices exist than both sides want.
-    """
+    """The meshes of the two sides: the first devices, and those behind them; a `MeshError` where there are too few."""
     devices, first = sorted(jax.devices(), key=device_order), attention.num_devices
     wanted = first + experts.num_devices
     if len(devices) < wanted:
@@ -47,8 +43,7 @@ def build_both(attention: MeshSpec, experts: MeshSpec) -> tuple[Mesh, Mesh]:
 class ExpertSide(Side):
     """Experts on devices of this process: on all of the expert devices, or on a run of them.
 
-    Args:
-        apart: as the step has it. mesh: of the devices. first: number of the first of them among all expert devices.
+    apart: as the step has it. mesh: of the devices. first: number of the first of them among all expert devices.
 
     Attributes:
         local: the mesh as numbers. slots: physical experts of a layer that are here; window: the same, of parameters.

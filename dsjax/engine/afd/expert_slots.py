@@ -45,8 +45,8 @@ def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
 class SlotWriter:
     """The slots of an ``ExpertSide``, whose parameters it changes.
 
-    rows: ``physical_to_logical`` of all slots; ``NOBODY`` where writing has failed. lock: held where slots are read or written, by callers
-    of ``place`` and ``adopt`` too.
+    rows: ``physical_to_logical``; ``NOBODY`` where writing has failed. lock: for reading and writing, by callers of ``place`` and ``adopt``
+    too.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):

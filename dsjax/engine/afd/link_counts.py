@@ -7,11 +7,9 @@ from typing import NamedTuple, Protocol
 
 
 class LinkCounts(NamedTuple):
-    """Counters of a link.
+    """Counters of a link. calls: answered ones. sent, received: bytes of rows, and of answers.
 
-    Attributes:
-        losses: connections that ended under a call. last_gap: seconds from the last loss to the answer of the call that met it.
-        calls: answered ones. sent, received: bytes of rows, and of answers.
+    losses: connections that ended under a call. last_gap: seconds from the last loss to the answer of the call that met it.
     """
 
     connected: bool

@@ -181,10 +181,7 @@ def _result(done: Future[None]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class WayToProcesses:
-    """``Way`` to other processes, through this host's memory: filled cells and their answers travel.
-
-    own: which of the token devices are of this process, whose rows it sends.
-    """
+    """``Way`` to other processes: filled cells and their answers travel. own: the token devices of this process, whose rows it sends."""
 
     side: RemoteExperts
     stack: str

@@ -23,8 +23,7 @@ class RemoteExpertsPart(DevicePart):
     With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
     side, or all stay with the current one.
 
-    Args:
-        another: ``(expert_mesh, afd_address, model, side) -> (model, side)`` with the experts at those addresses, not connected yet.
+    another: ``(expert_mesh, afd_address, model, side) -> (model, side)`` with the experts at those addresses, not connected yet.
     """
 
     def __init__(
@@ -69,11 +68,7 @@ class RemoteExpertsPart(DevicePart):
         return run()
 
     def _change_to(self, command: ConnectExperts) -> str | None:
-        """Connect and compile. Return why the current side stays, or None if the new side has taken over.
-
-        Raises:
-            RuntimeError: another attention process is gone.
-        """
+        """Connect and compile. Return why the current side stays, or None if the new side has taken over."""
         device, before = self._device, self._side
         model, after = self._another(command.expert_mesh, command.afd_address, device.model, before)
         after.placement = device.placements.physical_to_logical.copy()

@@ -109,10 +109,7 @@ class Guide(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """One DP rank's part of a step.
-
-    decodes: int32 pairs (slot, limit): rows that compute the slot's last token, and its drafts, at positions below `limit`.
-    """
+    """One DP rank's part of a step. decodes: int32 pairs (slot, limit): rows of the slot's last token and drafts, below `limit`."""
 
     admissions: list[Admission]
     pages: list[PageChange]

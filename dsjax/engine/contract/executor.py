@@ -119,11 +119,10 @@ class ExpertCounts:
 
 
 class ExecutorCounts(NamedTuple):
-    """What an executor counts.
+    """What an executor counts. num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
 
-    num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token. experts: only while recording is on;
-    without the last launches, which are read together once a second. With stages of several processes, as of the last
-    `Executor.expert_counts`.
+    experts: only while recording is on; without the last launches, which are read together once a second, and with stages of several
+    processes as of the last `Executor.expert_counts`.
     """
 
     num_padding_tokens: int = 0

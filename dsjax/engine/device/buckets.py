@@ -75,8 +75,7 @@ class Buckets:
     ) -> Buckets:
         """Decode rows 1, 8, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
 
-        Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same,
-        so fewer shapes are compiled.
+        Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same.
         """
         decode = [1] if max_num_seqs > 1 else []
         rows = 8
@@ -209,10 +208,9 @@ FEW_PROMPTS = 8
 
 
 def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows: int, most_drafts: int) -> int:
-    """Positions of a DP rank that the sampling programs of a launch must have room for.
+    """Positions of a DP rank that the sampling programs of a launch must have room for. most_rows: of decodes.
 
-    Launches with prompts have room for as many as launches of decodes have, whose programs they share then: of one row, or of
-    `FEW_PROMPTS`, each with all its drafts. most_rows: of decodes.
+    Launches with prompts have room as launches of decodes, whose programs they share: of one row, or of `FEW_PROMPTS`, with all drafts.
     """
     if prefill is None:
         return 0

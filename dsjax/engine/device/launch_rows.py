@@ -152,11 +152,9 @@ def _admission(admission: Admission) -> np.ndarray:
 
 @dataclass(eq=False)
 class SlotRules:
-    """One request's sampling, as its admission has it.
+    """One request's sampling, as its admission has it. made: tokens made so far, as results have confirmed.
 
-    Attributes:
-        until: tokens of the output after which the most probable token is enough; 0: always, `ALWAYS`: never.
-        made: tokens made so far, as results have confirmed.
+    until: tokens of the output after which the most probable token is enough; 0: always, `ALWAYS`: never.
     """
 
     sampling: Sampling

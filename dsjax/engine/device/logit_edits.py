@@ -27,11 +27,10 @@ def mask_words(vocab_size: int) -> int:
 def add_biases(
     logits: Float[Array, "J V"], place: Int[Array, "J"], biases: Int[Array, "_ 4"], first: Int[Array, ""] | int = 0
 ) -> Float[Array, "J V"]:
-    """Add biases to the logits of single positions.
+    """Add biases to the logits of single positions. place: the number in the output of the token that each position makes.
 
-    place: the number in the output of the token that each position makes. biases: index of a position, token, bits of a float32 bias,
-    and the number in the output from which it holds no more. first: the token that ``logits[:, 0]`` belongs to, where the vocabulary
-    is spread over devices.
+    biases: index of a position, token, bits of a float32 bias, and the number in the output from which it holds no more. first: the token
+    that ``logits[:, 0]`` belongs to, where the vocabulary is spread over devices.
     """
     J, V = logits.shape
     index, token, bits, until = biases.T

@@ -262,10 +262,9 @@ class Programs:
         return self._lower_step(run, shape)
 
     def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
-        """``(state, positions, outcome) -> state``, or with ``drafts`` above 0 ``(state, positions, outcome, drafts) -> state``.
+        """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last, with what the last one made of a launch's rows.
 
-        Enters what the last stage made of a launch's rows into one before: tokens, and so many drafts behind them, as ``step`` and
-        ``drafts`` give them. firsts: as of ``entering``.
+        outcome, drafts: as ``step`` and ``drafts`` give them, so many drafts. firsts: as of ``entering``.
         """
         packed, outcome = (self._described((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
         proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
@@ -417,9 +416,8 @@ class Programs:
 
     def lower_every_token(self) -> Lowered:
         """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
-        Of a stage before the last, hidden states take the logits' place.
 
-        packed: the row as of ``RowGroup.pack``; it brings its own page table.
+        packed: as of ``RowGroup.pack``, with its own page table. A stage before the last gives hidden states in the logits' place.
         """
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 

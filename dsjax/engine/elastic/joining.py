@@ -56,8 +56,7 @@ def join_group(args: EngineArgs, options: HostOptions | None):
 def _bound_collectives(seconds: int) -> None:
     """Have a collective of the CPU platform fail when another process has not come to it for so long: it hangs.
 
-    Nobody compiles between two collectives: after a compilation at first use all wait for all (`Programs`), without a limit. Where
-    a process was only late, all go on in a new generation.
+    Nobody compiles between two collectives (`Programs`). Where a process was only late, all go on in a new generation.
     """
     flag = "--xla_cpu_collective_timeout_seconds"
     flags = os.environ.get("XLA_FLAGS", "")

@@ -40,11 +40,7 @@ def devices_beside(args: EngineArgs) -> int:
 
 
 def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str | None) -> EngineArgs:
-    """Return the options with the experts in other processes. None: that option stays as it is.
-
-    Raises:
-        UserError: the experts of this engine are not in other processes, or an address is one of the current ones.
-    """
+    """Return the options with other expert processes; a `UserError` where these cannot be. None: that option stays as it is."""
     if args.afd_role != "attention":
         raise UserError(
             f"afd_address is {afd_address}, and this engine has no experts in other processes (--afd-role attention); leave it out"

@@ -83,22 +83,14 @@ class ExpertOptions:
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """`eplb_config`, read, or its defaults with `enable_eplb`; None where experts stay where they are.
-
-        Raises:
-            UserError: it is not JSON, or has fields or values that cannot be.
-        """
+        """`eplb_config`, read, or its defaults; None without `enable_eplb`. Raises as `JsonOption.parse`."""
         if not self.enable_eplb:
             return None
         return EplbConfig() if self.eplb_config is None else EplbConfig.parse(self.eplb_config)
 
     @property
     def num_redundant(self) -> int:
-        """Physical experts beside the logical ones, from whichever of the two options has them.
-
-        Raises:
-            UserError: both have, and they differ.
-        """
+        """Physical experts beside the logical ones, from whichever of the two options has them; a `UserError` where they differ."""
         balanced = self.eplb.num_redundant_experts if self.eplb else None
         if balanced is not None and self.redundant_experts not in (0, balanced):
             raise UserError(
@@ -161,8 +153,7 @@ class ExpertSlots:
 class LoadWindow(NamedTuple):
     """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
 
-    Attributes:
-        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
     """
 
     logical: np.ndarray

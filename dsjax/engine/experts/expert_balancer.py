@@ -41,11 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class LayerChange(NamedTuple):
-    """One layer's part of a rebalance.
-
-    Attributes:
-        gain, cost: predicted seconds, of gain in the next interval. rounds: of moves, one `StageExperts` each.
-    """
+    """One layer's part of a rebalance. gain, cost: predicted seconds of the next interval. rounds: one `StageExperts` each."""
 
     layer: int
     physical_to_logical: np.ndarray
@@ -65,11 +61,9 @@ class LayerChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a rebalance does.
+    """What a rebalance does. left: layers that would gain something, but less than it costs.
 
-    Attributes:
-        changes: the layers that are changed; left: those that would gain something, but less than it costs.
-        balancedness: predicted for the window, before and after, as ratio of sums over layers.
+    balancedness: predicted for the window, before and after, as ratio of sums over layers.
     """
 
     changes: list[LayerChange]

@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 class ExpertExchange(ExpertPart):
     """Moves experts of one executor, whose parameters and state it changes.
 
-    Args:
-        experts: that a rank sends and receives in one ``StageExperts``, at most. reload: after a failure that took experts with it.
+    experts: that a rank sends and receives in one ``StageExperts``, at most. reload: after a failure that took experts with it.
     """
 
     def __init__(self, device: DeviceAccess, experts: int, reload: Reload):

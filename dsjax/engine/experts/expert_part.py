@@ -40,12 +40,10 @@ class MovableExperts(Protocol):
 class ExpertPart(DevicePart):
     """Reads the loads of one executor, and has experts moved.
 
-    Args:
-        experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts on devices of their own; None:
-            those of the backend that the programs have now.
+    experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts on devices of their own; None:
+    those of the backend that the programs have now.
 
-    Attributes:
-        hosts: as of ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
+    hosts: as of ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
     """
 
     hosts: int = 1

@@ -36,8 +36,7 @@ class PipelineExecutor:
         stages: the first to the last. experts: that follow the load; None: they stay where they are.
         joined: what parts of the stages' executors offer together, as one.
 
-    Attributes:
-        model: the step of the last stage, which makes the tokens. limits: the same at all stages.
+    model: the step of the last stage, which makes the tokens. limits: the same at all stages.
     """
 
     def __init__(
@@ -66,11 +65,7 @@ class PipelineExecutor:
         return next((offered for part in self._joined if (offered := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> PendingStages:
-        """Enqueue a command at all stages, or keep it until its turn comes.
-
-        Raises:
-            RuntimeError: an earlier one did not reach all stages.
-        """
+        """Enqueue a command at all stages, or keep it; a `RuntimeError` where an earlier one did not reach all stages."""
         self._check_whole()
         pending = PendingStages(command)
         if self._emulated:

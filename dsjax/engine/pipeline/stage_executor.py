@@ -12,12 +12,12 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import RankResults
-from dsjax.engine.device import slots
 from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
 from dsjax.engine.device.launch_rows import RowRules, read_step
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.device.programs import entering
+from dsjax.engine.device.slots import LaunchShape
 
 
 class PendingStages:
@@ -49,7 +49,7 @@ class Made(NamedTuple):
 class _PassedOn(NamedTuple):
     """A launch that has gone through the layers of a stage before the last. positions: packed, on the devices."""
 
-    shape: slots.LaunchShape
+    shape: LaunchShape
     positions: Array
     reports: Any
 
@@ -72,7 +72,7 @@ class StageExecutor(MeshExecutor):
     def enter(self, pending: Pending, results: Sequence[RankResults], made: Sequence[Made]) -> None:
         """Enter what came of a step that was launched here: in its order among steps. Of a stage before the last."""
         self._slots.commit(pending.command, results)
-        outcomes, [placements] = pending.kept
+        outcomes, [placements], _ = pending.kept
         for passed, one in zip(outcomes, made, strict=True):
             if self._recorder is not None:
                 self._recorder.add(passed.reports, passed.shape.groups, placements)
@@ -101,27 +101,18 @@ class StageExecutor(MeshExecutor):
     def _arrived(self) -> tuple[Array, ...]:
         return () if self.model.begins else (self.arriving.popleft(),)
 
-    def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
+    def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """Give no sampling inputs to a stage before the last, which does not sample."""
         return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, False, [], None, {})
 
-    def _run_launch(
-        self,
-        pending: Pending,
-        launch: Launch,
-        shape: slots.LaunchShape,
-        packed: Array,
-        rules: RowRules,
-        proposes: int,
-        recording: bool,
-    ) -> Running:
+    def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
         if self.model.ends:
-            yield from super()._run_launch(pending, launch, shape, packed, rules, proposes, recording)
+            yield from super()._run(pending, launch, shape, packed, rules)
             return
         program = self.programs.get("step", shape, False)
         self.device.state, at, hidden, reports = program(self.params, self.state, packed, *self._arrived())
         self.leaving.append(hidden)
-        pending.kept.outcomes.append(_PassedOn(shape, at, reports if recording else {}))
+        pending.kept.outcomes.append(_PassedOn(shape, at, reports if pending.kept.recording else {}))
         yield hidden
 
     def _score(self, pending: Pending, command: Score) -> Running:

@@ -19,9 +19,8 @@ from sharding.arrays import put
 class StagesOfProcess(PipelineExecutor):
     """Has every command carried out by this process's stages; hidden states come from the process before, and go to the next.
 
-    All processes carry out the same commands in order, and enter what came of a step when process 0 has collected it
-    (`LaunchMessage.collected`), before each next step of the same requests. A process starts a command when it is launched, while others
-    compute.
+    All processes carry out the same commands in order, each when it is launched, and enter what came of a step when process 0 has collected
+    it (`LaunchMessage.collected`), before each next step of the same requests.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):

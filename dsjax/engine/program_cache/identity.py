@@ -157,8 +157,7 @@ def _with_file(flags: str) -> tuple[str, bytes]:
 class _Sources:
     """The Python files of this project that the engine can reach, as they were when this process imported them.
 
-    Attributes:
-        digest: of them all; None where a package has none that can be read. states: by path, when each was changed last, and its size.
+    digest: of them all; None where a package has none that can be read. states: by path, when each was changed last, and its size.
     """
 
     digest: str | None

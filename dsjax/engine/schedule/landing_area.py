@@ -28,10 +28,9 @@ class LandingBuffer:
 
 @dataclass(slots=True)
 class LandingPage:
-    """One page: the `PageSource` that brings it, under which number and since when, and whether it is here.
+    """One page: the `PageSource` that brings it, under which number and since when, in which buffer, and whether it is here.
 
-    patience: seconds after which a page that has not come may be given up for another one; None: its source says when. buffer: that it
-    lands in, of one page where no other lands beside it.
+    patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
     """
 
     number: int
@@ -46,9 +45,7 @@ class LandingPage:
 class LandingArea:
     """Names and numbers of the pages that land. From here a page goes to the cache under its number, like one in a slot.
 
-    A page that is not loaded goes when others need its room, with all in its buffer. Numbers begin behind the slots of sources.
-
-    requests: (number, name) of pages that are to be brought by `ReadPages` before the next step.
+    A page that is not loaded goes when others need its room, with all in its buffer. requests: (number, name) for the next `ReadPages`.
     """
 
     def __init__(self):

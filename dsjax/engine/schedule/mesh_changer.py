@@ -47,11 +47,7 @@ class MeshChanger(Protocol):
         """Change to the mesh that the processes of now call for."""
 
     def ask(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
-        """Check a requested change, and give what `to` takes. No other can be requested until `forget`.
-
-        Raises:
-            UserError, MeshError: the change is not possible, or another one is under way.
-        """
+        """Check a requested change, or raise; give what `to` takes. No other can be requested until `forget`."""
 
     def to(self, wanted: Any) -> Generation | None:
         """Change to a requested mesh; None where the executor has changed in place, and its caches and requests stay."""

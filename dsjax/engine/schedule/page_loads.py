@@ -43,9 +43,8 @@ class LoadUnderWay(NamedTuple):
 class PageLoads:
     """What one plan stages from a source, the next one places. A source that has to bring pages first holds up their request alone.
 
-    Attributes:
-        under_way: what the last plan has staged. landing: pages that a source has brought, or is bringing.
-        waits: (tier, seconds) that requests have waited for pages from slots. Whoever reads it empties it.
+    under_way: what the last plan has staged. waits: (tier, seconds) that requests have waited for pages from slots; whoever reads it
+    empties it.
     """
 
     def __init__(self, pool: PagePool, source: PageSource, rank: int):

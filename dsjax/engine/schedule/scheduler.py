@@ -1,7 +1,4 @@
-"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs.
-
-Plain Python, no JAX.
-"""
+"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -105,11 +102,7 @@ class Scheduler:
             rank.flush()
 
     def add(self, request: Request) -> None:
-        """Queue a request on the rank that its `Router` chooses.
-
-        Raises:
-            AdmissionError: it could never finish. ValueError: its id is taken by an unfinished request.
-        """
+        """Queue a request. An `AdmissionError`: it could never finish; a `ValueError`: an unfinished one has its id."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         priority = request.options.priority if self.config.policy == "priority" else 0
@@ -143,9 +136,8 @@ class Scheduler:
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
         """A scheduler for a new executor, with these requests and those that were parked; and the refused, each with the reason.
 
-        What was computed is lost: every request that ran waits again, in its old order, as if preempted. Where nobody gave `max_tokens`, a
-        request may make as many as the new cache holds. The page source has forgotten those refused; this scheduler must not be used any
-        more.
+        Every request that ran waits again, in its old order, as if preempted. Where nobody gave `max_tokens`, a request may make as many as
+        the new cache holds. The page source has forgotten the refused; this scheduler must not be used any more.
         """
         source = self.source if self._is_sourced else None
         new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)

@@ -215,11 +215,7 @@ class EngineArgs(
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
-        """Make the options from keyword arguments such as `LLM`'s.
-
-        Raises:
-            UserError: an unknown option, or a value that cannot be.
-        """
+        """Make the options from keyword arguments such as `LLM`'s; a `UserError` for an unknown option or a wrong value."""
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(options.keys() - set(known))
         if unknown:
@@ -247,7 +243,7 @@ class EngineArgs(
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, read, which raises as `prefill` does; None where nothing is drafted."""
+        """`speculative_config`, read; None where nothing is drafted. Raises as `JsonOption.parse`."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:

@@ -156,11 +156,7 @@ NEEDS = (
 
 
 def check_combinations(args: Any) -> None:
-    """Check that options exclude no others, and that those that they need are there. args: `EngineArgs`.
-
-    Raises:
-        UserError: with both options, the reason and what to do. MeshError: a mesh cannot be.
-    """
+    """Check that options of `EngineArgs` exclude no others, and have those that they need; a `UserError` where they do not."""
     for need in NEEDS:
         if need.one.made(args) and not need.other.made(args):
             advice = need.advice or "give both, or leave it out"

@@ -294,10 +294,7 @@ class _Loader:
             return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
     def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
-        """What reads parameters of a step, all or those of the paths `only`; it holds nothing else of this object.
-
-        placement: of the step's experts.
-        """
+        """What reads parameters of a step (all, or those of the paths `only`), experts so placed; holds nothing else of this object."""
         config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
 
         def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:

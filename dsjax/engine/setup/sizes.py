@@ -52,11 +52,7 @@ class EngineLayout:
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
-        """Lay out the model that ``args`` describe, or a stage of it, on a mesh that ``args.mesh`` is the shape of.
-
-        Raises:
-            UserError, MeshError: options, model and mesh that do not go together.
-        """
+        """Lay out the model that ``args`` describe, or a stage of it, on a mesh; errors as of ``make_step``."""
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
         step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, stage=stage)
@@ -181,7 +177,7 @@ def page_bytes(args: EngineArgs, step: ModelStep) -> int:
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read.
 
-    steps: the model's one, or those of its stages. held: bytes of another mesh's weights, which these take the place of.
+    steps: the model's one, or those of its stages. held: bytes of another mesh's weights, whose place they take.
     """
     if (available := available_bytes()) is None:
         return

@@ -91,9 +91,7 @@ class Landings:
 class LeaderExecutor(ExecutorWrapper):
     """An executor that tells the other processes of a generation each command, and then carries it out itself.
 
-    After a `GroupError`, which names the process that has gone away, nothing more is to be launched.
-
-    collected: results that have been collected, or have been given up for one behind them.
+    collected: results that have been collected, or given up for one behind them. After a `GroupError` nothing more is to be launched.
     """
 
     def __init__(self, inner: Executor, group: HostGroup):

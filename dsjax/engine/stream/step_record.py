@@ -86,11 +86,9 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """What came of command `number`, which was done so many seconds from the recording's begin.
+    """What came of command `number`, which was done so many seconds from the recording's begin. ranks: of a `Step`.
 
-    Attributes:
-        ranks: of a `Step`.
-        greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
+    greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
     """
 
     number: int

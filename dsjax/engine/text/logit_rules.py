@@ -19,11 +19,10 @@ TokenRun = tuple[int, ...]
 
 
 class LogitRules:
-    """Follows one completion, and sees its tokens alone. Tokens are kept when a request is preempted, and so is all that is here.
+    """Follows one completion, and sees its tokens alone, which are kept when a request is preempted.
 
-    Attributes:
-        allowed: as ``packed``, the tokens that may be made at all; None where all may.
-        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
+    allowed: as ``packed``, the tokens that may be made at all; None: all. needs_tokens: whether the next logits depend on all tokens
+    before; then no row may be planned while one is under way.
     """
 
     def __init__(

@@ -92,11 +92,7 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the begin-of-sequence token in front where the tokenizer's configuration says so.
-
-        Raises:
-            TextError: half a surrogate pair, which JSON's escapes can smuggle in.
-        """
+        """Token ids of a text, with the begin-of-sequence token if so configured; a `TextError` for half a surrogate pair."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

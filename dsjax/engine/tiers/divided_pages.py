@@ -22,11 +22,9 @@ class DividedPages:
     that a single executor has is as it is there. All executors carry out the same commands in order, and the first of them each before the
     others.
 
-    Args:
-        count: of the executors. open_disk: given the arrays of a whole page, once the parts of all are known.
+    count: of the executors. open_disk: given the arrays of a whole page, once the parts of all are known.
 
-    Attributes:
-        reporters: of the executors, which look after their own parts when reports are asked for.
+    reporters: of the executors, which look after their own parts when reports are asked for.
     """
 
     def __init__(self, count: int, open_disk: Callable[[Shapes], DiskPages]):

@@ -153,11 +153,7 @@ class KvEventsConfig(JsonOption):
 
 
 class EventPublisher:
-    """Publishes in a thread of its own; the engine never waits for it. A failure costs one batch, or one look at requests for replays.
-
-    Raises:
-        UserError: an endpoint cannot be bound, or CURVE's keys cannot be read.
-    """
+    """Publishes in a thread of its own. A `UserError`: an endpoint cannot be bound, or CURVE's keys cannot be read."""
 
     def __init__(self, config: KvEventsConfig, num_ranks: int):
         self._topic = config.topic.encode()

@@ -43,9 +43,7 @@ class Reading(NamedTuple):
 class OffloadTiers(PageSource):
     """Either tier may be missing. A page is looked for in host memory first; one that is read from the disk lands before it is loaded.
 
-    Attributes:
-        config: whose sizes the tiers have from the next `bind` on; a tier without a page is none.
-        host: the host tier of each rank; empty without one. disk: the disk tier; None without one.
+    config: whose sizes the tiers have from the next `bind` on. host: of each rank; empty without one. disk: None without one.
     """
 
     slot_tier = "host"

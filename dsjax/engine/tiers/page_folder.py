@@ -85,11 +85,7 @@ class PageFolder(OwnedFolder):
         super().close()
 
     def lock(self) -> "PageFolder":
-        """Take the lock, and give the folder; the lock is given back by `close`, or when the process ends.
-
-        Raises:
-            UserError: another process has it, or the file system has no locks.
-        """
+        """Take the lock until `close` or the process's end, and give the folder; a `UserError` where another process has it."""
         try:
             with self.opened() as root:
                 try:
@@ -205,8 +201,7 @@ class PageFiles:
         folder: locked by this process. space: what pages' values depend on beside the tokens, as JSON.
         shapes: of a page's arrays, by their names; and their dtypes.
 
-    Attributes:
-        page_bytes: that a page takes on the disk.
+    page_bytes: that a page takes on the disk.
     """
 
     def __init__(
@@ -233,11 +228,7 @@ class PageFiles:
             self._write(name, whole, make=True)
 
     def read(self, name: bytes) -> dict[str, np.ndarray]:
-        """Read a page's arrays.
-
-        Raises:
-            OSError: it is not there, or cannot be read. PageFileError: it is torn, damaged or another page.
-        """
+        """Read a page's arrays. An `OSError`: it cannot be read; a `PageFileError`: it is torn, damaged or another page."""
         page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
         parts = [_bytes(array) for array in page.values()]
         shown = self.folder.path / self._path(name)

@@ -22,9 +22,8 @@ class TierCounts(NamedTuple):
 class SegmentedLru:
     """Names with a number each, in the order in which they go when room is needed.
 
-    It follows recency and frequency, as segmented LRU does (Karedla, Love and Wherry 1994): a name comes in on probation, where the
-    least recently used one goes first; one that was asked for is protected, and goes back on probation when the protected ones are
-    more than their share of `size`.
+    Segmented LRU (Karedla, Love and Wherry 1994): a name comes in on probation, where the least recently used one goes first; one that was
+    asked for is protected, and goes back on probation when the protected ones are more than their share of `size`.
     """
 
     def __init__(self, size: int):
@@ -65,9 +64,7 @@ class SegmentedLru:
 class HostTier:
     """The slots of host memory that one rank's evicted pages go to, and the names by which they are found.
 
-    Args:
-        under_way: how many steps can be under way at a time. A stored page can be fetched so many planned steps later: it has left the
-            device by then, and nobody waits for it.
+    under_way: most steps at a time. A stored page can be fetched so many planned steps later: it has left the device by then.
     """
 
     def __init__(self, num_slots: int, under_way: int = 2):

@@ -90,11 +90,9 @@ class _Published(NamedTuple):
 
 
 class ChunkServer:
-    """Lets processes of a decode side pull this process's chunks.
+    """Lets processes of a decode side pull this process's chunks. timeout: seconds after which a published one is withdrawn.
 
-    Args:
-        open_chunk: `open_chunk(number, take)` calls `take` with a chunk, from any thread; with None where it is gone.
-        timeout: seconds after which a published chunk is withdrawn.
+    open_chunk: `open_chunk(number, take)` calls `take` with a chunk, from any thread; with None where it is gone.
     """
 
     def __init__(
@@ -172,8 +170,7 @@ class ChunkServer:
 class RemoteChunks:
     """Pulls chunks from prefill processes, to which it connects when it needs one and again after a loss.
 
-    Args:
-        shapes: of a chunk's arrays. timeout: seconds after which a chunk is given up.
+    shapes: of a chunk's arrays. timeout: seconds after which a chunk is given up.
     """
 
     def __init__(self, endpoint: Endpoint, transport: Transport, shapes: Shapes, timeout: float):
@@ -183,11 +180,7 @@ class RemoteChunks:
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk on this device, complete. address: `HOST:PORT` of its offer.
-
-        Raises:
-            ChunkGoneError: it is not held any more, or its process cannot be reached.
-        """
+        """Return a chunk of an offer's address on this device, complete; a `ChunkGoneError` where it cannot be had."""
         try:
             peer = self.peer(address)
             published = peer.request(_PULL, number, PublishedChunk).result(self._timeout)

@@ -19,9 +19,7 @@ _TICKET_BYTES = 8
 class JaxTransport(Transport):
     """`jax.experimental.transfer`. An unpublished number hangs there, and what nobody pulls stays pinned.
 
-    JAX's server authenticates nobody, so a chunk has a random number there: its ticket.
-
-    device: gives the client whose arrays are sent. host: the address that others connect to.
+    JAX's server authenticates nobody: a chunk has a random number there, its ticket. device: of the client that sends. host: its address.
     """
 
     def __init__(self, device: Any, host: str):

@@ -171,9 +171,7 @@ class ChunkGoneError(Exception):
 class PrefillLink:
     """A prefill side, as decode sees it, in this process or another one. Any thread may use it.
 
-    Attributes:
-        is_idle: whether there is no connection to it, and none is being made.
-        receive: takes the side's messages, in a thread of the link.
+    is_idle: there is no connection to it, and none is being made. receive: takes the side's messages, in a thread of the link.
     """
 
     is_idle: bool = False
@@ -190,11 +188,7 @@ class PrefillLink:
         raise NotImplementedError
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """Return an offered chunk, complete, on this device. address: of the offer.
-
-        Raises:
-            ChunkGoneError: it is not kept any more, or does not come in time.
-        """
+        """Return an offered chunk, complete, on this device; a `ChunkGoneError` where it is gone or late. address: of the offer."""
         raise NotImplementedError
 
     def warm_up(self, progress: Progress | None = None) -> None:

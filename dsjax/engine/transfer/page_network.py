@@ -38,11 +38,9 @@ _SERVICE = "prefill"
 
 
 class PrefillServer:
-    """A prefill engine that decode engines of other processes reach at an endpoint.
+    """A `PrefillEngine` that decode engines of other processes reach at an endpoint.
 
-    Args:
-        engine: a `PrefillEngine`. chunks: this process's, closed with the engine. space: as in `Greeting`.
-        owns_endpoint: whether the endpoint is closed with the engine too.
+    chunks: this process's, closed with the engine; owns_endpoint: the endpoint is too. space: as in `Greeting`.
     """
 
     def __init__(

@@ -60,10 +60,9 @@ class Transport(ABC):
 
 
 class Backend(NamedTuple):
-    """A row of the table.
+    """A row of the table. package: that it needs; extra: what installs it.
 
-    implementation: `module:class`, called with a device of this process and this host's address. package: that it needs; extra: installs
-    it.
+    implementation: `module:class`, called with a device of this process and this host's address.
     """
 
     implementation: str

@@ -23,11 +23,7 @@ _SOCKETS = "/proc/self/fd"
 
 
 class Collectives:
-    """Belongs to a process. Any thread may use it.
-
-    Attributes:
-        endpoint: where this process listens for the others' connections; None: it is not known.
-    """
+    """Belongs to a process; any thread may use it. endpoint: where it listens for the others' connections; None: it is not known."""
 
     def __init__(self):
         self.endpoint: Endpoint | None = None
