@@ -175,11 +175,10 @@ class EngineCore:
         self._enter_oldest()
         return self._take_owed()
 
-    def finish(self) -> list[Update]:
+    def finish(self) -> None:
         """Wait for the steps under way, and enter them; nothing further is launched."""
         while self._under_way:
             self._enter_oldest()
-        return self._take_owed()
 
     def _take_owed(self) -> list[Update]:
         owed, self._owed = self._owed, []
@@ -232,8 +231,7 @@ class EngineCore:
         make: replaces the executor; None: it has changed in place, and its caches and requests stay.
         """
         try:
-            while self._under_way:
-                self._enter_oldest()
+            self.finish()
         except Exception as error:
             return self._survive(error)
         return self._renew(make)
