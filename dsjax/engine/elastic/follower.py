@@ -89,20 +89,16 @@ class Follower:
         self._signals += 1
         if self._signals > 1:
             os._exit(1)
-        comes_back = self.group.generation > 0
+        name, comes_back = signal.Signals(number).name, self.group.generation > 0
         if self.phase == "compiling ahead" or not (self.has_served or comes_back):
             # Nobody counts on it yet; or the group has not served, and can form no other mesh.
-            os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
+            os.write(2, f"{name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
-        if not self.regroups:
-            text = (
-                f"{signal.Signals(number).name}: the others need this process's stages, so that it goes on until process 0 ends; "
-                "a second signal ends it now\n"
-            )
-            os.write(2, text.encode())
-            return
-        # Where it cannot ask, it ends at once: the others go on as after a loss.
-        start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
+        if self.regroups:  # where it cannot ask, it ends at once: the others go on as after a loss
+            start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
+        else:
+            why = "the others need this process's stages, so that it goes on until process 0 ends; a second signal ends it now"
+            os.write(2, f"{name}: {why}\n".encode())
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
@@ -134,15 +130,13 @@ class Follower:
                 loaded = load_generation(args, announcement, self.group, library, held)
             if chunks is not None:
                 chunks.join(loaded)
-            spec, wanted = (
-                MeshSpec.parse(text) for text in (loaded.facts.mesh, announcement.wanted if announcement else args.mesh)
-            )
+            wanted = announcement.wanted if announcement else args.mesh
+            spec, wanted = MeshSpec.parse(loaded.facts.mesh), MeshSpec.parse(wanted)
             self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
-        if (
-            self.group.generation > 0
-        ):  # it comes back, and the others go on meanwhile: let them not wait for its compiler
+        if self.group.generation > 0:
+            # It comes back. The others, who go on meanwhile, are not to wait for its compiler.
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
@@ -209,7 +203,6 @@ class Follower:
                 raise failure
             if executor is not None:
                 release(executor)
-            del executor
             announcement = following
             reason = self.group.links.why_left_out(announcement)
             if reason is not None:
@@ -218,11 +211,7 @@ class Follower:
         self._finish()
 
     def follow(self, executor: Executor) -> bool:
-        """Carry out messages of one generation, until the leader ends (True) or announces another one (False).
-
-        Raises:
-            GroupError: the leader did not end as it should.
-        """
+        """Carry out messages of one generation, until the leader ends (True, or a `GroupError`) or announces another one (False)."""
         self.phase = "warming up"
         if not _Work(self, executor, self.group.commands(self.group.generation)).carry_out_all():
             return False
