@@ -111,7 +111,7 @@ def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tup
         Step([RankStep(*news, decodes, [], [])] * busy + idle) for news in ((admissions, tables), ([], []))
     )
     executor.collect(executor.launch(first))
-    program = executor.programs.step(executor.programs.shape(Rectangle(rows, 1), None))
+    program = executor.programs.get("step", executor.programs.shape(Rectangle(rows, 1), None), False)
     return lambda: executor.collect(executor.launch(following)), program.as_text()
 
 

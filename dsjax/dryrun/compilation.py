@@ -20,7 +20,6 @@ from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.process import without_compile_cache
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
-from dsjax.engine.pipeline.stage_programs import StagePrograms
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.errors import UserError
 from dsjax.model.stage import Stage
@@ -130,7 +129,7 @@ def compile_step(
     moved = experts_per_exchange(engine, step)
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, most_drafts, counts_loads=moved > 0)
-    programs = (Programs if stage is None else StagePrograms)(step, params, state, limits)
+    programs = Programs(step, params, state, limits)
     shape = programs.shape(args.decode, args.prefill)
     main = _compile(lambda: programs.lower_step(shape), args.target, mesh)
     num_drafts = args.drafts if step.ends else 0

@@ -21,11 +21,9 @@ Result = TypeVar("Result")
 
 
 class ThreadedEngine:
-    """An engine's core in a dedicated thread, seen from asyncio. What a step did, and the thread's death, are handed to who inherits.
+    """An engine's core in a dedicated thread, seen from asyncio. A subclass takes what steps did, and the thread's death.
 
-    Attributes:
-        on_death: called when the engine has failed.
-        on_change: called in the event loop's thread when the mesh has changed.
+    on_death: called when the engine has failed. on_change: called in the event loop's thread when the mesh has changed.
     """
 
     def __init__(self, parts: EngineParts):
@@ -100,11 +98,7 @@ class ThreadedEngine:
         self._thread.call(lambda: None)  # it looks at once
 
     async def call(self, function: Callable[[EngineCore], Result]) -> Result:
-        """Run `function(core)` in the engine's thread, between two steps, and give its result, or raise its error.
-
-        Raises:
-            EngineDeadError: the engine has failed, or ends before it comes to this.
-        """
+        """Run `function(core)` in the engine's thread, between two steps; give its result, or raise its error or an `EngineDeadError`."""
         if self.error is not None or self.closing or not self._thread.alive:
             raise EngineDeadError("the engine does not run")
         future = self._loop.create_future()

@@ -33,13 +33,11 @@ class _UnderWay(NamedTuple):
 class EngineCore:
     """Scheduler and executor together, in one thread; text is made elsewhere.
 
-    While the device computes a step, the next one is planned, written down and launched: the executor holds it back until the
-    device is free, or lets both be in flight. Results are entered while that next step computes.
+    While the device computes a step, the next one is planned, written down and launched, and the results before it are entered.
 
     Args:
         async_scheduling: False plans a step only when the results of the one before are entered.
-        attachments: the optional parts of this engine: offload tiers, remote prefill, balancing, page events. They are told of steps in
-            this order, and those with a page source are asked for pages in this order.
+        attachments: the optional parts of this engine, told of steps, and asked for pages, in this order.
         generations: makes further executors; None: this one is all there is.
 
     Attributes:
@@ -142,13 +140,12 @@ class EngineCore:
     ) -> list[Update]:
         """Launch steps as far ahead as is allowed, wait for the oldest, and give what it did to each request.
 
-        Returns at once where there is nothing to do, and waits for a moment where all there is to do is to wait for pages. Where a step
-        fails because a process is gone, the core goes on without that process, or raises what the step raised.
+        Returns at once where there is nothing to do, and waits for a moment where all wait for pages. Where a step fails because a process
+        is gone, the core goes on without that process, or raises what the step raised.
 
         Args:
             meanwhile: called once while the device computes. It may `add` and `abort`.
-            ahead: launch the next step before the results of this one are collected. Without that, what comes while this one computes has
-                a place in the next.
+            ahead: launch the next step before the results of this one are collected; else what comes meanwhile has a place in the next.
             before_change: called when a step has failed, before anything else.
         """
         self.step_started = time.monotonic()
@@ -178,11 +175,10 @@ class EngineCore:
         self._enter_oldest()
         return self._take_owed()
 
-    def finish(self) -> list[Update]:
+    def finish(self) -> None:
         """Wait for the steps under way, and enter them; nothing further is launched."""
         while self._under_way:
             self._enter_oldest()
-        return self._take_owed()
 
     def _take_owed(self) -> list[Update]:
         owed, self._owed = self._owed, []
@@ -226,7 +222,7 @@ class EngineCore:
             experts=counts.experts,
             drafts=DraftCounts.of(results) if plan.num_drafts else None,
             parts=self.statistics(),
-            page_waits=self.scheduler.take_page_waits(),
+            page_waits=self.scheduler.pages.take_waits(),
         )
 
     def change(self, make: Callable[[], Generation | None]) -> list[Update]:
@@ -235,15 +231,15 @@ class EngineCore:
         make: replaces the executor; None: it has changed in place, and its caches and requests stay.
         """
         try:
-            while self._under_way:
-                self._enter_oldest()
+            self.finish()
         except Exception as error:
             return self._survive(error)
         return self._renew(make)
 
     def _survive(self, error: Exception) -> list[Update]:
-        """Go on after a step failed because a process is gone, or raise the error; give what was entered before, and what became of
-        requests. The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
+        """Go on after a step failed because a process is gone, or raise the error; give the updates that are owed.
+
+        The steps under way are dropped: no token of theirs is entered, and no page that they wrote is found again.
         """
         if self.generations is None:
             raise error

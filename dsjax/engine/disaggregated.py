@@ -32,9 +32,7 @@ from sharding.mesh import device_order
 
 
 def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[LoadedEngine, LocalLink]:
-    """Load the model for the decode engine and the prefill engine, on disjoint devices of this process.
-
-    Gives the decode engine's model, with facts of both, and the link to the prefill engine, whose thread has started.
+    """Load the decode engine's model, with facts of both, and start the prefill engine, on disjoint devices of this process.
 
     Raises:
         UserError, MeshError: options, model or devices that do not go together; before weights are read.
@@ -70,7 +68,9 @@ def load_separated(args: EngineArgs, *, show_progress: bool = False) -> tuple[Lo
 def _engine_of(args: EngineArgs, model: LoadedEngine, sink: EventSink | None = None, **options: Any) -> PrefillEngine:
     config = args.scheduler_config(model.executor.limits)
     options |= {"timeout": args.transfer_timeout, "async_scheduling": args.async_scheduling}
-    return PrefillEngine(model.executor, config, attachments=attachments_of(config, args, sink), **options)
+    return PrefillEngine(
+        model.executor, config, attachments=attachments_of(config, args, () if sink is None else (sink,)), **options
+    )
 
 
 def load_prefill(
@@ -81,10 +81,9 @@ def load_prefill(
     event_sink: EventSink | None = None,
     show_progress: bool = False,
 ) -> PrefillServer:
-    """A prefill engine for other processes, its programs compiled at first use; `.warm_up()` compiles them before.
+    """A prefill engine for other processes, compiled at first use or by `.warm_up()`. `emulate_devices` or `join_group` comes first.
 
-    ``emulate_devices`` must have been called before, where devices are to be emulated; or `join_group`, which gives the group that this
-    is process 0 of. port: for messages; 0: that of the group, or a free one. event_sink: is given the events of pages.
+    group: that this is process 0 of. port: for messages; 0: that of the group, or a free one. event_sink: is given the events of pages.
 
     Raises:
         UserError, MeshError: options, model, devices or address that do not go together. GroupError: another process could not.
@@ -109,7 +108,7 @@ def load_prefill(
 
 
 def remote_links(args: EngineArgs, loaded: LoadedEngine, group: HostGroup | None = None) -> RemoteLinks:
-    """Make what connects a decode engine with prefill engines at addresses, for a model that was loaded with ``transfers``."""
+    """Make what connects a decode engine with prefill engines at addresses."""
     endpoint = endpoint_of(args, group)
     with ExitStack() as opened:
         owns_endpoint = group is None or endpoint is not group.endpoint

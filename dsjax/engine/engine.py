@@ -11,7 +11,7 @@ from dsjax.engine.engine_thread import EngineThread, Listener
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import MeshChanger
-from dsjax.engine.schedule.page_events import EventSink, EventSinks
+from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, RequestOptions
 from dsjax.engine.schedule.scheduler import Update
@@ -63,13 +63,12 @@ class EngineParts:
         args = args or EngineArgs()
         self.tokenizer = tokenizer
         with contextlib.ExitStack() as opened:  # where something fails, the publisher's thread and sockets end
-            publisher, events = event_sink, args.kv_events
+            sinks, events = [] if event_sink is None else [event_sink], args.kv_events
             if events is not None and events.publishes:
                 publisher = EventPublisher(events, executor.limits.num_ranks)
                 opened.callback(publisher.close)
-                if event_sink is not None:
-                    publisher = EventSinks((publisher, event_sink))
-            attachments = attachments_of(scheduler_config, args, publisher)
+                sinks.insert(0, publisher)
+            attachments = attachments_of(scheduler_config, args, sinks)
             if prefills is not None:
                 attachments.append(prefills)
             self.core = EngineCore(
@@ -125,11 +124,7 @@ class LLMEngine(Listener):
         params: SamplingParams | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Queue a request.
-
-        Raises:
-            UserError: something in it cannot be; nothing of it stays behind. ValueError: an unfinished request has its id.
-        """
+        """Queue a request, or raise a `UserError` (nothing of it stays behind), or a `ValueError` where an unfinished one has its id."""
         params = params or SamplingParams()
         prepared = self.inputs.prepare(request_id, prompt, params, options, time.monotonic())
         self.outputs.add(prepared)
@@ -202,17 +197,17 @@ def mesh_changer_of(core: EngineCore) -> MeshChanger:
 
 
 def attachments_of(
-    config: SchedulerConfig, args: EngineArgs | None = None, sink: EventSink | None = None
+    config: SchedulerConfig, args: EngineArgs | None = None, sinks: Sequence[EventSink] = ()
 ) -> list[Attachment]:
-    """List the attachments that the sizes and options ask for. sink: receives page events; None: there are no subscribers."""
+    """List the attachments that the sizes and options ask for. sinks: receive page events."""
     args = args or EngineArgs()
     parts: list[Attachment] = []
     if config.host_pages_per_rank or config.disk_pages:
         parts.append(OffloadAttachment(config))
     if args.page_source is not None:
         parts.append(import_page_source(args.page_source).attachment())
-    if sink is not None:
-        parts.append(PageEventStream(sink))
+    if sinks:
+        parts.append(PageEventStream(*sinks))
     if args.eplb is not None:
         from dsjax.engine.experts.expert_balancer import ExpertBalancer  # loads NumPy and SciPy
 

@@ -36,16 +36,15 @@ class Listener:
 
 
 MOST_IDLE = 3
-"""After so many steps in a row that computed nothing a thread waits for a command, if its core wants to be looked at now and then: the core
-can go on only when others have taken pages. It takes more than one, because a step may send pages and the next one use their room."""
+"""After so many steps in a row that computed nothing, a thread waits for a command if its core wants to be looked at now and then. It takes
+more than one, because a step may send pages and the next one use their room.
+"""
 
 
 class EngineThread:
-    """Runs a core, step after step.
+    """Runs a core, step after step; takes commands (add, abort, end) between steps and while the device computes one.
 
-    The thread takes commands (add, abort, end) from a queue, between steps and while the device computes one. It hands a step's
-    updates over in one call, once the next step is launched: the listener's thread needs Python's lock too, and the device would
-    wait for the text of every stream.
+    It hands a step's updates over once the next step is launched: the listener's thread needs Python's lock too.
     """
 
     def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
@@ -111,7 +110,7 @@ class EngineThread:
         try:
             updates = self.core.change(make)
             self._listener.on_change()
-            self._tell(updates)
+            self._listener.on_done(updates, None)
         except BaseException as error:
             self._failure = error  # there is no executor any more
             raise
@@ -137,7 +136,9 @@ class EngineThread:
         wait: for a command, where nothing is to be computed. False, without a thread: hand over what the step did before this returns.
         """
         at_rest = not self.core.has_unfinished
-        if wait and (at_rest or self._is_stuck):
+        is_stuck = self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
+        if wait and (at_rest or is_stuck):
+            self._hand_over()
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=self.core.rest_seconds)()
                 self._num_idle = 0
@@ -156,15 +157,9 @@ class EngineThread:
             self._step(ahead=not at_rest or not wait)
             if not wait:
                 self._hand_over()
-        elif self.core.attachments or self.core.parked:
-            updates = self.core.look()
-            if updates:
-                self._tell(updates)
+        elif updates := self.core.look():
+            self._listener.on_done(updates, None)
         return True
-
-    @property
-    def _is_stuck(self) -> bool:
-        return self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
 
     def _run(self) -> None:
         try:
@@ -188,7 +183,7 @@ class EngineThread:
         updates = self.core.step(self._meanwhile, ahead=ahead, before_change=self._hand_over)
         if self.core.scheduler is not scheduler:  # it has gone on without a process
             self._listener.on_change()
-            self._tell(updates)
+            self._listener.on_done(updates, None)
             return
         self._hand_over()  # nothing is left but for a step in which there was nothing to compute
         stats = self.core.stats()
@@ -196,13 +191,6 @@ class EngineThread:
         stats = stats if self._listener.wants_stats() else None
         if updates or stats is not None:
             self._done = (updates, stats)
-            if not self.core.has_unfinished:
-                self._hand_over()
-
-    def _tell(self, updates: list[Update]) -> None:
-        """Hand over what a change of the mesh did."""
-        self._done = (updates, None)
-        self._hand_over()
 
     def look_at_processes(self) -> None:
         """Go on on another mesh between steps, if a process has gone or come back. From any thread."""

@@ -56,27 +56,23 @@ _MOST_SIDES = 256
 
 
 class Member(NamedTuple):
-    """An attention process that is connected: with its control connection, its link, and the calls of its side."""
+    """A connected attention process: its control connection, and the calls of its side."""
 
     peer: Peer
-    name: str
     side: bytes
     generation: int
     joint: JointCalls
 
 
 class ExpertProcess:
-    """Routed experts that answer calls until they are closed. Any number of attention sides may call, and one that moves experts alone.
+    """Routed experts that answer calls of any number of attention sides; one that moves experts must be alone.
 
-    One thread receives all calls, computes and answers; what the processes of one attention side ask for at a layer is one program's work
-    (``JointCalls``). Another thread lets attention processes in and moves experts, and a third one compiles.
+    One thread receives, computes and answers calls, one admits attention processes and moves experts, and one compiles.
 
-    Args:
-        step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
-            loaded. space: what an attention side must have in common with this process. endpoint: at which it listens; closed with it.
+    step: of the model; of the attention side it has one device without anything. writer: of the slots of an ``ExpertSide`` that is
+    loaded. space: what an attention side must have in common with this process. endpoint: closed with this object.
 
-    Attributes:
-        num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
+    num_calls: answered so far. num_rows: that came with them. num_products: programs that were run.
     """
 
     def __init__(self, step: ModelStep, writer: SlotWriter, space: dict[str, Any], endpoint: Endpoint):
@@ -89,8 +85,9 @@ class ExpertProcess:
         self._members: dict[str, Member] = {}  # by the names of their links
         self._programs: dict[tuple[str, int, int], Future[Compiled]] = {}
         self._compiled: queue.SimpleQueue[tuple[list[Part], Future[Compiled]]] = queue.SimpleQueue()
-        self._moves = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts-moves")
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="dsjax-experts-compile")
+        self._moves, self._compiler = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"dsjax-experts-{what}") for what in ("moves", "compile")
+        )
         self.num_calls = self.num_rows = self.num_products = 0
         self.endpoint, self._listener = endpoint, LinkListener(endpoint)
         hang_up = lambda error: self._hang_up(*self._members)  # noqa: E731
@@ -110,31 +107,27 @@ class ExpertProcess:
         return len(self._members)
 
     def close(self) -> None:
-        """End all connections, and let nobody in any more."""
+        """End all connections, and admit nobody any more."""
         self.endpoint.close()
         for pool in (self._moves, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    # Who is connected, and where experts are: the thread of moves.
+    # Members and moves, in a thread of their own. They raise a `UserError` for what is refused.
 
     def _open(self, request: Request) -> Opened:
-        """Let an attention process in, with experts where it has them.
-
-        Raises:
-            UserError: it cannot be.
-        """
+        """Admit an attention process, with experts where it has them."""
         opening: Open = request.body
         self._check(opening)
         with self._lock:
             members = list(self._members.values())
         joint = self._joint_calls(opening, members)
         self._adopt(opening, alone=all(member.side == opening.side for member in members))
-        member = Member(request.peer, secrets.token_hex(16), opening.side, opening.generation, joint)
+        name = secrets.token_hex(16)
         with self._lock:
-            self._members[member.name] = member
-            joint.enter(member.name, opening.process)
-        request.peer.on_lost(partial(self._leave, member.name))
-        return Opened(self._listener.address, self._listener.ticket, member.name)
+            self._members[name] = Member(request.peer, opening.side, opening.generation, joint)
+            joint.enter(name, opening.process)
+        request.peer.on_lost(partial(self._leave, name))
+        return Opened(self._listener.address, self._listener.ticket, name)
 
     def _leave(self, name: str) -> None:
         with self._lock:
@@ -142,11 +135,7 @@ class ExpertProcess:
         self._listener.wake()
 
     def _check(self, opening: Open) -> None:
-        """Check what both sides must have alike.
-
-        Raises:
-            UserError: they have not.
-        """
+        """Check what both sides must have alike."""
         if not opening.side:
             raise UserError("it gives no name of an attention side")
         if not 0 <= opening.process < opening.processes <= _MOST_PROCESSES:
@@ -169,7 +158,7 @@ class ExpertProcess:
             )
 
     def _joint_calls(self, opening: Open, members: Sequence[Member]) -> JointCalls:
-        """The calls of its side in its generation; nobody is waited for in an earlier one any more."""
+        """The calls of a side in its generation; no call waits in an earlier one any more."""
         side, generation = opening.side, opening.generation
         latest = self._generations.pop(side, 0)
         self._generations[side] = max(latest, generation)
@@ -198,7 +187,7 @@ class ExpertProcess:
         return found
 
     def _adopt(self, opening: Open, *, alone: bool) -> None:
-        """Have experts where an attention side has them. alone: no other one is connected."""
+        """Place experts as an attention side has them. alone: no other one is connected."""
         rows = np.frombuffer(opening.placement, "<i4").reshape(self._writer.rows.shape)
         differs = (rows != self._writer.rows).any()
         if not alone and (self._mover is not None or differs):
@@ -220,7 +209,7 @@ class ExpertProcess:
             self._writer.stage(stage.row, moves)
 
     def _place(self, request: Request) -> None:
-        """Place experts. Whoever changes nothing, to have it compiled, need not be alone."""
+        """Place experts. A side that changes nothing, to compile, need not be alone."""
         row, experts = request.body.row, np.frombuffer(request.body.experts, "<i4")
         if not np.array_equal(self._writer.rows[row], experts):
             self._have_move(request.peer)
@@ -228,14 +217,10 @@ class ExpertProcess:
             self._writer.place(row, experts)
 
     def _have_move(self, peer: Peer) -> None:
-        """Let one attention side alone be connected from now on.
-
-        Raises:
-            UserError: another one is, or this one is not.
-        """
+        """Let one attention side alone be connected from now on."""
         with self._lock:
-            sides = {member.side for member in self._members.values()}
-            own = {member.side for member in self._members.values() if member.peer is peer}
+            members = list(self._members.values())
+        sides, own = {one.side for one in members}, {one.side for one in members if one.peer is peer}
         if len(own) != 1 or sides != own:
             raise UserError("another attention side is connected, and experts can be moved for one that is alone")
         [self._mover] = own
@@ -254,7 +239,7 @@ class ExpertProcess:
         self._program(what.stack, what.tokens, what.cells).add_done_callback(answer)
 
     def _program(self, stack: str, tokens: int, cells: int) -> Future[Compiled]:
-        """A program, which may still be compiled. One that could not be is tried again."""
+        """A program, which may still be compiling. A failed compilation is tried again."""
         key = stack, tokens, cells
         with self._lock:
             program = self._programs.get(key)
@@ -263,7 +248,7 @@ class ExpertProcess:
                 self._programs[key] = program
         return program
 
-    # Calls: the thread that receives and computes.
+    # Calls, in the thread that receives and computes.
 
     def _run(self) -> None:
         while True:
@@ -350,11 +335,7 @@ class ExpertProcess:
         return [answers[part.cells] for part in parts]
 
     def _check_layer(self, stack: str, layer: int) -> None:
-        """Refuse a layer that is not here; a program would take the nearest one for it.
-
-        Raises:
-            UserError: there is none of that number, or no such stack.
-        """
+        """Refuse a layer that is not here with a `UserError`; a program would take the nearest one."""
         stacks = {row.stack for row in self._writer.stack_rows}
         if stack not in stacks:
             raise UserError(f"there is no stack of experts {stack!r}, only {', '.join(sorted(stacks))}")
@@ -362,11 +343,7 @@ class ExpertProcess:
             raise UserError(f"{stack} has no experts in layer {layer}")
 
     def _cells(self, call: Call) -> np.ndarray:
-        """Which of all devices' cells are filled.
-
-        Raises:
-            ValueError: such a call cannot be.
-        """
+        """The filled ones of all devices' cells; a `ValueError` where such a call cannot be."""
         if not 0 < call.cells <= _MOST_CELLS:
             raise ValueError(f"a call has {call.cells} cells, expected 1 to {_MOST_CELLS}")
         filled = np.frombuffer(call.filled, "<i4").reshape(self._half.size, -1)
@@ -377,9 +354,7 @@ class ExpertProcess:
 
 
 def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProcess:
-    """Load this process's routed experts of a model, of those that ``args.expert_mesh`` spreads, and listen at its ``args.afd_address``.
-
-    Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
+    """Load this process's part of the routed experts, and listen at its ``args.afd_address``. `emulate_devices` must come first.
 
     Raises:
         UserError, MeshError: options, model and devices that do not go together; an address that cannot be listened at.
@@ -422,7 +397,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
 
 
 def _answer(do: Callable[[Request], Any], request: Request) -> None:
-    """Do what is asked for, and answer."""
+    """Carry a request out, and answer it."""
     try:
         request.reply(do(request))
     except UserError as error:
@@ -449,7 +424,7 @@ def _listen(address: str, listen: Callable[[str, int], Result]) -> Result:
 
 
 def _bind(host: str, port: int) -> None:
-    """Find out whether a port is free, without letting anybody connect."""
+    """Check that a port is free, without letting anybody connect."""
     [(family, kind, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

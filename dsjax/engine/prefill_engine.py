@@ -23,11 +23,9 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
-        attachments: further parts of the core: offload tiers, balancing, page events.
-        keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`; transfers under way fail when the mesh changes.
+        attachments: further parts of the core. keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`.
 
-    Attributes:
-        thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
+    thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class PrefillEngine:
         self.thread.start()
 
     def post(self, message: ToPrefill, receive: Receive | None) -> None:
-        """Take a message from any thread; what becomes of it is told to `receive`, from any thread.
+        """Take a message from any thread; answers go to `receive`, from any thread.
 
         A transfer may be asked for twice: by whoever has its prompt (`receive` is None), and by its decode engine, in either order.
         """
@@ -76,7 +74,7 @@ class PrefillEngine:
             receive(TransferFailed("", self.service.reason))
 
     def leave(self, receive: Receive) -> None:
-        """Cancel everything that was asked for with this `receive`: who asked is there no more."""
+        """Cancel all transfers of a decode engine that is gone."""
         self.thread.call(lambda: self.service.leave(receive))
 
     def turn(self, wait: bool = True) -> bool:
@@ -87,13 +85,13 @@ class PrefillEngine:
         return goes_on
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first prompt, in all processes."""
+        """Compile every shape, in all processes."""
         self.core.executor.warm_up(progress)
         if self.core.generations is not None:
             self.core.generations.has_warmed_up()
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """End the thread, and give back what the executor holds. Transfers that are under way fail."""
+        """End the thread, and give back what the executor holds. Transfers under way fail."""
         self.thread.call(self._end)
         self.thread.end()
         self.thread.join(timeout)
@@ -123,7 +121,7 @@ class PrefillEngine:
 
 
 class _DeathListener(Listener):
-    """Hears of the thread's end alone: the service itself enters steps, and fails transfers when the mesh changes."""
+    """Hears of the thread's end alone: the service itself enters steps."""
 
     def __init__(self, engine: PrefillEngine):
         self._engine = engine

@@ -131,9 +131,8 @@ class OutputStream:
 class RequestStreams(ABC):
     """Follows requests, in the event loop's thread. A subclass has them computed, in a thread or in another process.
 
-    Attributes:
-        error: why the engine has failed; None while it has not. closing: whether no more requests are taken.
-        observers: told of every step and output, in the event loop's thread. Add them before `start`.
+    error: why the engine has failed; None while it has not. closing: whether no more requests are taken. observers: told of every step and
+    output, in the event loop's thread. Add them before `start`.
     """
 
     def __init__(self, inputs: InputProcessor, outputs: OutputProcessor):

@@ -13,11 +13,9 @@ from dsjax.engine.text.outputs import RequestOutput
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What came of the drafts that a step verified; vLLM's names.
+    """What came of the drafts that a step verified; vLLM's names. num_drafts: rows that had any, with num_draft_tokens.
 
-    Attributes:
-        num_drafts: rows that had drafts. num_draft_tokens: drafts in them.
-        accepted_per_position: of the first, second, … draft of each row, how many were accepted.
+    accepted_per_position: of the first, second, … draft of each row, how many were accepted.
     """
 
     num_drafts: int
@@ -42,17 +40,15 @@ class StepStats:
     Attributes:
         time: seconds of the engine's clock when its results were entered.
         duration: seconds from planning to entering. With asynchronous scheduling two steps overlap.
-        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (behind the step before, and computing),
-            `enter`.
+        host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (behind the step before, and computing), `enter`.
         num_decode_tokens, num_prompt_tokens: computed; a preempted request's tokens are prompt tokens when computed again.
-        num_padding_tokens: computed for nothing.
+            num_padding_tokens: computed for nothing.
         prefix_queries, prefix_hits: known tokens of requests admitted for the first time, and those found in the cache.
         num_non_finite: requests that failed because their logits were not finite.
-        compilations_after_warm_up: total so far; must stay 0.
-        ranks: after the step.
-        drafts: what came of drafts; None where none were to be verified.
-        parts: what the core's attachments have done so far, by their names: `balance` (`BalanceStats`), `disk` (`DiskCounts`),
-            `transfers` (`TransferCounts`); what an engine has not is not there.
+        compilations_after_warm_up: total so far; must stay 0. ranks: after the step.
+        drafts: None where none were to be verified.
+        parts: what the core's attachments have done so far, by their names: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
+            (`TransferCounts`).
         page_waits: (tier, seconds) that requests have waited for pages to come from there, since the stats before.
     """
 

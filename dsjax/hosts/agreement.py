@@ -51,8 +51,7 @@ class _Gather:
 class Agreement:
     """Questions of one process to all that are in its generation. Each process asks the same ones in the same order.
 
-    Args:
-        leader: the connection to process 0; None: this is process 0. member_of: there, gives the member that has connected.
+    leader: the connection to process 0; None: this is process 0. member_of: there, gives the member that has connected.
     """
 
     def __init__(
@@ -92,11 +91,7 @@ class Agreement:
         return answer
 
     def ask(self, stage: str, value: Any = None) -> list[Any]:
-        """Tell all present processes a plain value; give everybody's, in the order of their ids. All ask the same in the same order.
-
-        Raises:
-            GroupError: somebody says that it cannot go on, or is gone; or another generation has begun.
-        """
+        """Tell all present processes a plain value; give everybody's, by id; a `GroupError` where somebody is gone or cannot go on."""
         try:
             return self.tell(stage, value).result()
         except RefusedError as error:
@@ -108,7 +103,7 @@ class Agreement:
         """Do something that all present processes do. Return its result when all have done it.
 
         Raises:
-            GroupError: it failed in another process, or a process is gone. An error of `act` is raised here, and told to the others.
+            GroupError: it failed in another process, or a process is gone. Others: those of `act`, which the others are told.
         """
         try:
             result = act()
@@ -119,11 +114,7 @@ class Agreement:
         return result
 
     def alike(self, stage: str, what: str, value: Any) -> None:
-        """Make sure that all have the same value of `what`.
-
-        Raises:
-            GroupError: one has another.
-        """
+        """Make sure that all have the same value of `what`; a `GroupError` where one has another."""
         values = self.ask(stage, value)
         for member, members_value in zip(self._membership.present, values, strict=True):
             if members_value != values[0]:

@@ -45,11 +45,10 @@ def start_service(options: HostOptions) -> tuple[Any, str]:
 
 
 def join(options: HostOptions, service_address: str, collectives: Collectives, service: Any = None) -> None:
-    """Join this process to the others, which must all be joining now; or to a group that has formed, under the id of one that is gone.
+    """Join this process to the others, which must all be joining now; or to a formed group, under the id of a process that is gone.
 
-    Another process's death does not end this one (`jax_enable_recoverability`). Process 0's death does, as it has the service.
-
-    service: that process 0 has started. collectives: learns where gloo listens, once JAX sees its devices.
+    Process 0's death alone ends this one (`jax_enable_recoverability`). service: that process 0 has started. collectives: learns where gloo
+    listens, once JAX sees its devices.
     """
     _configure()
     host, port = options.coordinator[0], split_address(service_address)[1]

@@ -23,9 +23,9 @@ from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.links import Links
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
-from dsjax.hosts.rendezvous import Door, attend, located, open_endpoint, say_ready
+from dsjax.hosts.rendezvous import READY, Door, attend, located, open_endpoint
 from dsjax.hosts.wire import Announcement, JoinRequest, JoinResponse
-from dsjax.messaging import Credentials, Endpoint, Peer, PeerLostError, Request
+from dsjax.messaging import Endpoint, Peer, PeerLostError, Request
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 
 __all__ = ["GroupError", "HostGroup"]
@@ -46,12 +46,11 @@ _TOGETHER_SECONDS = 0.5
 class HostGroup(Membership):
     """A group whose processes are all there. `start` forms it; `leave` must be called, or happens when Python ends.
 
-    A process is gone when its connection to process 0 has ended, or when it was silent for the heartbeat's timeout, whether it died
-    or hangs. Compiling, loading or a long step never counts as silence. What is to be done then is decided by process 0 alone, which
-    announces a new generation; the others wait for that. Where process 0 goes, all end.
+    A process is gone when its connection to process 0 has ended, or was silent for the heartbeat's timeout; compiling, loading or a long
+    step never counts as silence. Process 0 then announces a new generation, which the others wait for. Where process 0 goes, all end.
 
     Args:
-        endpoint: this process's. door: process 0's. leader: any other's connection to process 0.
+        door: process 0's. leader: any other's connection to process 0.
         response: what process 0 has told all, or this process where the group had formed before.
 
     Raises:
@@ -82,7 +81,8 @@ class HostGroup(Membership):
         self.on_end: Callable[[], object] = lambda: None
         self.agreement = Agreement(self, endpoint, leader, door.member_of if door is not None else lambda peer: None)
         self.collectives = Collectives()
-        self.links = Links(self, endpoint, self.collectives.cut, self.peer_of)
+        peer_of = door.peer_of if door is not None else lambda process_id: None
+        self.links = Links(self, endpoint, self.collectives.cut, peer_of)
         self.monitor: LinkMonitor | None = None
         self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
         if response.generation == 0:
@@ -109,10 +109,9 @@ class HostGroup(Membership):
 
     @classmethod
     def start(cls, options: HostOptions, prepare: Callable[[], Mapping[str, Any]]) -> HostGroup:
-        """Meet the others and join them; see `Door.meet`. JAX must not have started, and starts with all devices of the group.
+        """Meet the others and join them; see `Door.meet`. JAX must not have started.
 
-        Where the group has formed already, and this process's id is that of one that is gone, `generation` is the first one that this
-        process may be in: it waits for its announcement.
+        Where the group has formed already, and this process has the id of one that is gone, it waits for the announcement of `generation`.
 
         Raises:
             GroupError, UserError: there is no group, as `Door.meet` says; or a link between two of its processes is cut.
@@ -148,15 +147,6 @@ class HostGroup(Membership):
         atexit.register(self.leave)
         if response.generation == 0:
             self.agreement.run("links", lambda: self.links.check([one.process_id for one in self.members]))
-
-    @property
-    def credentials(self) -> Credentials:
-        """By which this process shows that it belongs to the others."""
-        return self.endpoint.credentials
-
-    def peer_of(self, process_id: int) -> Peer | None:
-        """Process 0's connection to a member; None: it has ended."""
-        return None if self._door is None else self._door.peer_of(process_id)
 
     # Generations.
 
@@ -201,16 +191,12 @@ class HostGroup(Membership):
         return self._latest > self.generation
 
     def connect(self, device_ids: Sequence[int]) -> None:
-        """Agree, with all processes of the generation, on where its collectives' connections will be. device_ids: of its mesh, in order."""
+        """Agree with all processes of the generation on where its collectives' connections will be. device_ids: of its mesh, in order."""
         endpoints = self.agreement.ask("collectives", self.collectives.endpoint)
-        self.collectives.begin(self.generation, device_ids, map(_endpoint, endpoints))
+        self.collectives.begin(self.generation, device_ids, endpoints)
 
     def check_generation(self, number: int, doing: str) -> None:
-        """Raise where a generation has failed or has been superseded. doing: what is given up then, for the message.
-
-        Raises:
-            GroupError: one of its processes is gone, process 0 has ended the group, or another generation has begun.
-        """
+        """Raise a `GroupError` where a generation has failed or has been superseded. doing: what is given up then."""
         self.check()
         if 0 in self.lost:
             raise self.lost[0]
@@ -254,8 +240,9 @@ class HostGroup(Membership):
         self.links.left_out.pop(member.process_id, None)
 
     def lost_by(self, error: BaseException, seconds: float | None = None) -> GroupError | None:
-        """The member that is gone where that may be why something failed; None: nobody is. seconds: to wait for that; None: until it
-        would be known of one that hangs.
+        """The member that is gone, where that may be why something failed; None: nobody is.
+
+        seconds: to wait for that; None: until it would be known of one that hangs.
         """
         if self.leaving:
             return None
@@ -314,14 +301,10 @@ class HostGroup(Membership):
 
     def say_ready(self) -> None:
         """Say, as a process that comes back, that this one can be in the next generation."""
-        say_ready(self.leader)
+        self.leader.send(READY)
 
     def ask_process_0_to_leave(self) -> bool:
-        """Ask process 0 to go on without this process; whether it may go now. Else it goes when a generation without it has begun.
-
-        Raises:
-            RefusedError: it cannot be spared. PeerLostError: process 0 is gone.
-        """
+        """Ask to leave; whether this process may go now, and not with the next generation. A `RefusedError`: it cannot be spared."""
         return self.leader.request(_LEAVE, kind=bool).result()
 
     def excuse(self, member: JoinRequest) -> None:
@@ -387,7 +370,3 @@ class HostGroup(Membership):
                     coordination.leave()
         except Exception as error:  # at the end of a process nothing else is to be done about it
             print(f"dsjax: {error}", file=sys.stderr)
-
-
-def _endpoint(said: Any) -> tuple[str, int] | None:
-    return None if said is None else (said[0], said[1])

@@ -1,7 +1,7 @@
 """`LinkMonitor`: round trip and retransmissions of the links to a group's other processes.
 
-Each process keeps a control connection to every other one, and sends a few pings over it every few seconds. The kernel's counters of the
-connection give the round trip and the retransmitted segments. `dsjax bench network` measures bandwidth.
+Each process keeps a control connection to every other one, and pings over it every few seconds; the kernel counts round trip and
+retransmitted segments. `dsjax bench network` measures bandwidth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
 
 
 class KernelCounts(NamedTuple):
-    """What Linux knows of a connection: seconds of a round trip; segments that were sent, and of those how many were sent again."""
+    """What Linux knows of a connection: seconds of a round trip; segments sent, and of those sent again."""
 
     round_trip: float
     segments: int
@@ -56,14 +56,9 @@ class LinkState:
 
 
 class LinkMonitor:
-    """Looks at the links of a group in a thread, until it is closed.
+    """Looks at the links of a group's present processes in a thread, until it is closed.
 
-    Args:
-        membership: whose present processes are looked at, from this process's endpoint.
-        interval: seconds between two looks.
-
-    Attributes:
-        links: process id to the state of the link to it.
+    interval: seconds between two looks. links: process id to the state of the link to it.
     """
 
     def __init__(self, membership: Membership, endpoint: Endpoint, interval: float):

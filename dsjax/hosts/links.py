@@ -1,9 +1,8 @@
 """Whether the processes of a group reach each other, and which of them to go on without where two do not.
 
-Heartbeats go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. Nobody looks at
-links while all is well: all look at all at the start, a process looks before it comes back, and all look when a collective has failed
-although every process lives. To be reached is to answer a `ping` at the process's endpoint: one that hangs accepts a connection, and says
-nothing.
+Heartbeats go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. So all look at all
+at the start, a process looks before it comes back, and all look when a collective has failed although every process lives. A process is
+reached when its endpoint answers a `ping`: one that hangs accepts a connection, and says nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from dsjax.errors import UserError
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.wire import Announcement, JoinRequest
 from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
-from dsjax.messaging.endpoint import PING
 
 _SERVICE = "look"
 SECONDS = 3.0
@@ -40,13 +38,9 @@ class Look(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Links:
-    """Which peers a process can reach. Process 0 also decides which peers to exclude.
+    """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, as of `Announcement`).
 
-    Args:
-        cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
-
-    Attributes:
-        left_out: process 0's, as of `Announcement`.
+    cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
     """
 
     def __init__(
@@ -62,10 +56,9 @@ class Links:
         endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
 
     def look(self, broken: int) -> tuple[GroupError | None, bool]:
-        """Process 0's: ask everybody who cannot be reached, and leave out whom it takes. Give why somebody was, and whether all have
-        answered: then all live.
+        """Process 0's: ask everybody whom they cannot reach, and leave out whom it takes. Give why, and whether all have answered.
 
-        broken: the generation, whose collectives nobody waits in any more.
+        broken: the generation in whose collectives nobody waits any more.
         """
         asked = self._membership.live
         question = Look(broken, list(asked))
@@ -88,11 +81,7 @@ class Links:
         return reason if pid == os.getpid() else None
 
     def check(self, process_ids: Sequence[int]) -> None:
-        """Make sure that this process reaches these.
-
-        Raises:
-            GroupError: it does not.
-        """
+        """Make sure that this process reaches these; a `GroupError` where it does not."""
         asked = [member for member in self._membership.members if member.process_id in process_ids]
         missing = set(self.unreached(asked))
         if missing:
@@ -132,23 +121,16 @@ class Links:
 
 
 def unreached(endpoint: Endpoint, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
-    """The ids of those that do not answer this process within so many seconds. All are asked at once."""
+    """The ids of those that do not answer within so many seconds. All are asked at once."""
     asked = list(members)
     if not asked:
         return []
 
     def answers(member: JoinRequest) -> bool:
-        began = time.monotonic()
         try:
-            peer = endpoint.connect(join_address(member.address, member.port), "member", seconds)
+            endpoint.ping(join_address(member.address, member.port), "member", seconds)
         except (OSError, UserError):
             return False
-        try:
-            peer.request(PING).result(max(0.1, seconds - (time.monotonic() - began)))
-        except (OSError, TimeoutError):
-            return False
-        finally:
-            peer.close()
         return True
 
     with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
@@ -158,7 +140,7 @@ def unreached(endpoint: Endpoint, members: Iterable[JoinRequest], seconds: float
 def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:
     """The processes to go on without, so that all that are left reach each other: few, and never process 0.
 
-    Again and again the one with most cut links, of several the one with the highest id. cut: of each process those that it does not
+    It is the one with most cut links, of several the one with the highest id, again and again. cut: of each process those that it does not
     reach. A link that is cut in one direction is cut.
     """
     pairs = {frozenset((one, other)) for one, others in cut.items() for other in others}

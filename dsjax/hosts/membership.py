@@ -16,8 +16,7 @@ class GroupError(UserError):
 class Membership:
     """Any thread may use it.
 
-    Args:
-        own: id of this process. members: all processes of the group.
+    own: id of this process. members: all processes of the group.
 
     Attributes:
         members: all processes, in the order of their ids, as they came last. present: those of the generation of now.
@@ -82,13 +81,13 @@ class Membership:
         return next(member for member in self.members if member.process_id == process_id)
 
     def loss_of(self, member: JoinRequest) -> GroupError | None:
-        """Why nothing more is to be expected of a member; None: it is not known to be gone. Another one may have its id by now."""
+        """Why a member is gone; None: it is not known to be. Another one may have its id by now."""
         with self.changed:
             error = self.lost.get(member.process_id)
             return error or (None if member in self.members else GroupError(gone(member)))
 
     def check(self, failure: BaseException | None = None) -> None:
-        """Raise the `GroupError` of a member of this generation that is gone. failure: what has come of that."""
+        """Raise the `GroupError` of a member of this generation that is gone, from `failure`."""
         for member in self.present:
             error = self.loss_of(member)
             if error is not None:
@@ -138,7 +137,7 @@ class Membership:
         return leavers
 
     def excuse(self, member: JoinRequest) -> None:
-        """Count on a member no more. It goes when a generation without it has begun, or now if it has no part in this one."""
+        """Count on a member no more. It goes when a generation without it has begun."""
         with self.changed:
             self.excused.add(member)
             self._ended.add(member.process_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import CredentialOptions, Credentials
+from dsjax.messaging.credentials import CredentialOptions
 from dsjax.options import Checked, option
 
 _log = logging.getLogger(__name__)
@@ -23,10 +23,7 @@ COORDINATOR_PORT = 8476
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions(Checked):
-    """Many hosts: the same command on each.
-
-    `HostOptions.find` looks elsewhere for those that are None.
-    """
+    """Many hosts: the same command on each. `HostOptions.find` looks elsewhere for those that are None."""
 
     coordinator_address: str | None = option(
         None,
@@ -70,15 +67,13 @@ class GroupOptions(Checked):
 
 @dataclass(frozen=True)
 class HostOptions:
-    """A process's place in its group.
+    """A process's place in its group. Times are in seconds.
 
     Attributes:
         coordinator: host name or address, and port, at which process 0 is reached.
-        address: of this host, as an IP address: what listens in this process listens there. Empty: the coordinator's name is not known yet.
-        start_timeout: seconds in which all processes must have come.
-        heartbeat_timeout: seconds without a heartbeat after which a process counts as lost.
-        link_monitor_interval: seconds between two looks at the links to the other processes; 0: nobody looks.
-        credentials: where the cluster key is.
+        address: of this host, an IP address where this process listens. Empty: the coordinator's name is not known yet.
+        start_timeout: in which all processes must have come. heartbeat_timeout: after which a silent process counts as lost.
+        link_monitor_interval: between two looks at the links to the other processes; 0: nobody looks.
     """
 
     coordinator: tuple[str, int]
@@ -99,14 +94,6 @@ class HostOptions:
     def coordinator_text(self) -> str:
         """`HOST:PORT`, as it was given."""
         return join_address(*self.coordinator)
-
-    def read_credentials(self) -> Credentials:
-        """Read the credentials with which this process joins its group.
-
-        Raises:
-            UserError: as `CredentialOptions.read` does.
-        """
-        return self.credentials.read(self.coordinator[0], self.address)
 
     @classmethod
     def find(cls, options: GroupOptions, link_monitor_interval: int = 0) -> HostOptions | None:
@@ -147,7 +134,7 @@ class HostOptions:
             link_monitor_interval,
             options.credentials,
         )
-        found.read_credentials()  # what is wrong with them is said now
+        found.credentials.read(coordinator[0], found.address)  # what is wrong with them is said now
         return found
 
 
@@ -216,11 +203,7 @@ def own_address(coordinator: tuple[str, int], process_id: int, given: str | None
 def address_of_this_host(
     flag: str, wanted: str, *, on_loopback: bool, port: int = 0, advice: str = "give an address of this host"
 ) -> str:
-    """Resolve a name or address of this host at which others are to reach it. on_loopback: all of those are on this host.
-
-    Raises:
-        UserError: it is none of this host, or others cannot reach it.
-    """
+    """Resolve a name or address of this host; a `UserError` where others cannot reach it. on_loopback: all others are on this host."""
     try:
         family, _, _, _, resolved = socket.getaddrinfo(wanted, port, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError) as error:  # the latter where it can be no name of any host

@@ -1,11 +1,10 @@
 """The processes of a group find each other, and agree that they were started alike, before JAX joins them.
 
-JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be
-reached, and tells no names. So process 0's endpoint is at the coordinator's port; the others come there, say what they are, prepare
-(a model may have to be downloaded), and get one response, the same for all: who is there, and where JAX's service is.
+JAX's coordination service ends a process with a C++ stack trace when another one is missing, has the same id, or cannot be reached. So
+process 0's endpoint is at the coordinator's port; the others come there, say what they are, prepare (a model may have to be downloaded),
+and get one response, the same for all: who is there, and where JAX's service is.
 
-The `Door` stays while the group lives: the connections show at once that a process has died, and one that was started again comes in by
-the same way.
+The `Door` stays while the group lives: its connections show that a process has died, and a process that is started again comes to it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_JOIN, _PREPARED, _READY = "join", "prepared", "ready"
-SERVICES = (_JOIN, _PREPARED, _READY, "gather", "leave", "log")
+_JOIN, _PREPARED, READY = "join", "prepared", "ready"
+SERVICES = (_JOIN, _PREPARED, READY, "gather", "leave", "log")
 """Of process 0: whoever asks for one while the group is still being made there waits."""
 _RETRY_SECONDS = 0.1
 _CONNECT_SECONDS = 10.0
@@ -46,12 +45,8 @@ _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
 
 
 def open_endpoint(options: HostOptions) -> Endpoint:
-    """Open this process's endpoint: process 0's is at the coordinator's port.
-
-    Raises:
-        GroupError, UserError: it cannot listen there, or there is no cluster key.
-    """
-    credentials = options.read_credentials()
+    """Open this process's endpoint, process 0's at the coordinator's port; a `GroupError` or `UserError` where it cannot."""
+    credentials = options.credentials.read(options.coordinator[0], options.address)
     port = options.coordinator[1] if options.is_leader else 0
     try:
         holds = SERVICES if options.is_leader else ()
@@ -65,11 +60,7 @@ def open_endpoint(options: HostOptions) -> Endpoint:
 
 
 def located(options: HostOptions) -> HostOptions:
-    """Wait until the coordinator's name is known, where it was not when options were read, and find this host's address on the way there.
-
-    Raises:
-        GroupError: it is not known within the time to start.
-    """
+    """Wait until the coordinator's name is known, and find this host's address on the way there; a `GroupError` where it takes too long."""
     deadline = time.monotonic() + options.start_timeout
     while not options.address:
         if time.monotonic() + _RETRY_SECONDS > deadline:
@@ -84,7 +75,7 @@ def located(options: HostOptions) -> HostOptions:
 
 @dataclasses.dataclass(eq=False)
 class _Caller:
-    """A process that has come. join: its request, which is answered when it is in the group, or cannot be."""
+    """A process that has come. join: its request, answered when it is in the group, or cannot be."""
 
     who: JoinRequest
     join: Request
@@ -93,21 +84,18 @@ class _Caller:
 
     @property
     def peer(self) -> Peer:
-        """The connection to it, which is open as long as it lives."""
+        """Its connection, open as long as it lives."""
         return self.join.peer
 
 
 class Door:
     """Process 0's side: who may be in the group, from before it forms until it ends.
 
-    A process that belongs to the deployment, and cannot be in this group as it was started, is refused alone, and the group goes on
-    forming; process 0 logs it, and names it where the group does not form.
+    A process that was started otherwise is refused alone, and the group goes on forming; process 0 names it where the group does not form.
 
-    Args:
-        log: `HOST:PORT` of the group's log.
+    log: `HOST:PORT` of the group's log.
 
-    Attributes:
-        wanted: the mesh that was asked for last, for a process that comes back. service: of JAX, once the group has formed.
+    wanted: the mesh that was asked for last, for a process that comes back. service: of JAX, once the group has formed.
     """
 
     def __init__(self, options: HostOptions, endpoint: Endpoint, log: str):
@@ -128,7 +116,7 @@ class Door:
         for name, handler, kind in (
             (_JOIN, self._join, JoinRequest),
             (_PREPARED, self._prepare, Prepared),
-            (_READY, self._ready, None),
+            (READY, self._ready, None),
         ):
             endpoint.serve(name, handler, roles=("member",), kind=kind)
 
@@ -185,7 +173,7 @@ class Door:
             on_left(member)
 
     def member_of(self, peer: Peer) -> JoinRequest | None:
-        """The member that a connection is of; None: it is of none, or of one that waits to come back."""
+        """The member of a connection; None: it is of none, or of one that waits to come back."""
         caller = self._caller_of(peer)
         return caller.who if caller is not None and caller.is_in else None
 
@@ -212,12 +200,13 @@ class Door:
 
     def _join(self, request: Request) -> None:
         who: JoinRequest = request.body
+        caller = _Caller(who, request)
         with self._changed:
             refusal = why_no_place(who, self._options.num_processes) or self._why_taken(who)
             if self.is_closing:
                 refusal = self._problem or "process 0 is ending the group; start all processes again"
             if refusal is None:
-                caller = self._callers[who.process_id] = _Caller(who, request)
+                self._callers[who.process_id] = caller
             elif not self._has_formed:
                 if len(self._refusals) < _MOST_REFUSALS:
                     self._refusals[refusal] = None
@@ -286,9 +275,9 @@ class Door:
             self._tell_of_return()
 
     def _tell_of_return(self) -> None:
-        """Have the engine look at its processes, where nobody else is about to come: the mesh changes once for several.
+        """Have the engine look at its processes, unless others are about to come: the mesh changes once for several.
 
-        One that may still download its model is not waited for.
+        A process that may still download its model is not waited for.
         """
         if all(caller.is_in or caller.prepared is None for caller in self._callers.values()):
             self._on_return()
@@ -308,7 +297,7 @@ class Door:
         )
 
     def _tell(self, error: str | None) -> tuple[JoinResponse, str | None]:
-        """Answer all that have come. Give the group; and why there is none, also where somebody has gone in the last moment."""
+        """Answer all that have come. Give the group, and why there is none, also where somebody has gone in the last moment."""
         with self._changed:
             error = error or self._problem
             callers = [self._callers[number] for number in sorted(self._callers)]
@@ -358,7 +347,7 @@ class Door:
         return ({0: self._prepared_here} if self._is_prepared else {}) | prepared
 
     def _others(self) -> str:
-        """Who came and was not let in, for the message that somebody is missing."""
+        """Who was not let in, for the message that somebody is missing."""
         lines = [f". Refused: {refusal}" for refusal in self._refusals]
         if strangers := self._endpoint.turned_away:
             lines.append(f". Connections that were turned away: {counted(strangers)}")
@@ -368,8 +357,7 @@ class Door:
 def attend(
     options: HostOptions, endpoint: Endpoint, prepare: Callable[[], Mapping[str, Any]]
 ) -> tuple[JoinResponse, Peer]:
-    """Come to process 0, as any other process; give the group that this one is in, and the connection, by which both see that the other
-    lives.
+    """Come to process 0; give the group that this process is in, and the connection.
 
     prepare: as of `Door.meet`.
 
@@ -392,11 +380,6 @@ def attend(
         raise GroupError(
             f"process 0 at {options.coordinator_text} has gone away while the group was forming; its own messages say why"
         ) from error
-
-
-def say_ready(leader: Peer) -> None:
-    """Say, as a process that comes back, that this one can be in the next generation."""
-    leader.send(_READY)
 
 
 def _connect(options: HostOptions, endpoint: Endpoint) -> Peer:

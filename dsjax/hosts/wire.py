@@ -12,10 +12,7 @@ from dsjax.hosts.options import HostOptions
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """A process, as it says when it comes.
-
-    machine: equal for processes that reach each other over the loopback interface. port: of its endpoint.
-    """
+    """A process, as it says when it comes. machine: equal for processes that share a loopback interface. port: of its endpoint."""
 
     process_id: int
     num_processes: int

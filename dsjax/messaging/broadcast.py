@@ -1,7 +1,6 @@
 """`BroadcastLog` and `LogReader`: one ordered log that one process writes and others read from the moment that they are let in.
 
-The writer's thread sends by itself, so that an entry leaves at once however busy the messaging thread is. A reader's messaging thread hands
-entries over in order, and finds a gap by their numbers.
+The writer's thread sends by itself, however busy the messaging thread is. A reader finds a gap by the entries' numbers.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ _entries = msgspec.msgpack.Decoder(Entry)
 
 
 class BroadcastLog:
-    """The writing side. Any thread may append.
-
-    Attributes:
-        address: at which readers connect.
-    """
+    """The writing side. Any thread may append. address: at which readers connect."""
 
     def __init__(self, endpoint: Endpoint):
         self._lock, self._next = threading.Lock(), 0
@@ -58,7 +53,7 @@ class BroadcastLog:
         self._socket.bind(zmq_endpoint(endpoint.host, 0))
         port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
         self.address = join_address(endpoint.host, port)
-        endpoint.own(self)
+        endpoint.owned.add(self)
         endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
 
     def append(self, epoch: int, body: bytes) -> int:

@@ -31,11 +31,9 @@ _HOW = "openssl rand -hex 32 makes one"
 
 
 class ClusterKey:
-    """The secret. It is shown nowhere: neither its text nor `repr` has it, and it cannot be pickled.
+    """The secret. Neither its text nor `repr` shows it, and it cannot be pickled.
 
-    Attributes:
-        source: where it comes from, for messages: a file, or the environment variable.
-        is_local: whether it was made for this user on this host. It then serves the loopback interface alone.
+    source: a file or the environment variable, for messages. is_local: it was made for this user, and serves the loopback interface alone.
     """
 
     __slots__ = ("_secret", "is_local", "source")
@@ -73,11 +71,7 @@ class ClusterKey:
 
 
 def given_key(file: str | None, environment: Mapping[str, str] = os.environ) -> ClusterKey | None:
-    """Read the key that the user has given, in a file or in the environment; the file comes first. None: neither is given.
-
-    Raises:
-        UserError: it cannot be read, or is too short.
-    """
+    """Read the key given in a file or else in the environment; None: neither is given; a `UserError`: it cannot be used."""
     if file is not None:
         return _read_given(file)
     if VARIABLE in environment:

@@ -13,21 +13,13 @@ from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key
 
 @dataclass(frozen=True)
 class Credentials:
-    """What connections between processes are made with.
-
-    Attributes:
-        key: the cluster key. encrypt_bulk: whether links encrypt too; control messages always are.
-    """
+    """What connections between processes are made with. encrypt_bulk: whether links encrypt too; control messages always are."""
 
     key: ClusterKey
     encrypt_bulk: bool = False
 
     def check_host(self, host: str) -> None:
-        """Make sure that a host may be listened at, or connected to: a key that was made for this user serves the loopback interface alone.
-
-        Raises:
-            UserError: it may not.
-        """
+        """Check that a host may be used, or raise a `UserError`: a key made for this user serves the loopback interface alone."""
         if self.key.is_local and not is_loopback(host):
             raise needs_key(host)
 

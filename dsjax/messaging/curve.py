@@ -24,11 +24,7 @@ Verify = Callable[[bytes, Sequence[bytes]], str | None]
 
 
 def check_libzmq() -> None:
-    """Make sure that libzmq can do what is asked of it.
-
-    Raises:
-        UserError: it is too old, or was built without CURVE.
-    """
+    """Check that libzmq is new enough and has CURVE; a `UserError` where it does not."""
     if zmq.zmq_version_info() < (4, 3, 5) or not zmq.has("curve"):
         raise UserError(f"libzmq is {zmq.zmq_version()}, expected 4.3.5 or later with CURVE; pip install 'pyzmq>=26'")
 
@@ -74,8 +70,7 @@ def verify_ticket(ticket: bytes) -> Verify:
 class ZapHandler:
     """Answers libzmq's questions about connections, by the domain of the socket that is connected to.
 
-    Attributes:
-        socket: polled by the messaging thread, which calls `answer`. verifiers: by domain; any thread may add one.
+    socket: polled by the messaging thread, which calls `answer`. verifiers: by domain; any thread may add one.
     """
 
     def __init__(self, context: zmq.Context):

@@ -67,13 +67,12 @@ class Endpoint:
     """Belongs to a process. It listens from the start, and ends with `close`.
 
     Args:
-        host: address of this host at which others connect. port: 0 takes a free one.
-        credentials: of the deployment: nobody else is heard.
+        host: address of this host at which others connect. port: 0 takes a free one. credentials: nobody else is heard.
         silence: seconds after which a process that says nothing counts as lost, though its kernel lives.
         holds: services that will be served. What comes for one before waits until it is; for any other service it is refused.
 
-    Attributes:
-        turned_away: strangers so far, by what was wrong with them.
+    turned_away: strangers so far, by what was wrong with them. owned: closed when this ends. at_end: called then, in the messaging
+    thread.
 
     Raises:
         UserError: without a cluster key, the address is beyond the loopback interface; or libzmq is unsuitable. OSError: it cannot listen.
@@ -105,7 +104,7 @@ class Endpoint:
         self._dialling: dict[Peer, tuple[Future[Peer], float]] = {}  # until when
         self._monitors: dict[zmq.Socket, zmq.Socket] = {}
         self.at_end: list[Callable[[], object]] = []  # called in the messaging thread
-        self._owned: weakref.WeakSet = weakref.WeakSet()
+        self.owned: weakref.WeakSet = weakref.WeakSet()
         self._sweep_at, self._sweeps_again = time.monotonic() + _SWEEP_SECONDS, False
         self._ended, self._closed, self._linger = threading.Event(), False, 0.0
         self.turned_away: Counter[str] = Counter()
@@ -174,6 +173,15 @@ class Endpoint:
                 if not resolved:  # else the name has another address
                     raise
 
+    def ping(self, address: str, role: str, seconds: float) -> None:
+        """Connect to another process's endpoint, and see that it answers; else a `TimeoutError`, or the errors of `connect`."""
+        end = time.monotonic() + seconds
+        peer = self.connect(address, role, seconds)
+        try:
+            peer.request(PING).result(max(0.1, end - time.monotonic()))
+        finally:
+            peer.close()
+
     def close(self, linger: float = 0.0) -> None:
         """End all connections, logs and links; the port is free afterwards. linger: seconds in which what was sent may still leave."""
         if self._closed:
@@ -182,17 +190,13 @@ class Endpoint:
         self._wake_up()
         self._ended.wait()
         self._tell_of_strangers(at_once=True)
-        for opened in list(self._owned):
+        for opened in list(self.owned):
             opened.close()
         ends = threading.Thread(target=self._context.term, name="dsjax-messaging-end", daemon=True)
         ends.start()
         ends.join(linger + _END_SECONDS)
 
     # For links and logs, which have sockets of their own.
-
-    def own(self, opened: Any) -> None:
-        """Have something closed when this ends, by its `close`."""
-        self._owned.add(opened)
 
     def socket(self, kind: int, host: str) -> zmq.Socket:
         """Make a socket with the options that all have. host: at which it listens, or to which it connects."""

@@ -1,8 +1,7 @@
 """`LinkListener` and `Link`: bulk data between two threads of two processes, without the messaging thread in between.
 
-Whoever uses one waits at its socket itself. A message is a header and buffers, which are cut into frames; buffers are sent without a copy.
-A link that is not encrypted (`--encrypt-bulk`) is opened by a ticket, which the listener's process tells over control messages: libzmq
-keeps nothing of a stranger's message, where an open socket would hold all of it in memory.
+The user waits at the socket. A message is a header and buffers, cut into frames; buffers are sent without a copy. A link that is not
+encrypted (`--encrypt-bulk`) is opened by a ticket, told over control messages: an open socket would hold a stranger's message in memory.
 """
 
 from __future__ import annotations
@@ -43,22 +42,14 @@ _openings = msgspec.msgpack.Decoder(Opening)
 
 
 class Message(NamedTuple):
-    """What has come over a link.
-
-    Attributes:
-        sender: name of the other side. header: its first frame. frames: of the buffers, in order, without a copy.
-    """
+    """What has come over a link. sender: name of the other side. header: the first frame. frames: of the buffers, without a copy."""
 
     sender: str
     header: bytes
     frames: Sequence[memoryview]
 
     def read_into(self, *buffers: np.ndarray) -> None:
-        """Copy the buffers into arrays, one after the other.
-
-        Raises:
-            PeerLostError: other bytes have come than these arrays take.
-        """
+        """Copy the buffers into arrays, in order; a `PeerLostError` where other bytes have come than these take."""
         frames = iter(self.frames)
         for buffer in buffers:
             bytes_, at = buffer.reshape(-1).view(np.uint8), 0
@@ -83,7 +74,7 @@ class _Bulk:
         for one in (self._socket, self._monitor, self._woken.fileno()):
             self._poller.register(one, zmq.POLLIN)
         self._lock, self._is_cancelled, self._is_closed = threading.RLock(), False, False
-        endpoint.own(self)
+        endpoint.owned.add(self)
 
     def wake(self) -> None:
         """Have `receive` return without a message, now or when it is called next. Any thread may call it."""
@@ -139,12 +130,10 @@ class _Bulk:
 class LinkListener(_Bulk):
     """Receives from processes that connect with a ticket, and can answer them. One thread at a time uses it.
 
-    Args:
-        names: of those that may connect, each once; None: any name. encrypted: also where the deployment does not encrypt its links;
-            whoever connects must say so too.
+    names: of those that may connect, each once; None: any name. encrypted: also where the deployment does not encrypt its links; both
+    sides say so.
 
-    Attributes:
-        address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
+    address: `HOST:PORT`, and ticket: by which others connect; to be told over control messages.
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str] | None = None, *, encrypted: bool = False):
@@ -180,7 +169,7 @@ class LinkListener(_Bulk):
         return set(self._of)
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """Wait for a message; None where none comes in time, or `wake` is called. Who connects is not told of here: see `senders`.
+        """Wait for a message; None where none comes in time, or `wake` is called.
 
         Raises:
             LinkLostError: a process that was connected is gone; once for each. PeerLostError: the listener was closed.
@@ -210,16 +199,14 @@ class LinkListener(_Bulk):
                     raise LinkLostError(self._lost.pop(0))
                 if time.monotonic() >= end:
                     return False
-                if not self._take_opening():
+                if (frames := self._next_frames()) is not None:
+                    self._open(frames)
+                else:
                     self._poll(min(_LOOK_SECONDS, end - time.monotonic()))
         return True
 
     def send(self, name: str, header: bytes, *buffers: Any) -> None:
-        """Send to a process that has connected. Nobody may change the buffers before the other side has answered.
-
-        Raises:
-            PeerLostError: it is gone.
-        """
+        """Send to a process that has connected; a `PeerLostError` where it is gone. The buffers must not change before it answers."""
         with self._in_use():
             if name not in self._of:
                 raise PeerLostError(f"the link to {name} has ended")
@@ -236,21 +223,12 @@ class LinkListener(_Bulk):
 
     def _take(self) -> Message | None:
         """Take what has come, without waiting."""
-        while True:
-            frames = self._next_frames()
-            if frames is None:
-                return None
+        while (frames := self._next_frames()) is not None:
             name = self._ids.get(frames[0].bytes)
-            if name is None:
-                self._open(frames)
-                continue
-            return Message(name, frames[1].bytes, [frame.buffer for frame in frames[2:]])
-
-    def _take_opening(self) -> bool:
-        frames = self._next_frames()
-        if frames is not None:
+            if name is not None:
+                return Message(name, frames[1].bytes, [frame.buffer for frame in frames[2:]])
             self._open(frames)
-        return frames is not None
+        return None
 
     def _next_frames(self) -> list[zmq.Frame] | None:
         """Take a message. Whoever is gone is forgotten when nothing is left that it has sent."""
@@ -336,22 +314,14 @@ class Link(_Bulk):
             raise
 
     def send(self, header: bytes, *buffers: Any) -> None:
-        """Send a message. Nobody may change the buffers before the other side has answered, or the link is closed.
-
-        Raises:
-            PeerLostError: the other side is gone.
-        """
+        """Send a message; a `PeerLostError` where the other side is gone. The buffers must not change before it answers."""
         with self._in_use():
             if self._look():
                 raise self._lost_error()
             self._send_frames([], header, buffers)
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """Wait for a message; None where none comes in time, or `wake` is called.
-
-        Raises:
-            PeerLostError: the other side is gone, or the link was closed.
-        """
+        """Wait for a message; None where none comes in time, or `wake` is called; a `PeerLostError` where the link has ended."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._in_use():
             while True:
@@ -398,9 +368,7 @@ class LinkLostError(PeerLostError):
 
 def _cut(buffer: Any) -> list[memoryview]:
     """Give a buffer's bytes in frames; none where it is empty."""
-    view = memoryview(buffer).cast("B") if not isinstance(buffer, np.ndarray) else _bytes_of(buffer)
+    if isinstance(buffer, np.ndarray):
+        buffer = np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
+    view = memoryview(buffer).cast("B")
     return [view[at : at + MOST_FRAME_BYTES] for at in range(0, len(view), MOST_FRAME_BYTES)]
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

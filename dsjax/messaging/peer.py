@@ -8,7 +8,7 @@ import socket as sockets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -18,27 +18,10 @@ from dsjax.messaging.errors import PeerLostError, RefusedError
 from dsjax.messaging.wire import Kind, decoded, encode
 
 
-class Loop(Protocol):
-    """The messaging thread, as a peer sees it."""
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is that thread."""
-
-    def post(self, call: Callable[[], object]) -> None:
-        """Have the thread call something."""
-
-    def transmit(self, peer: Peer, frames: list[bytes]) -> None:
-        """Send frames, in that thread."""
-
-    def hang_up(self, peer: Peer) -> None:
-        """End a connection, in that thread."""
-
-
 class Reply(Future):
-    """What will be answered to a request."""
+    """What will be answered to a request. endpoint: this process's `Endpoint`, which imports this module."""
 
-    def __init__(self, endpoint: Loop):
+    def __init__(self, endpoint: Any):
         super().__init__()
         self._endpoint = endpoint
 
@@ -56,8 +39,7 @@ class Reply(Future):
 class Request:
     """What another process asks for, or just says (`expects_reply` is False then). Any thread may answer, once.
 
-    Attributes:
-        peer: who asks. body: of the type that the service takes.
+    peer: that asks. body: of the type that the service takes.
     """
 
     __slots__ = ("_number", "body", "expects_reply", "peer", "service")
@@ -95,7 +77,7 @@ class Peer:
             made. They are the messaging thread's.
     """
 
-    def __init__(self, endpoint: Loop, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
+    def __init__(self, endpoint: Any, socket: zmq.Socket, prefix: list[bytes], address: str, role: str):
         self.address, self.role, self.lost = address, role, False
         self._endpoint, self.socket, self.prefix = endpoint, socket, prefix
         self._numbers, self._lock = itertools.count(), threading.Lock()

@@ -47,11 +47,7 @@ def encode(kind: Kind, service: str, number: int, body: Any) -> list[bytes]:
 
 
 def decode(frames: Sequence[bytes]) -> tuple[Header, bytes]:
-    """Read a message: its header, and its body in MessagePack.
-
-    Raises:
-        msgspec.MsgspecError: it is none.
-    """
+    """Read a message: its header, and its body in MessagePack; a `msgspec.MsgspecError` where it is none."""
     header = decoded(_header_decoder, frames[0])
     if sum(map(len, frames)) > MOST_MESSAGE_BYTES + MOST_FRAME_BYTES or (len(frames) > 1) != header.is_long:
         raise msgspec.DecodeError(f"{len(frames)} frames with {sum(map(len, frames)):,} bytes are no message")
@@ -59,11 +55,7 @@ def decode(frames: Sequence[bytes]) -> tuple[Header, bytes]:
 
 
 def decoded(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
-    """Read a value.
-
-    Raises:
-        msgspec.MsgspecError: it is none, also where msgspec itself raises something else: for text that is no UTF-8, or for deep nesting.
-    """
+    """Read a value; a `msgspec.MsgspecError` where it is none, also for text that is no UTF-8 and for deep nesting."""
     try:
         return decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """``play_turns``: the layers with experts of a step whose attention and experts are on devices of their own, micro-batch after micro-batch.
 
-It has the order of ``CompiledPass.run`` (``dsjax/engine/afd/expert_side.py``): of each layer and micro-batch, the sums of the layer before,
-attention, the rows' way there, the experts, shared experts meanwhile. The dry run plays what was compiled, the planner what it prices.
+It has the order of ``CompiledPass.run`` (``dsjax/engine/afd/layer_programs.py``): of each layer and micro-batch, the sums of the layer
+before, attention, the rows' way there, the experts, shared experts meanwhile. The dry run plays compiled programs, the planner prices.
 """
 
 from __future__ import annotations

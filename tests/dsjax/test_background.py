@@ -39,7 +39,7 @@ from dsjax.engine.experts.eplb import EplbConfig
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import EngineObserver
 from dsjax.engine.text.output_processor import Completion
-from dsjax.engine.tiers import disk_pages, event_publisher, page_files, page_folder
+from dsjax.engine.tiers import disk_pages, event_publisher, page_folder
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
 from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import GroupError
@@ -272,7 +272,7 @@ SHAPES = {"latent": ((2,), np.dtype(np.uint16))}
 
 
 def disk(tmp_path):
-    files = page_files.PageFiles(page_folder.PageFolder(tmp_path), {"page_size": 4}, SHAPES)
+    files = page_folder.PageFiles(page_folder.PageFolder(tmp_path), {"page_size": 4}, SHAPES)
     return disk_pages.DiskPages(files, 1 << 20)
 
 

@@ -1,8 +1,7 @@
-"""``AttentionProcesses``: the processes that share the mesh of an attention side, which wait for each other at each layer.
+"""``AttentionProcesses``: a barrier at each layer for the processes that share the mesh of an attention side.
 
-Each has the rows of its own devices computed by the experts, and gets its own answers. Where a process with experts dies, some may have
-their answers and others not. Who has them must not go on into a collective of the mesh: that has a time limit, after which the generation
-breaks. So all go on when all have them. Waiting takes no collective, and has no limit while the others live.
+Where a process with experts dies, some attention processes have their answers and others not. A collective of the mesh has a time limit,
+after which the generation breaks; so all wait here, without a limit, until all have their answers.
 """
 
 from __future__ import annotations
@@ -18,19 +17,13 @@ from dsjax.messaging.link import LinkLostError
 
 _LOOK_SECONDS = 0.2
 _WORD = struct.Struct("<QQ")
-"""Which of all waits it is, and a number."""
+"""Number of the wait, and a number."""
 
 
 class AttentionProcesses:
-    """The other processes of a generation: a link to each, over which this one speaks, and one from each.
+    """A link to each other process of a generation, and one from each. All make it at the same place, and ``tell`` and ``wait`` in order.
 
-    All make it at the same place, and then ``tell`` and ``wait`` in the same order.
-
-    Args:
-        group: in the generation that is being made.
-
-    Attributes:
-        leads: whether this process is the one that speaks for all.
+    leads: whether this process is the one that speaks for all.
 
     Raises:
         GroupError: another process is gone, or could not be reached.
@@ -39,9 +32,7 @@ class AttentionProcesses:
     def __init__(self, group: HostGroup):
         self._group, self.leads = group, group.is_leader
         others = {str(one.process_id): one for one in group.present if one.process_id != group.options.process_id}
-        self._words: dict[str, deque[tuple[int, int]]] = {
-            name: deque() for name in others
-        }  # heard, and not waited for yet
+        self._words = {name: deque[tuple[int, int]]() for name in others}  # heard, and not waited for yet
         self._links: dict[str, Link] = {}
         self._number = 0
         self._listener = LinkListener(group.endpoint, list(others))
@@ -53,11 +44,7 @@ class AttentionProcesses:
             raise
 
     def tell(self, number: int) -> None:
-        """Say that this process has its answers, and a number.
-
-        Raises:
-            RuntimeError: another process is gone, or its step has failed.
-        """
+        """Say that this process has its answers, and a number; a `RuntimeError` where another one is gone, or its step has failed."""
         for name, link in self._links.items():
             try:
                 link.send(_WORD.pack(self._number, number))
@@ -65,11 +52,7 @@ class AttentionProcesses:
                 raise _gone(name) from error
 
     def wait(self, number: int) -> int:
-        """Wait until all others have told, and give the greatest number, ``number`` among them.
-
-        Raises:
-            RuntimeError: as of ``tell``.
-        """
+        """Wait until all others have told, and give the greatest number, ``number`` included; errors as of ``tell``."""
         while silent := [name for name, words in self._words.items() if not words]:
             try:
                 message = self._listener.receive()
@@ -87,7 +70,7 @@ class AttentionProcesses:
         return number
 
     def close(self) -> None:
-        """End the links, also under a thread that waits; who waits for this process elsewhere hears of it."""
+        """End the links, also under a thread that waits; other processes that wait for this one hear of it."""
         for one in [*self._links.values(), self._listener]:
             one.close()
 

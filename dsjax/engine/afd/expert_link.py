@@ -1,4 +1,4 @@
-"""``ExpertLink``: the attention side's way to one process with experts, which may die and come back."""
+"""``ExpertLink``: the attention side's link to one process with experts, which may die and come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import OPEN, Answered, Call, Open, Opened
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, Link, Peer, PeerLostError, RefusedError
-from dsjax.messaging.endpoint import PING
 
 RETRY_SECONDS = 0.2
 _CHECK_SECONDS = 3.0
@@ -29,7 +28,7 @@ class ExpertsGoneError(UserError):
 
 
 class LinkClosedError(RuntimeError):
-    """The link was closed under a call: the engine ends, or its attention side goes on in another generation."""
+    """The link was closed under a call: the engine ends, or goes on in another generation."""
 
 
 class Errand(NamedTuple):
@@ -41,17 +40,9 @@ class Errand(NamedTuple):
 
 
 def check_reachable(endpoint: Endpoint, address: str) -> None:
-    """Check that an expert process answers at an address.
-
-    Raises:
-        UserError: none does, within a few seconds.
-    """
+    """Check that an expert process answers at an address; a `UserError` where none does within a few seconds."""
     try:
-        peer = endpoint.connect(address, _ROLE, _CHECK_SECONDS)
-        try:
-            peer.request(PING).result(_CHECK_SECONDS)
-        finally:
-            peer.close()
+        endpoint.ping(address, _ROLE, _CHECK_SECONDS)
     except (OSError, UserError) as error:
         raise UserError(
             f"no expert process answers at {address} ({error}), and the attention side would wait for it; ask again when it is there"
@@ -59,14 +50,9 @@ def check_reachable(endpoint: Endpoint, address: str) -> None:
 
 
 class ExpertLink:
-    """Has the process at an address do one thing after the other, in a thread.
+    """Has the process at ``HOST:PORT`` do one thing after the other, in a thread, and again where the connection ends.
 
-    What fails because the connection ends is asked for again once there is a process at the address, as often as it takes: what experts
-    give depends on the rows alone, and nothing of the attention side has changed meanwhile.
-
-    Args:
-        address: ``HOST:PORT`` of the process. opening: gives what a connection begins with. patience: seconds in which a process must be
-            there, at the start and after a loss.
+    opening: gives what a connection begins with. patience: seconds in which a process must be there, at the start and after a loss.
     """
 
     def __init__(self, endpoint: Endpoint, address: str, opening: Callable[[], Open], *, patience: float):
@@ -80,12 +66,12 @@ class ExpertLink:
 
     @property
     def counts(self) -> LinkCounts:
-        """What the link has done so far."""
+        """Counters of the link."""
         connected = self._link is not None and not self._peer.lost
         return LinkCounts(connected, self.losses, self.last_gap, self.calls, self.sent, self.received)
 
     def begin(self, prepare: Callable[[], Errand]) -> Future[None]:
-        """Make a call, in its turn. prepare: gives it, in the link's thread, when its turn comes."""
+        """Make a call in its turn, when the link's thread calls ``prepare``."""
         return self._thread.submit(lambda: self._make(prepare()))
 
     def ask(self, service: str, body: Any) -> Future[None]:
@@ -96,8 +82,8 @@ class ExpertLink:
         """Connect, and say what both sides must have alike. known: the process was there before this link.
 
         Raises:
-            UserError: the other side has another model or other options, does not belong to the deployment, or refuses; if it never was
-                there before. ExpertsGoneError: nobody is there in time. LinkClosedError: meanwhile the link was closed.
+            UserError: a process that was never known refuses, or has another key. ExpertsGoneError: none is there in time.
+            LinkClosedError: the link was closed meanwhile.
         """
         self._known |= known
         end, said = time.monotonic() + self.patience, set()
@@ -140,8 +126,6 @@ class ExpertLink:
         self._link = link
 
     def _make(self, errand: Errand) -> None:
-        """Make a call, and wait for its answers; errors as of ``_until_done``."""
-
         def make(again: bool) -> None:
             call = msgspec.structs.replace(errand.call, again=again)
             self._link.send(msgspec.msgpack.encode(call), errand.sent)
@@ -156,11 +140,7 @@ class ExpertLink:
         self.received += errand.answers.nbytes
 
     def _until_done(self, do: Callable[[bool], object]) -> None:
-        """Do something, again where the connection ends.
-
-        Raises:
-            UserError, ExpertsGoneError, LinkClosedError: as of ``connect``. RuntimeError: the process could not do it.
-        """
+        """Do something, again where the connection ends. Errors as of ``connect``; `RuntimeError`: the process could not do it."""
         lost = None
         while True:
             self.connect()
@@ -186,7 +166,7 @@ class ExpertLink:
         self._peer.close()
 
     def give_up(self) -> None:
-        """End the connection: a call under way fails soon, also one that waits for a process."""
+        """End the connection: a call under way fails soon."""
         self._closed = True
         if self._peer is not None:
             self._peer.close()  # ends its link too

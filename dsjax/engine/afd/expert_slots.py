@@ -1,8 +1,7 @@
 """``SlotWriter``: moves experts between the physical slots of the expert devices of one process, one at a time and without a collective.
 
-A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` brings experts to the devices that will have them, beside
-those that steps read, from where they are or from the checkpoint; and ``place`` writes them into their slots. What was not staged, as in a
-process that has just come back, ``place`` reads from the checkpoint.
+A layer changes in two steps, as on one mesh (``docs/balancing.md``): ``stage`` copies experts to their next devices, from slots here or
+from the checkpoint; ``place`` writes them into their slots, and reads from the checkpoint what was not staged.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ ReadExpert = Callable[[str, int, int], np.ndarray]
 """``(path, layer in its stack, logical expert)``: from the checkpoint; see ``ExpertReader``."""
 
 NOBODY = -1
-"""Stands in the place of a logical expert where a slot has no whole one."""
+"""In the place of a logical expert: the slot has no whole one."""
 
 
 class StackRow(NamedTuple):
-    """A row of the placement: the stack of its layer, and the layer's number there."""
+    """The layer of a row of the placement: its stack, and its number there."""
 
     stack: str
     layer: int
 
 
 def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
-    """The rows of a placement: the model's MoE layers, and behind them the MTP module's. infos: of the experts' parameters."""
+    """Layers of a placement's rows: the model's, then the MTP module's. infos: of the experts' parameters."""
     layers = {path.split(EXPERTS)[0]: info.shape[0] for path, info in infos.items()}
     behind = sorted(layers, key=lambda stack: stack == MODULES)
     return [StackRow(stack, layer) for stack in behind for layer in range(layers[stack])]
@@ -47,12 +46,8 @@ def stack_rows(infos: Mapping[str, ParameterInfo]) -> list[StackRow]:
 class SlotWriter:
     """The slots of an ``ExpertSide``, whose parameters it changes.
 
-    Args:
-        rows: ``physical_to_logical`` at the start, of all slots.
-
-    Attributes:
-        rows: as it is now; ``NOBODY`` where writing has failed.
-        lock: held where slots are read or written, and by who calls ``place`` and ``adopt`` beside others.
+    rows: ``physical_to_logical``; ``NOBODY`` where writing has failed. lock: for reading and writing, by callers of ``place`` and ``adopt``
+    too.
     """
 
     def __init__(self, side: ExpertSide, rows: np.ndarray, read: ReadExpert):
@@ -60,26 +55,14 @@ class SlotWriter:
         self.lock = threading.RLock()
         self._reading = threading.Lock()  # as ``stage`` reads without the other one
         self.stack_rows = stack_rows(side.infos)
-        self._staged: dict[
-            tuple[int, int], tuple[int, Expert]
-        ] = {}  # by row and slot; which expert, and its parameters
+        self._staged: dict[tuple[int, int], tuple[int, Expert]] = {}  # by row and slot: an expert, and its parameters
         self.own = side.slots
         self._per_device = len(self.own) // side.local.ep_size
         self._take = jax.jit(_take)
         self._write = jax.jit(_write, donate_argnums=0)
 
-    def has(self, slot: int) -> bool:
-        """Whether a slot is on these devices."""
-        return self.own.start <= slot < self.own.stop
-
     def take(self, row: int, slot: int) -> Expert:
-        """A copy of the expert in a slot of these devices.
-
-        Raises:
-            ValueError: the slot is not on these devices.
-        """
-        if not self.has(slot):
-            raise ValueError(f"slot {slot} is not among those of this process, {self.own.start} to {self.own.stop - 1}")
+        """A copy of the expert in a slot of these devices."""
         stack, layer = self.stack_rows[row]
         device, place = divmod(slot - self.own.start, self._per_device)
         return {
@@ -87,14 +70,11 @@ class SlotWriter:
         }
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Bring experts of a layer to the devices that will have them: pairs (slot that has it, slot that gets it).
-
-        An expert in a slot of another process is read from the checkpoint.
-        """
-        wanted = [(source, target) for source, target in moves if self.has(target)]
+        """Bring experts of a layer to their next devices: pairs (slot that has it, slot that gets it), of all processes."""
+        wanted = [(source, target) for source, target in moves if target in self.own]
         with self.lock:  # which experts these are must be the same for all that follows
             labels = {source: int(self.rows[row, source]) for source, _ in wanted}
-            values = {source: self.take(row, source) for source in labels if self.has(source)}
+            values = {source: self.take(row, source) for source in labels if source in self.own}
         values |= {source: self._from_checkpoint(row, labels[source]) for source in labels.keys() - values.keys()}
         copied = {}
         for source, target in wanted:
@@ -106,23 +86,17 @@ class SlotWriter:
             self._staged |= copied
 
     def place(self, row: int, experts: np.ndarray) -> None:
-        """Have the slots of a layer hold these logical experts: what was staged, and what is in the checkpoint where it was not.
-
-        Raises:
-            ValueError: experts for another number of slots.
-        """
+        """Have the slots of a layer hold these logical experts; a `ValueError` where they are of another number of slots."""
         if experts.shape != self.rows[row].shape:
             raise ValueError(f"experts for {experts.shape} slots, expected {self.rows[row].shape}")
         stack, layer = self.stack_rows[row]
-        changed = np.flatnonzero(self.rows[row] != experts)
-        mine = [slot for slot in changed.tolist() if self.has(slot)]
+        mine = [slot for slot in np.flatnonzero(self.rows[row] != experts).tolist() if slot in self.own]
         values = {slot: self._value(row, slot, int(experts[slot])) for slot in mine}
         self._staged.clear()
         try:
             self._put(stack, layer, values)
         except BaseException:
-            # Some of their parameters may be there, and others not: they are written anew.
-            self.rows[row, mine] = NOBODY
+            self.rows[row, mine] = NOBODY  # half written, perhaps
             raise
         self.rows[row] = experts
 
@@ -138,14 +112,14 @@ class SlotWriter:
             self.side.params[path] = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, shards)
 
     def rehearse(self) -> None:
-        """Write an expert of each device and stack where it is, so that everything is compiled, and the arrays are XLA's own."""
+        """Write an expert of each device and stack to its own slot, which compiles the programs and makes the arrays XLA's own."""
         for row, (stack, layer) in enumerate(self.stack_rows):
             if layer == 0:
                 slots = range(self.own.start, self.own.stop, self._per_device)
                 self._put(stack, layer, {slot: self.take(row, slot) for slot in slots})
 
     def adopt(self, rows: np.ndarray) -> int:
-        """Have all layers hold these logical experts; how many experts of these devices were read for it."""
+        """Have all layers hold these logical experts; how many were read from the checkpoint."""
         changed = int((self.rows != rows)[:, self.own].sum())
         self._staged.clear()
         for row, experts in enumerate(rows):
@@ -154,15 +128,12 @@ class SlotWriter:
         return changed
 
     def paths(self, stack: str) -> list[str]:
-        """The parameters of a stack's experts, in an order that all processes have alike."""
+        """Paths of a stack's experts, in order."""
         return sorted(path for path in self.side.infos if path.startswith(stack + EXPERTS))
 
     def _value(self, row: int, slot: int, expert: int) -> Expert:
-        """An expert for a slot: as it was staged, or from the checkpoint."""
-        staged, value = self._staged.get((row, slot), (-1, {}))
-        if staged == expert:
-            return value
-        return self._from_checkpoint(row, expert)
+        staged, value = self._staged.get((row, slot), (NOBODY, {}))
+        return value if staged == expert else self._from_checkpoint(row, expert)
 
     def _from_checkpoint(self, row: int, expert: int) -> Expert:
         stack, layer = self.stack_rows[row]

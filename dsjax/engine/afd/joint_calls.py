@@ -1,7 +1,4 @@
-"""``JointCalls``: calls that the processes of one attention side make for the same layer, which the experts compute together.
-
-An expert's weights are read once for all rows of a program. Calls computed one by one would read them once for each attention process.
-"""
+"""``JointCalls``: calls of several attention processes for the same layer, computed together, so that weights are read once."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from dsjax.engine.afd.messages import Call
 
 @dataclass(eq=False)
 class Part:
-    """The rows of one attention process, and in which cells they are. name: of the link over which they came."""
+    """Rows of one attention process, and their cells. name: of the link over which they came."""
 
     name: str
     call: Call
@@ -22,7 +19,7 @@ class Part:
     cells: np.ndarray
 
     def goes_with(self, other: Part) -> bool:
-        """Whether both are parts of one call, which one program computes."""
+        """Whether one program computes both."""
         own, others = self.call, other.call
         alike = (own.number, own.stack, own.layer) == (others.number, others.stack, others.layer)
         return self is other or (
@@ -31,13 +28,12 @@ class Part:
 
 
 class JointCalls:
-    """The calls of one attention side. Each of its processes makes the same ones in the same order, one at a time.
+    """The calls of one attention side, whose processes make the same ones in the same order, one at a time.
 
-    A call waits until no other part of it can come any more: each of the others has made it, is past it, or is not connected. What an
-    attention process asks for again, after its connection has ended, is computed at once and alone: the others may have their answers.
+    A call waits until each other process has made it, is past it, or is not connected. A call made again is computed at once and alone:
+    the others may have their answers.
 
-    Args:
-        processes: of the attention side. change: as of ``Open``.
+    processes: of the attention side. change: as of ``Open``.
     """
 
     def __init__(self, processes: int, change: int = 0):
@@ -48,27 +44,27 @@ class JointCalls:
         self._is_over = False
 
     def end(self) -> None:
-        """Wait for nobody any more: the attention side goes on in another generation, and one of its processes may hang."""
+        """Wait for nobody any more: the attention side goes on in another generation."""
         self._is_over = True
 
     def enter(self, name: str, process: int) -> None:
-        """Take notice of the link of an attention process."""
+        """Wait for an attention process's parts, over this link."""
         self._connected[name] = process
 
     def leave(self, name: str) -> None:
-        """Forget a process whose link has ended: no call waits for its part, and it gets no answer."""
+        """Forget a link that has ended: no call waits for its part, and it gets no answer."""
         process = self._connected.pop(name)
         if process in self._waiting and self._waiting[process].name == name:
             del self._waiting[process]
 
     def add(self, part: Part) -> None:
-        """Have a part wait. One that comes late, over a link that has ended meanwhile, is dropped."""
+        """Have a part wait, unless its call was taken already."""
         process = self._connected[part.name]
         if part.call.again or part.call.number > self._latest.get(process, -1):
             self._waiting[process] = part
 
     def take(self) -> list[list[Part]]:
-        """Take the calls that need not wait: of each, the parts that are computed together."""
+        """Take the calls that need not wait: of each, the parts that one program computes."""
         taken = []
         for part in list(self._waiting.values()):
             process = self._connected[part.name]

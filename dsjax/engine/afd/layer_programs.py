@@ -1,30 +1,31 @@
-"""The programs of a layer whose experts are elsewhere, and how the host takes tokens through them: attention, away, back, added."""
+"""``Side``: the routed experts of a step that has them elsewhere, with the programs of its layers and how the host runs them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
-from dsjax.model.apart import LayerPass, Passing, Routed, described_like
+from dsjax.model.apart import ExpertWork, LayerPass, Passing, Routed, described_like
+from sharding import MeshSpec
 from sharding.arrays import own_parts, put
-from sharding.cut import Described
+from sharding.cut import Described, Run
 from sharding.dispatch.between import Between
 
 
 class OnHost:
-    """An array's values on the host, once, for several threads: two that ask a `jax.Array` for them at once may get a copy half made.
+    """An array's values on the host, copied once for several threads; of an array that processes share, this process's parts.
 
-    Where other processes share the array, only the parts on this process's devices are copied.
+    Two threads that ask a `jax.Array` for its values at once may get a copy half made.
     """
 
     def __init__(self, array: Array):
@@ -33,48 +34,87 @@ class OnHost:
 
     @property
     def values(self) -> np.ndarray:
-        """Wait for the array, and give its values."""
+        """Wait for the values."""
         with self._lock:
             if self._values is None:
-                array = self._array
-                shared = not getattr(array, "is_fully_addressable", True)
-                self._values = (
-                    np.concatenate([np.asarray(part) for part in own_parts(array)]) if shared else np.array(array)
-                )
+                shared = not getattr(self._array, "is_fully_addressable", True)
+                parts = own_parts(self._array) if shared else [self._array]
+                self._values = np.concatenate([np.asarray(part) for part in parts])
             return self._values
 
 
 class Way(Protocol):
-    """How a layer's rows get to the experts, and what these give back: for so many tokens."""
+    """How rows of a pass get to the experts and back."""
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> Any:
-        """Begin to have the rows of round ``r`` computed by the experts of a layer of the stack. counts: as ``Between.pack`` gives them."""
+        """Begin to compute the rows of round ``r`` by a layer's experts. counts: of ``Between.pack``."""
 
     def returned(self, away: Any) -> tuple[list[Array], int]:
-        """The answers to a call, on the tokens' devices, as ``Between.add`` takes them; and how many rounds the layer needs in all."""
+        """Answers to a call on the tokens' devices, as ``Between.add`` takes them; and how many rounds the layer needs."""
 
 
-class ProgramMaker:
-    """Makes programs of a layer, and what they take. A dry run has its own, for devices that are not there."""
+class Side:
+    """Computes the routed experts of a step that has them apart: the ``sharding.cut.Worker`` of its ``ExpertWork``.
+
+    Between two calls it keeps nothing but parameters, which may be replaced then.
+
+    Args:
+        spec: ``ep=N``.
+        waits: whether each program is waited for before the next starts: on emulated devices, collectives in flight together can deadlock.
+    """
+
+    def __init__(self, spec: MeshSpec, *, waits: bool):
+        self.spec, self.waits = spec, waits
+        self._passes: dict[Hashable, CompiledPass] = {}
+        self._lock = threading.Lock()
+
+    def way(self, through: LayerPass) -> Way:
+        """Compile what takes the rows of a pass to the experts and back."""
+        raise NotImplementedError
 
     def build(self, lowered: Lowered) -> Compiled:
-        """Compile a program of either side."""
+        """Compile a program of either side; a dry run keeps it."""
         return lowered.compile()
 
     def numbers(self, mesh: Mesh, count: int) -> list[Array]:
-        """The first numbers from 0 on, each on all devices of a mesh: what programs of a layer or a round take."""
+        """Numbers of layers or rounds, from 0 on, each on all devices of a mesh."""
         return [put(np.int32(number), NamedSharding(mesh, P())) for number in range(count)]
 
     def ready(self, program: Compiled) -> Array:
-        """What a program without arguments gives, once it is there."""
+        """Run a program without arguments, and wait for it."""
         return jax.block_until_ready(program())
 
     def give_up(self) -> None:
-        """Take notice that a step has failed between two layers: nobody is to wait for this process there."""
+        """A step has failed between two layers: let nobody wait for this process there."""
+
+    def compile_work(self, work: ExpertWork, described: Sequence[Described]) -> tuple[Run, Sequence[Sharding]]:
+        """Compile the programs of a pass, or take those of an equal one."""
+        compiled = self.compiled(work, described)
+        passing: Passing = jax.tree.unflatten(work.tree, described)
+
+        def run(leaves: list[Array]) -> list[Array]:
+            passing = jax.tree.unflatten(work.tree, leaves)
+            leaves.clear()
+            return jax.tree.leaves(compiled.run(passing))
+
+        return run, [leaf.sharding for leaf in jax.tree.leaves((passing.x, passing.cache, passing.report))]
+
+    def compiled(self, work: ExpertWork, described: Sequence[Described]) -> CompiledPass:
+        """The programs of a pass, which several steps can share."""
+        passes, tree = work.passes, work.tree
+        shardings = tuple((one.shape, str(one.dtype), one.sharding) for one in described)
+        key = tuple((one.stack, one.first, one.shape) for one in passes), tree, shardings
+        with self._lock:
+            if key not in self._passes:
+                passing: Passing = jax.tree.unflatten(tree, described)
+                layers = self.numbers(passes[0].step.mesh, passes[0].layers)
+                programs = [PassPrograms.of(self, self.way(one), one, passing, half) for half, one in enumerate(passes)]
+                self._passes[key] = CompiledPass(programs, layers, self.waits, self.give_up)
+            return self._passes[key]
 
 
 class FurtherRounds(NamedTuple):
-    """The programs of rounds beyond the first, where there can be any. nothing: what is kept before the first one comes back."""
+    """Programs of the rounds beyond the first. nothing: what is kept before the first round comes back."""
 
     pack: Callable
     keep: Callable
@@ -84,7 +124,7 @@ class FurtherRounds(NamedTuple):
 
     @classmethod
     def of(
-        cls, maker: ProgramMaker, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
+        cls, side: Side, through: LayerPass, x: Any, shared: Any, routed: Routed, receive: Callable
     ) -> FurtherRounds | None:
         """Compile the programs; None where one round is always enough. receive: makes a function's result as ``x`` is."""
         between = through.between()
@@ -94,13 +134,13 @@ class FurtherRounds(NamedTuple):
         number, kept = Described((), np.int32, sharding=NamedSharding(through.step.mesh, P())), between.described_kept
         returned = between.described_returns
         keep = lambda *taken: described_like(through.keep(*taken), kept)  # noqa: E731
-        zeros = maker.build(jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding).lower())
+        zeros = side.build(jax.jit(lambda: jnp.zeros(kept.shape, kept.dtype), out_shardings=kept.sharding).lower())
         return cls(
-            maker.build(jax.jit(through.further).lower(routed, number)),
-            maker.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
-            maker.build(jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept)),
-            maker.ready(zeros),
-            maker.numbers(through.step.mesh, most),
+            side.build(jax.jit(through.further).lower(routed, number)),
+            side.build(jax.jit(keep).lower(kept, routed.slots, returned, number)),
+            side.build(jax.jit(receive(through.receive_kept)).lower(x, shared, routed.slots, kept)),
+            side.ready(zeros),
+            side.numbers(through.step.mesh, most),
         )
 
 
@@ -116,7 +156,7 @@ class Away(NamedTuple):
 
 
 class PassPrograms(NamedTuple):
-    """The programs of a layer for so many tokens, which take its number; and how the tokens travel between them."""
+    """Programs of a layer, which take its number, and the way between them."""
 
     attend: Callable
     share: Callable
@@ -125,8 +165,8 @@ class PassPrograms(NamedTuple):
     further: FurtherRounds | None = None
 
     @classmethod
-    def of(cls, maker: ProgramMaker, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
-        """Trace and compile the programs. passing: descriptions; half: which of its tokens are meant."""
+    def of(cls, side: Side, way: Way, through: LayerPass, passing: Passing, half: int) -> PassPrograms:
+        """Trace and compile the programs. passing: descriptions; half: which of its tokens."""
         step, x = through.step, passing.x[half]
         here = Described((), np.int32, sharding=NamedSharding(step.mesh, P()))
 
@@ -135,26 +175,22 @@ class PassPrograms(NamedTuple):
             return *described_like((cache, report), (passing.cache, passing.report)), *others
 
         own = passing.params, passing.cache, passing.report, x, passing.tokens[half], passing.copies
-        attended = maker.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here))
+        attended = side.build(jax.jit(attend, donate_argnums=(1, 2)).lower(*own, here))
         _, _, after, routed, _ = _results(attended)
-        shared = maker.build(jax.jit(through.share).lower(passing.params, routed.normed, here))
+        shared = side.build(jax.jit(through.share).lower(passing.params, routed.normed, here))
         returned = through.between().described_returns
 
         def pinned(receive: Callable) -> Callable:
             return lambda *taken: described_like(receive(*taken), x)
 
-        received = maker.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
-        further = FurtherRounds.of(maker, through, after, _results(shared), routed, pinned)
+        received = side.build(jax.jit(pinned(through.receive)).lower(after, _results(shared), routed.slots, returned))
+        further = FurtherRounds.of(side, through, after, _results(shared), routed, pinned)
         return cls(attended, shared, received, way, further)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPass:
-    """A pass through a stack of layers: of each half, or of the whole step, four programs a layer, and two moves.
-
-    layers: the numbers of the layers on the tokens' devices. waits: whether each program is waited for before the next starts.
-    give_up: as of ``ProgramMaker``.
-    """
+    """A pass through a stack of layers. programs: of each half, or of the whole step. layers: their numbers on the tokens' devices."""
 
     programs: Sequence[PassPrograms]
     layers: Sequence[Array]
@@ -162,10 +198,9 @@ class CompiledPass:
     give_up: Callable[[], None] = lambda: None
 
     def run(self, passing: Passing) -> tuple[list[Array], dict[str, Array], dict[str, Array]]:
-        """Take tokens through the layers: give them, the cache, and the report; the latter two were given away.
+        """Take tokens through the layers: give them, and the donated cache and report.
 
-        With two halves the one's experts are started before the other's sums are added and its next layer begins: each side then
-        computes while the other does, and waits for it only where it is the faster one.
+        With two halves, one half's experts are started before the other half's sums are added, so that both sides compute at once.
         """
         try:
             return self._run(passing)
@@ -209,7 +244,7 @@ class CompiledPass:
 
 
 def rounds_of(between: Between, counts: OnHost) -> int:
-    """How many rounds rows of such numbers need. Where one is always enough, nothing is waited for."""
+    """Rounds that these counts need; waits for them only where one may not be enough."""
     return 1 if between.capacity >= between.rows else between.rounds(counts.values)
 
 

@@ -1,4 +1,4 @@
-"""What is known of the links to processes with experts, for whoever shows it. No JAX."""
+"""Counters of the links to processes with experts. No JAX."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import NamedTuple, Protocol
 
 
 class LinkCounts(NamedTuple):
-    """What a link has done so far.
+    """Counters of a link. calls: answered ones. sent, received: bytes of rows, and of answers.
 
-    Attributes:
-        connected: whether it is connected now, as far as the kernel knows. losses: how often the connection has ended under a call.
-        last_gap: seconds from the last loss to the answer of the call that met it. calls: answered ones. sent, received: bytes of rows,
-            and of answers.
+    losses: connections that ended under a call. last_gap: seconds from the last loss to the answer of the call that met it.
     """
 
     connected: bool
@@ -24,15 +21,11 @@ class LinkCounts(NamedTuple):
 
 
 class ExpertLinks(Protocol):
-    """What an executor offers whose experts are in other processes (`Executor.extension`)."""
+    """Extension of an executor whose experts are in other processes."""
 
     @property
     def counts(self) -> Sequence[LinkCounts]:
-        """What the link to each process has done so far."""
+        """Counters of the link to each process."""
 
     def check(self, addresses: Sequence[str] = ()) -> None:
-        """Make sure that a process is at each address; default: at those of now.
-
-        Raises:
-            UserError: one is not.
-        """
+        """Check that a process answers at each address (default: the current ones); a `UserError` where none does."""

@@ -1,8 +1,7 @@
-"""What the two sides say to each other where they are processes of their own.
+"""Messages between an attention side and the processes with its experts.
 
-The attention side sends `Open` over a control connection. The reply, `Opened`, names the link for its calls: a `Call` with rows, answered
-by an `Answered` with the results. Slow requests (`Compile`, `Stage`, `Place`) use the control connection. A call depends on no earlier
-message, so it can be repeated to another process.
+`Open`, `Compile`, `Stage` and `Place` are requests over a control connection. `Opened` names the link for calls: a `Call` with rows,
+answered by an `Answered` with results. A call depends on no earlier message, so it can be repeated to another process.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ OPEN, COMPILE, STAGE, PLACE = "experts.open", "experts.compile", "experts.stage"
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """The attention side's first message, answered by an `Opened`, or refused.
+    """The first message of an attention process, answered by an `Opened` once the slots hold its placement.
 
     Attributes:
-        space: what both sides must have alike: everything that an answer depends on beside its rows and where experts are.
-        placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot. The process makes its slots hold these before it
-            answers.
-        side: which attention side it is, whichever of its connections. Where one moves experts, no other may be connected.
-        first: the first of the expert devices that the attention side expects at this address.
-        generation: of the attention side's mesh. A connection of an earlier one than was heard of is late, and its placement old.
+        space: what answers depend on beside rows and placement; equal on both sides.
+        placement: ``[MoE layers, slots]`` int32, the logical expert in each physical slot.
+        side: name of the attention side. While one side moves experts, no other may be connected.
+        first: first expert device that is expected at this address.
+        generation: mesh epoch of the attention side; older ones are refused.
         process, processes: which process of the attention side it is, and of how many.
-        change: which of the sides of experts that the attention side has had in its generation it calls, from 0 on: the one of now, or the
-            one that is to take over. No process is on both.
+        change: number of the expert side within the epoch. No process is on two.
     """
 
     space: dict[str, Any]
@@ -40,7 +37,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
-    """Where calls are answered, and the name by which the attention process connects there."""
+    """Where calls are answered, and the link's name there."""
 
     address: str
     ticket: bytes
@@ -48,7 +45,7 @@ class Opened(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Compile(msgspec.Struct, frozen=True, array_like=True):
-    """Compile for calls of a stack; the fields are a `Call`'s."""
+    """Compile for calls with these fields."""
 
     stack: str
     tokens: int
@@ -56,22 +53,14 @@ class Compile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True):
-    """Bring experts of a layer to the devices that will have them.
-
-    Attributes:
-        row: of the placement. moves: int32 pairs (physical slot that has an expert, physical slot that gets it), of all processes.
-    """
+    """Bring experts of a row of the placement to their next devices; moves: int32 pairs (slot that has it, slot that gets it)."""
 
     row: int
     moves: bytes
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Have the slots of a layer hold these logical experts.
-
-    Attributes:
-        row: of the placement. experts: int32, of all slots.
-    """
+    """Have the slots of a row of the placement hold these logical experts (int32, all slots)."""
 
     row: int
     experts: bytes
@@ -81,12 +70,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """Rows for the experts of one layer.
 
     Attributes:
-        stack: path of the layers among the parameters. layer: number in the stack. tokens: of the step, in all. cells: rows that each
-            expert device has room for.
-        filled: ``[devices of the process, senders]`` int32: of a device's cells, how many of each sender's equal part are filled. These
-            rows alone come with it, and their answers alone go back, sorted by device, sender and place. Senders of other processes of
-            the attention side fill none: what these send in calls of the same number is computed with it.
-        number: of the call, the same in all processes of the attention side. again: it was made before, and had no answer.
+        stack: path of the layers among the parameters. layer: number in the stack. tokens: of the whole step. cells: of each device.
+        filled: ``[devices of the process, senders]`` int32, how many cells of each sender's equal part are filled. Only these rows and
+            their answers travel, sorted by device, sender and place. Calls with the same number are computed together.
+        number: of the call, the same in all processes of the attention side. again: it had no answer the first time.
     """
 
     stack: str
@@ -99,6 +86,6 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """The answers to a call come with it. error: why none do."""
+    """Answers to a call come with it, unless there is an error."""
 
     error: str = ""

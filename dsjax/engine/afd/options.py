@@ -56,11 +56,7 @@ class ApartOptions:
 
 
 def check_apart(args: Args) -> None:
-    """Check the two meshes, and the processes with experts.
-
-    Raises:
-        UserError: they cannot be so. MeshError: a mesh cannot be.
-    """
+    """Check the two meshes, and the processes with experts; a `UserError` or `MeshError` where they cannot be so."""
     if args.expert_mesh is None:
         return
     _check_processes(args)
@@ -122,11 +118,7 @@ def expert_share(args: Any) -> ExpertShare:
 
 
 def expert_spec(args: Any) -> MeshSpec | None:
-    """The mesh of the experts' devices; None where experts are on those of ``--mesh``.
-
-    Raises:
-        UserError: it is not of the form ``ep=24``.
-    """
+    """The mesh of the experts' devices; None where experts are on those of ``--mesh``; a `UserError` where it is not like ``ep=24``."""
     if args.expert_mesh is None:
         return None
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not

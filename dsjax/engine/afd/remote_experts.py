@@ -16,9 +16,8 @@ from jaxtyping import Array
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError, check_reachable
-from dsjax.engine.afd.expert_side import Side
-from dsjax.engine.afd.layer_programs import OnHost, rounds_of
-from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
+from dsjax.engine.afd.layer_programs import OnHost, Side, rounds_of
+from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, Open, Place, Stage
 from dsjax.messaging import Endpoint
 from dsjax.model.apart import LayerPass
@@ -28,22 +27,18 @@ from sharding.dispatch.between import Between
 
 
 class RemoteExperts(Side):
-    """The experts' side as a process of the attention side sees it: a link to each process that has a run of the expert devices.
+    """A link to each process that has a run of the expert devices; calls to all are under way at the same time.
 
-    Calls to all of them are under way at the same time, and each may go and come back by itself. Where the attention side is several
-    processes, each has a side of its own, and calls for the rows of its own devices.
+    Each process of the attention side has such a side of its own, and calls for the rows of its own devices.
 
     Args:
-        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: as of ``ExpertLink``. endpoint: of this
-            process. owns_endpoint: whether it is closed with this side, or with the one that follows.
+        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: as of ``ExpertLink``.
+        owns_endpoint: whether the endpoint is closed with this side, or with the one that follows.
 
-    Attributes:
-        space: as of ``Open``; assigned before the first call. name: by which processes know this attention side, likewise: where it has
-            experts moved, they let in a connection of this name alone. placement: the logical expert in each physical slot of each
-            layer; likewise. A process that comes back is told of it, and reads from the checkpoint what it lacks.
-        generation, change: as of ``Open``; likewise. member: which process of the attention side this is, and of how many; likewise.
-        others: the other processes of the attention side; None: there are none. They have the same name, generation and placement;
-            ``join`` assigns them.
+    Attributes (assigned before the first call):
+        space, generation, change: as of ``Open``. member: which process of the attention side this is, and of how many.
+        name: of the attention side. placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
+        others: the other processes of the attention side, with the same name, generation and placement; None: there are none.
     """
 
     def __init__(
@@ -57,11 +52,10 @@ class RemoteExperts(Side):
         owns_endpoint: bool = False,
     ):
         super().__init__(spec, waits=waits)
-        self.parts = len(addresses)
         self.space: dict[str, Any] = {}
         self.placement = np.zeros((0, 0), np.int32)
         self.name = secrets.token_bytes(8)
-        self.generation, self.member, self.change, self._calls = 0, (0, 1), 0, itertools.count()
+        self.generation, self.member, self.change, self.numbers_of_calls = 0, (0, 1), 0, itertools.count()
         self.others: AttentionProcesses | None = None
         self._is_abandoned = False
         self.endpoint, self._owns_endpoint = endpoint, owns_endpoint
@@ -72,53 +66,45 @@ class RemoteExperts(Side):
 
     @property
     def counts(self) -> Sequence[LinkCounts]:
-        """What the link to each process has done so far."""
+        """Counters of the link to each process."""
         return [link.counts for link in self.links]
 
-    def extension(self, kind: type) -> Any:
-        """Offer the links' counts to the metrics, and their check to callers that change a mesh."""
-        return self if kind is ExpertLinks else None
-
     def check(self, addresses: Sequence[str] = ()) -> None:
-        """Make sure that a process is at each address; default: at those of now. Errors as of ``check_reachable``."""
+        """Check that a process answers at each address (default: the current ones). Errors as of ``check_reachable``."""
         for address in addresses or [link.address for link in self.links]:
             check_reachable(self.endpoint, address)
 
     def _opening(self, part: int) -> Open:
-        first = part * (self.spec.ep_size // self.parts)
+        first = part * (self.spec.ep_size // len(self.links))
         placement = self.placement.astype("<i4").tobytes()
         return Open(self.space, placement, self.name, first, self.generation, *self.member, self.change)
 
-    def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Have the processes bring experts of a layer to the devices that will have them. Each reads those that it lacks.
+    @property
+    def _leads(self) -> bool:
+        """Whether this process has experts moved for the attention side."""
+        return self.others is None or self.others.leads
 
-        Where attention has several processes, one of them asks for it: no call depends on what is staged.
-        """
-        if self.leads:
+    def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Have the processes bring experts of a layer to their next devices. No call depends on it, so one process asks for all."""
+        if self._leads:
             self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
         """Have the slots of a layer hold these logical experts, on all processes; one that goes meanwhile comes back so.
 
-        Where attention has several processes, one of them asks for it. Before, each has the answers to all its calls
-        (``WayToProcesses.returned``), and none makes another call until it is done.
+        One process asks for all: each has the answers to all its calls before (``WayToProcesses.returned``), and waits until it is done.
         """
         placement = self.placement.copy()
         placement[row] = experts
         self.placement = placement
         try:
-            if self.leads:
+            if self._leads:
                 self._everywhere(PLACE, Place(row, experts.astype("<i4").tobytes()))
             self.tell(0)
             self.agree(0)
         except BaseException:
             self.give_up()
             raise
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the one of the attention side that has experts moved."""
-        return self.others is None or self.others.leads
 
     def follows(self, before: RemoteExperts) -> None:
         """Be the next expert side of the same attention process, in the same generation."""
@@ -131,12 +117,12 @@ class RemoteExperts(Side):
         side._owns_endpoint, self._owns_endpoint = self._owns_endpoint, False
 
     def tell(self, number: int) -> None:
-        """Say to the other processes of the attention side that this one has its answers, and a number."""
+        """Tell the other attention processes that this one has its answers, and a number."""
         if self.others is not None:
             self.others.tell(number)
 
     def agree(self, number: int) -> int:
-        """Wait until the other processes of the attention side have told too; give the greatest number, ``number`` among them."""
+        """Wait until the other attention processes have told too; give the greatest number, ``number`` included."""
         return number if self.others is None else self.others.wait(number)
 
     def join(self, others: AttentionProcesses) -> None:
@@ -146,11 +132,7 @@ class RemoteExperts(Side):
             others.close()
 
     def give_up(self) -> None:
-        """Have the other processes of the attention side hear that this one does not go on.
-
-        One of them may be waiting at a process with experts for this one's rows, which computes without them once this one's link has
-        ended.
-        """
+        """Let no other attention process wait for this one: the experts compute without its rows once its links have ended."""
         if self.others is not None:
             self.abandon()
 
@@ -163,7 +145,7 @@ class RemoteExperts(Side):
             link.give_up()
 
     def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
-        """Have all processes do something, at the same time, and wait for all of them."""
+        """Have all processes do something at the same time, and wait for all of them."""
         for done in [link.ask(service, body) for link in self.links]:
             _result(done)
 
@@ -180,10 +162,6 @@ class RemoteExperts(Side):
         self._everywhere(COMPILE, Compile(through.stack, between.tokens, between.senders * between.capacity))
         return WayToProcesses(self, through.stack, between, np.array(own))
 
-    def next_number(self) -> int:
-        """The number of the next call of a layer: all processes of the attention side make the same ones."""
-        return next(self._calls)
-
     def close(self) -> None:
         """End the connections and their threads."""
         self.abandon()
@@ -194,11 +172,7 @@ class RemoteExperts(Side):
 
 
 def _result(done: Future[None]) -> None:
-    """Wait for an errand.
-
-    Raises:
-        LinkClosedError: its link was closed, perhaps before it had begun. Others: as of ``ExpertLink``.
-    """
+    """Wait for an errand; errors as of ``ExpertLink``."""
     try:
         done.result()
     except CancelledError as error:
@@ -207,10 +181,7 @@ def _result(done: Future[None]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class WayToProcesses:
-    """``Way`` to other processes: through this host's memory. Of the rows' cells those that are filled travel, and their answers.
-
-    own: which of the token devices are of this process, whose rows it sends.
-    """
+    """``Way`` to other processes: filled cells and their answers travel. own: the token devices of this process, whose rows it sends."""
 
     side: RemoteExperts
     stack: str
@@ -218,8 +189,8 @@ class WayToProcesses:
     own: np.ndarray
 
     def call(self, rows: Sequence[Array], counts: OnHost, layer: int, r: int = 0) -> list[_CallOfPart]:
-        """Begin to send each process its rows."""
-        begun, number = [], self.side.next_number()
+        """Begin to send each process its rows. All processes of the attention side number their calls alike."""
+        begun, number = [], next(self.side.numbers_of_calls)
         for part, link in enumerate(self.side.links):
             one = _CallOfPart(self, layer, part, r, number, rows[part], counts)
             one.done = link.begin(one.prepare)
@@ -227,10 +198,9 @@ class WayToProcesses:
         return begun
 
     def returned(self, away: list[_CallOfPart]) -> tuple[list[Array], int]:
-        """Wait for the answers, and send them to the tokens' devices.
+        """Wait until all attention processes have their answers, and send this one's to the tokens' devices.
 
-        Where attention has several processes, each then waits until all have theirs: a process with experts that dies may have
-        answered some. The others' word comes while this one copies.
+        A process with experts that dies may have answered some of them. The others' word comes while this one copies.
 
         Raises:
             RuntimeError: the experts cannot do it, or another process of the attention side has gone or failed.
@@ -246,9 +216,9 @@ class WayToProcesses:
 
 @dataclass(eq=False)
 class _CallOfPart:
-    """Rows to one process and its answers, as they travel: the filled cells alone, sorted by expert device, token device and place.
+    """Rows to one process and its answers: filled cells, sorted by expert device, token device and place.
 
-    rows, counts: of ``Between.pack``; nobody waits for them before ``prepare``, which the link's thread calls. done: when all is back.
+    rows, counts: of ``Between.pack``; awaited in ``prepare``, by the link's thread. done: when the answers are here.
     """
 
     way: WayToProcesses
@@ -274,13 +244,11 @@ class _CallOfPart:
             own = self._senders == sender
             sent[own] = np.asarray(rows)[self._cells[own]]
         self._answers = np.empty((len(e), between.columns, wire.width), wire.dtype)
-        cells = between.senders * C
-        return Errand(
-            Call(way.stack, self.layer, between.tokens, cells, filled.tobytes(), self.number), sent, self._answers
-        )
+        call = Call(way.stack, self.layer, between.tokens, between.senders * C, filled.tobytes(), self.number)
+        return Errand(call, sent, self._answers)
 
     def in_cells(self) -> list[np.ndarray]:
-        """The answers of each device of this process where ``Between.add`` looks for them; nobody looks into cells that are not filled."""
+        """The answers of each device of this process where ``Between.add`` looks for them; nobody reads other cells."""
         between, found = self.way.between, []
         for sender in self.way.own:
             own = self._senders == sender

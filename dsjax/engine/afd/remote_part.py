@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
-from dsjax.engine.afd.expert_side import SidePart
+from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.contract.commands import ConnectExperts
-from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.errors import UserError
 from dsjax.model.step import ModelStep
 
 _log = logging.getLogger(__name__)
 
 
-class RemoteExpertsPart(SidePart):
+class RemoteExpertsPart(DevicePart):
     """Connects to another expert side between two steps. Caches and requests stay as they are.
 
     With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
     side, or all stay with the current one.
 
-    Args:
-        another: ``(expert_mesh, afd_address, model, side) -> (model, side)`` with the experts at those addresses, not connected yet.
+    another: ``(expert_mesh, afd_address, model, side) -> (model, side)`` with the experts at those addresses, not connected yet.
     """
 
     def __init__(
@@ -31,8 +31,7 @@ class RemoteExpertsPart(SidePart):
         device: DeviceAccess,
         another: Callable[[str, str, ModelStep, RemoteExperts], tuple[ModelStep, RemoteExperts]],
     ):
-        super().__init__(device)
-        self._another = another
+        self._device, self._another = device, another
         self._lock = threading.Lock()
         self._next: RemoteExperts | None = None  # the side that is being connected
         self._is_abandoned = False
@@ -40,6 +39,14 @@ class RemoteExpertsPart(SidePart):
     def register(self, table: CommandTable) -> None:
         """Add the command that connects to another side."""
         table.add(ConnectExperts, Handler(self._connect, lambda pending: pending.error))
+
+    def extension(self, kind: type) -> Any:
+        """Offer the links to metrics, and their check to callers that change a mesh."""
+        return self._side if kind is ExpertLinks else None
+
+    def close(self) -> None:
+        """End the connections."""
+        self._side.close()
 
     def abandon(self) -> None:
         """Stop waiting for other processes: a process of this attention side is gone. Any thread may call this."""
@@ -61,11 +68,7 @@ class RemoteExpertsPart(SidePart):
         return run()
 
     def _change_to(self, command: ConnectExperts) -> str | None:
-        """Connect and compile. Return why the current side stays, or None if the new side has taken over.
-
-        Raises:
-            RuntimeError: another attention process is gone.
-        """
+        """Connect and compile. Return why the current side stays, or None if the new side has taken over."""
         device, before = self._device, self._side
         model, after = self._another(command.expert_mesh, command.afd_address, device.model, before)
         after.placement = device.placements.physical_to_logical.copy()

@@ -1,8 +1,7 @@
-"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX.
+"""What an executor is told to do: one ordered stream of commands, as plain values. No NumPy, no JAX. docs/step-as-data.md.
 
-A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are the
-bytes of little-endian int32. A new capability adds a command; nothing reaches an executor beside the stream.
-docs/step-as-data.md has the design.
+A command can be written to a file, sent to another process and replayed: it names slots and pages, never requests. Arrays are the bytes of
+little-endian int32. A new capability adds a command; nothing reaches an executor beside the stream.
 """
 
 from array import array
@@ -24,10 +23,8 @@ TOKEN_MADE = -1
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How a slot's tokens are drawn; vLLM's names and meanings.
 
-    Attributes:
-        num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`.
-        temperature: 0 is greedy. top_k: 0 keeps all.
-        logprobs: how many log-probabilities are wanted beside the token's own; −1: none at all.
+    num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`. temperature: 0 is
+    greedy. top_k: 0 keeps all. logprobs: wanted beside the token's own; −1: none at all.
     """
 
     num_prompt_tokens: int
@@ -51,11 +48,10 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """A request gets a slot. What the slot held before is forgotten.
 
     Attributes:
-        start: tokens of the request that are in the cache. token: the one at position `start`, which a decode row computes if no
-            prefill row comes before it.
+        start: tokens of the request that are in the cache. token: at position `start`, for a decode row without a prefill row before it.
         counts: int32 pairs (token, 2 × times in the output + 1 if in the prompt), where the request has penalties.
-        biases: int32 triples (token, bits of a float32 bias, until): the bias holds for tokens of the output whose number is below
-            `until`. A ban is a bias of −∞.
+        biases: int32 triples (token, bits of a float32 bias, until): it holds for tokens of the output with a number below `until`. A ban
+            is −∞.
         allowed: packed bits of the tokens that may be made at all (bit t % 32 of word t // 32); empty: all.
         guided: whether the slot's tokens depend on the host, so that it must be told of drafts.
     """
@@ -82,11 +78,10 @@ class PrefillRow(msgspec.Struct, frozen=True, array_like=True):
     """Known tokens to be computed.
 
     Attributes:
-        tokens: int32, those at positions `start`, `start + 1`, …
-        next_token: the token after them, or `TOKEN_MADE`.
+        tokens: int32, those at positions `start`, `start + 1`, … next_token: the one after them, or `TOKEN_MADE`.
         limit: tokens that the slot's pages have room for.
-        scored: how many of the row's positions, from the first, predict a prompt token whose log-probability is wanted; 0: none.
-        top_scores: how many of the most probable tokens are wanted beside each of those.
+        scored: positions, from the first, that predict a prompt token whose log-probability is wanted.
+        top_scores: most probable tokens that are wanted beside each of those.
     """
 
     slot: int
@@ -114,10 +109,7 @@ class Guide(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """One DP rank's part of a step.
-
-    decodes: int32 pairs (slot, limit): rows that compute the slot's last token, and its drafts, at positions below `limit`.
-    """
+    """One DP rank's part of a step. decodes: int32 pairs (slot, limit): rows of the slot's last token and drafts, below `limit`."""
 
     admissions: list[Admission]
     pages: list[PageChange]
@@ -146,9 +138,8 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
 class StorePages(msgspec.Struct, frozen=True, array_like=True, tag="store_pages"):
     """Copy pages to slots of host memory, or write them to the disk, or both.
 
-    Attributes:
-        ranks: of each rank int32 triples (page, slot, number of the writing); −1: no slot, or no writing.
-        names: of each rank `NAME_BYTES` for each page that is written, one after the other.
+    ranks: of each rank int32 triples (page, slot, number of the writing); −1: no slot, or no writing. names: of each rank `NAME_BYTES` for
+    each page that is written.
     """
 
     ranks: list[bytes]
@@ -168,9 +159,8 @@ class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch_pages"
 class ReadPages(msgspec.Struct, frozen=True, array_like=True, tag="read_pages"):
     """Begin to read pages from the disk; the executor reports later which have come (`Executor.page_reports`).
 
-    Attributes:
-        ranks: of each rank int32 numbers, none of which is in use. names: of each rank `NAME_BYTES` for each of them.
-        drops: of each rank int32 numbers of earlier ones, read or pulled, that nobody wants any more, come or not.
+    ranks: of each rank int32 numbers, none of which is in use. names: of each rank `NAME_BYTES` for each of them. drops: of each rank int32
+    numbers of earlier ones, read or pulled, that nobody wants any more, come or not.
     """
 
     ranks: list[bytes]
@@ -190,10 +180,8 @@ class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
 class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
     """Begin to pull other engines' chunks; the executor reports later which pages have come (`Executor.page_reports`).
 
-    Attributes:
-        ranks: of each rank int32 quadruples (source, chunk, place in the chunk, number under which that page lands). Those of a chunk
-            follow one another. Numbers are as those of `ReadPages`.
-        sources: (number of the prefill side, address at which its chunks are pulled), which the quadruples name by their places.
+    ranks: of each rank int32 quadruples (source, chunk, place in the chunk, number under which that page lands, as of `ReadPages`). Those
+    of a chunk follow one another. sources: (number of the prefill side, address of its chunks), named by their places.
     """
 
     ranks: list[bytes]
@@ -250,10 +238,9 @@ class ReadLoads(msgspec.Struct, frozen=True, array_like=True, tag="read_loads"):
 class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_experts"):
     """Send experts of one MoE layer to the ranks that will hold them, into their staging buffers; nothing that steps read changes.
 
-    Attributes:
-        layer: a row of the placement: the model's MoE layers in order, and behind them the MTP module's.
-        moves: int32 pairs (physical slot that holds an expert, physical slot that is to hold it). A rank sends and receives no more
-            than the executor's `ExpertSlots.per_exchange` experts, and none sends two to the same rank.
+    layer: a row of the placement: the model's MoE layers in order, and behind them the MTP module's. moves: int32 pairs (physical slot that
+    holds an expert, physical slot that is to hold it). A rank sends and receives at most `ExpertSlots.per_exchange` experts, and none sends
+    two to the same rank.
     """
 
     layer: int
@@ -263,10 +250,8 @@ class StageExperts(msgspec.Struct, frozen=True, array_like=True, tag="stage_expe
 class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
     """Write what was staged for a layer into its slots, and put the layer's new placement in force.
 
-    Attributes:
-        slots: int32, the physical slots that are written; each was the second of a pair of a `StageExperts` of this layer, all of
-            which come after the last `PlaceExperts`.
-        physical_to_logical: int32, the logical expert in each physical slot from now on.
+    slots: int32, the physical slots that are written; each was the second of a pair of a `StageExperts` of this layer since the last
+    `PlaceExperts`. physical_to_logical: int32, the logical expert in each physical slot from now on.
     """
 
     layer: int

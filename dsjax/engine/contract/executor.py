@@ -32,16 +32,15 @@ class RowResult(NamedTuple):
     """What a row yielded.
 
     Attributes:
-        token_ids: the tokens made, in order: one, or with drafts one more than were accepted. None where the row makes none, or
-            could not: then `finite` is False or `error` says why.
+        token_ids: the tokens made, in order: one, or with drafts one more than were accepted. None where the row makes none, or could not:
+            then `finite` is False or `error` says why.
         finite: False where the logits held a NaN or an infinity; the request then fails. It is said of every row.
         scores: of each token made, where the slot wants log-probabilities.
-        prompt_scores: where asked for, one entry for each prompt token that this row's positions predict: of positions
-            [start, start + length) the tokens start + 1 …, as far as the prompt goes.
-        error: why the request fails although its logits are finite: no token was allowed, or its grammar cannot go on.
-        num_drafts: drafts that were verified.
-        drafts: what the MTP module proposes next, where the slot has a guide: the host must check it.
-        kind: of the error, where that does not follow from the request's parameters.
+        prompt_scores: where asked for, one for each prompt token that these positions predict: start + 1 … start + length, as far as the
+            prompt goes.
+        error: why the request fails although its logits are finite. kind: of the error, where that does not follow from the request's
+            parameters.
+        num_drafts: drafts that were verified. drafts: proposed next, where the slot has a guide: the host must check them.
     """
 
     token_ids: Sequence[int] = ()
@@ -71,7 +70,7 @@ class ExecutorLimits:
     """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated.
 
     Attributes:
-        disk_pages: that the disk has room for, of all ranks together; disk_page_bytes: that each takes there.
+        host_pages_per_rank: of host memory, for evicted pages. disk_pages: of all ranks together; disk_page_bytes: that each takes there.
         transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
         num_stages: stages that a step goes through, and so steps that can be computed at the same time.
     """
@@ -105,10 +104,9 @@ class ExpertCounts:
         tokens_per_expert: `[layers, physical experts]`, of the model's MoE layers; where experts move, of whichever a slot held.
         rows_sent: `[ranks]`, rows of tokens that each device sent to others.
         logical_load: `[layers, logical experts]`, tokens, wherever they were computed.
-        physical_to_logical: `[layers, physical experts]`, the logical expert in each slot when the last of them was computed.
+        physical_to_logical: `[layers, physical experts]`, when the last of them was computed.
         rounds: of dispatch, of each layer the most of any rank; summed over layers and launches.
-        dispatch_bytes: sent by all devices.
-        padding_share: of those bytes, the share that carried no token's row; 0 to 1.
+        dispatch_bytes: sent by all devices. padding_share: of them, without a token's row; 0 to 1.
     """
 
     tokens_per_expert: np.ndarray
@@ -121,12 +119,10 @@ class ExpertCounts:
 
 
 class ExecutorCounts(NamedTuple):
-    """What an executor counts.
+    """What an executor counts. num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
 
-    Attributes:
-        num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
-        experts: only while recording is on; without the last launches, which are read together once a second. Where model stages are of
-            several processes, as `Executor.expert_counts` gave it last.
+    experts: only while recording is on; without the last launches, which are read together once a second, and with stages of several
+    processes as of the last `Executor.expert_counts`.
     """
 
     num_padding_tokens: int = 0
@@ -150,9 +146,8 @@ class Executor(Protocol):
 
     One thread at a time calls it, not always the same one: what is bound to a thread, such as `jax.set_mesh`, is entered in each method.
 
-    Attributes:
-        max_in_flight: how many steps may run at once: 1 or 2, or as many as there are stages. With 1, a second step may be launched all
-            the same: its inputs are laid out and sent, and it starts when the first is done.
+    max_in_flight: steps that may run at once: 1 or 2, or as many as there are stages. With 1, a second step may be launched all the same:
+    its inputs are laid out and sent, and it starts when the first is done.
     """
 
     limits: ExecutorLimits
@@ -190,7 +185,7 @@ class Executor(Protocol):
         """Compile every program that commands can ask for."""
 
     def shutdown(self) -> None:
-        """Give back what the executor holds."""
+        """Give back what the executor holds, parameters included, whatever became of the last step."""
 
 
 class ExecutorWrapper:

@@ -15,8 +15,7 @@ Option = TypeVar("Option", bound="JsonOption")
 class JsonOption:
     """What the frozen dataclasses of such options have alike. Each checks its values when it is made.
 
-    Attributes:
-        flag: the option on the command line. example: a value that it can have there. required: fields that must be given.
+    flag: the option on the command line. example: a value that it can have there. required: fields that must be given.
     """
 
     flag: ClassVar[str]

@@ -13,6 +13,22 @@ MAX_TEMPERATURE = 1e6
 """All tokens are then equally probable; beyond float32 masked ones would be -∞ ÷ ∞."""
 MAX_BAD_WORDS = 1_024
 GREEDY_TEMPERATURE = 1e-5
+_NUMBERS = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, None),
+}
+_INTEGERS = {
+    "n": (1, None),
+    "top_k": (-1, None),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+}
+_INTEGERS |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
 
 
 class OutputKind(enum.Enum):
@@ -107,31 +123,20 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def _check_ranges(self) -> None:
-        _check_integer("n", self.n, 1, None)
-        _check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
+        for name, bounds in _NUMBERS.items():
+            _check_number(name, getattr(self, name), *bounds)
+        for name, bounds in _INTEGERS.items():
+            if getattr(self, name) is not None or name in ("n", "top_k", "min_tokens"):
+                _check_integer(name, getattr(self, name), *bounds)
         if self.top_p == 0:
             raise SamplingError("top_p", "found 0, expected a number above 0 and at most 1")
-        _check_integer("top_k", self.top_k, -1, None)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, None)
         # Below the smallest float32 the device would divide by 0.
         if not 1e-6 <= self.repetition_penalty <= 1e6:
             raise SamplingError(
                 "repetition_penalty", f"found {self.repetition_penalty}, expected a number above 0 (1e-6 to 1e6)"
             )
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, None)
-        _check_integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError("min_tokens", f"found {self.min_tokens}, expected at most max_tokens={self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise SamplingError(name, f"found {getattr(self, name)!r}, expected true or false")

@@ -26,8 +26,7 @@ Running = Generator[Array, None, None]
 class DeviceAccess:
     """State, parameters and programs of one executor. Whoever changes the state or the parameters assigns them here.
 
-    Attributes:
-        params: by path. placements: where experts are; None for a model without any. on_change: called when model and programs are others.
+    params: by path. placements: where experts are; None for a model without any. on_change: called when model and programs are others.
     """
 
     model: ModelStep
@@ -55,9 +54,8 @@ class DeviceAccess:
 class Pending:
     """A command that was launched.
 
-    Attributes:
-        kept: what the command's part keeps for `collect`. error: why it could not be carried out, where that is survived.
-        started, ended: seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
+    kept: what the command's part keeps for `collect`. error: why it could not be carried out, where that is survived. started, ended:
+    seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
     def __init__(self, command: Command, handler: Handler):
@@ -90,38 +88,32 @@ class CommandTable:
     """The handlers of an executor, by kind of command."""
 
     def __init__(self):
-        self._handlers: dict[type, Handler] = {}
-        self._custom: dict[str, Handler] = {}
+        self._handlers: dict[type | str, Handler] = {}
 
-    def add(self, kind: type[Command], handler: Handler) -> None:
-        """Have commands of a kind carried out so; a `ValueError` where another part has the kind."""
+    def add(self, kind: type[Command] | str, handler: Handler) -> None:
+        """Have commands of a kind carried out so, or a page source's `Custom` ones; a `ValueError` where another part does that."""
         if kind in self._handlers:
-            raise ValueError(f"two parts of the executor carry out {kind.__name__}, expected one")
+            raise ValueError(f"two parts of the executor carry out {_named(kind)}, expected one")
         self._handlers[kind] = handler
-
-    def add_custom(self, source: str, handler: Handler) -> None:
-        """Have `Custom` commands of a page source carried out so; a `ValueError` where another part has the source."""
-        if source in self._custom:
-            raise ValueError(f"two parts of the executor carry out commands of {source!r}, expected one")
-        self._custom[source] = handler
 
     def is_awaited(self, command: Command) -> bool:
         """Whether somebody will wait for a command of this kind. Nobody does for those of a page source."""
-        handler = self._handlers.get(type(command))
-        return handler is not None and handler.is_awaited
+        return type(command) in self._handlers and self._handlers[type(command)].is_awaited
 
     def launch(self, command: Command) -> Pending:
         """A command with its inputs laid out and sent; a `ValueError` where no part of the executor carries it out."""
-        kind = type(command)
-        handler = self._custom.get(command.source) if kind is Custom else self._handlers.get(kind)
-        if handler is None:
-            what = f"commands of {command.source!r}" if kind is Custom else kind.__name__
+        kind = command.source if isinstance(command, Custom) else type(command)
+        if kind not in self._handlers:
             raise ValueError(
-                f"no part of this executor carries out {what}; it was made without the option that asks for it"
+                f"no part of this executor carries out {_named(kind)}; it was made without the option that asks for it"
             )
-        pending = Pending(command, handler)
-        pending.running = handler.execute(pending, command)
+        pending = Pending(command, self._handlers[kind])
+        pending.running = pending.handler.execute(pending, command)
         return pending
+
+
+def _named(kind: type[Command] | str) -> str:
+    return f"commands of {kind!r}" if isinstance(kind, str) else kind.__name__
 
 
 class DevicePart:

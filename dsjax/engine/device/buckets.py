@@ -1,4 +1,4 @@
-"""Which shapes an executor compiles, and how a step's rows are laid into them. Plain Python, no JAX.
+"""Which shapes an executor compiles, and how a step's rows are laid into them. No JAX.
 
 A *launch* is one run of the compiled step: a decode rectangle, a prefill rectangle, or both. All DP ranks run it, each with its own
 rows; what a rank does not fill is padding.
@@ -6,9 +6,11 @@ rows; what a rank does not fill is padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from dsjax.engine.contract.commands import PrefillRow, RankStep, Step
 from dsjax.engine.contract.speculative import SpeculativeConfig
@@ -73,8 +75,7 @@ class Buckets:
     ) -> Buckets:
         """Decode rows 1, 8, then doubling; prefill rectangles of ``prefill_chunk`` tokens, from one row to narrow rows.
 
-        Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same,
-        so fewer shapes are compiled.
+        Doubling bounds padding to a factor of 2 where steps are expensive; below 8 rows a step costs about the same.
         """
         decode = [1] if max_num_seqs > 1 else []
         rows = 8
@@ -207,10 +208,9 @@ FEW_PROMPTS = 8
 
 
 def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows: int, most_drafts: int) -> int:
-    """Positions of a DP rank that the sampling programs of a launch must have room for.
+    """Positions of a DP rank that the sampling programs of a launch must have room for. most_rows: of decodes.
 
-    Launches with prompts have room for as many as launches of decodes have, whose programs they share then: of one row, or of
-    `FEW_PROMPTS`, each with all its drafts. most_rows: of decodes.
+    Launches with prompts have room as launches of decodes, whose programs they share: of one row, or of `FEW_PROMPTS`, with all drafts.
     """
     if prefill is None:
         return 0
@@ -221,3 +221,13 @@ def sampling_room(decode: Rectangle | None, prefill: Rectangle | None, most_rows
 def num_decodes(rank: RankStep) -> int:
     """Decode rows of a rank."""
     return len(rank.decodes) // 8
+
+
+def padded_pieces(ranks: Sequence[np.ndarray], size: int, padding: int) -> Iterator[np.ndarray]:
+    """``[B, size, W]`` int32 pieces of each rank's ``[n, W]`` rows; what is left of a piece is ``padding``."""
+    for start in range(0, max(map(len, ranks)), size):
+        piece = np.full((len(ranks), size, ranks[0].shape[1]), padding, np.int32)
+        for rank, rows in enumerate(ranks):
+            part = rows[start : start + size]
+            piece[rank, : len(part)] = part
+        yield piece

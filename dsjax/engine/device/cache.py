@@ -25,9 +25,7 @@ def bytes_per_page(step: ModelStep) -> int:
 
 
 def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> int:
-    """Pages of a DP rank: ``wanted``, or what memory allows, whichever is less.
-
-    pool: of an accelerator; None on the CPU platform.
+    """Pages of a DP rank: ``wanted``, or what memory allows, whichever is less. pool: of an accelerator; None on the CPU platform.
 
     Raises:
         UserError: not even two pages fit (page 0 is never used).

@@ -28,9 +28,7 @@ _NOT_WITHOUT = {"xla_cpu_use_fusion_emitters": "0.10."}
 
 
 def compiler_options(platform: str, *, sums: bool = True) -> dict[str, int | bool] | None:
-    """Options for programs that run on devices of ``platform``; None: XLA's own.
-
-    What ``XLA_FLAGS`` says, or the file that it names, is left as it is.
+    """Options for programs on devices of ``platform``; None: XLA's own. What ``XLA_FLAGS``, or the file that it names, says stays.
 
     sums: whether XLA adds floating-point numbers up along rows in the program.
     """

@@ -53,10 +53,7 @@ class DeviceState:
 def describe(
     step: ModelStep, limits: ExecutorLimits, num_drafts: int = 0, *, counts_loads: bool = False
 ) -> DeviceState:
-    """Shapes, dtypes and shardings of the state's arrays.
-
-    num_drafts: the most that are ever drafted. counts_loads: whether the experts' loads are added up.
-    """
+    """Shapes, dtypes and shardings of the state's arrays. num_drafts: at most. counts_loads: whether experts' loads are added up."""
     ranks, slots = limits.num_ranks, limits.max_rows_decode
     rows, everywhere = NamedSharding(step.mesh, P(step.spec.batch_axes)), NamedSharding(step.mesh, P())
 

@@ -41,10 +41,7 @@ class ExpertRecorder:
         self._sums: list[Any] = [0] * 6
 
     def add(self, reports: Mapping[str, Array], groups: Sequence[GroupShape], placements: LayerPlacements) -> None:
-        """Enter a launch's reports.
-
-        groups: its row groups on a DP rank; placements: where experts were.
-        """
+        """Enter a launch's reports. groups: its row groups on a DP rank; placements: where experts were."""
         if not reports:
             return
         exchanges = self._step.micro_batches(groups)

@@ -22,8 +22,8 @@ from dsjax.engine.contract.commands import (
     from_int32s,
 )
 from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
-from dsjax.engine.device.buckets import Launch, num_decodes
-from dsjax.engine.device.logit_edits import bias_width, mask_words, padded_pieces
+from dsjax.engine.device.buckets import Launch, num_decodes, padded_pieces
+from dsjax.engine.device.logit_edits import bias_width, mask_words
 from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
 from dsjax.engine.device.slots import (
     ADMISSION_WIDTH,
@@ -152,11 +152,9 @@ def _admission(admission: Admission) -> np.ndarray:
 
 @dataclass(eq=False)
 class SlotRules:
-    """One request's sampling, as its admission has it.
+    """One request's sampling, as its admission has it. made: tokens made so far, as results have confirmed.
 
-    Attributes:
-        until: tokens of the output after which the most probable token is enough; 0: always, `ALWAYS`: never.
-        made: tokens made so far, as results have confirmed.
+    until: tokens of the output after which the most probable token is enough; 0: always, `ALWAYS`: never.
     """
 
     sampling: Sampling
@@ -183,11 +181,9 @@ class SlotRules:
 class RowRules(NamedTuple):
     """What the sampling of one launch needs beside the logits.
 
-    Attributes:
-        wanted: None where every row's most probable token is what it makes.
-        scored: whether a row wants log-probabilities of what it makes.
-        biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed everywhere.
-        slots: of each (rank, is prefill, row of the launch) that wants more than its token, its slot's rules.
+    wanted: None where every row's most probable token is what it makes. scored: whether a row wants log-probabilities of what it makes.
+    biases: ``[B, E, 4]`` pieces. masks: ``[B, J, W]``, None where all tokens are allowed. slots: of each (rank, is prefill, row of the
+    launch) that wants more than its token, its slot's rules.
     """
 
     wanted: Wanted | None
@@ -312,10 +308,8 @@ class SlotTable:
 class LaunchOutcome(NamedTuple):
     """What a launch gave, on the devices.
 
-    Attributes:
-        outcome: ``[B, J]``: tokens of all positions that make one, as of ``slots.commit``.
-        scores: of those positions; prompt_scores: of all token slots of a scored launch. None where nobody asked.
-        drafts: ``[B, R + R2, n]``; None where none were proposed.
+    outcome: ``[B, J]``: tokens of all positions that make one, as of ``slots.commit``. scores: of those positions; prompt_scores: of all
+    token slots of a scored launch. None where nobody asked. drafts: ``[B, R + R2, n]``; None where none were proposed.
     """
 
     launch: Launch

@@ -5,11 +5,8 @@ In vLLM's order: bias, then penalties, then masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,24 +24,13 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def padded_pieces(ranks: Sequence[np.ndarray], size: int, padding: int) -> Iterator[np.ndarray]:
-    """``[B, size, W]`` int32 pieces of each rank's ``[n, W]`` rows; what is left of a piece is ``padding``."""
-    for start in range(0, max(map(len, ranks)), size):
-        piece = np.full((len(ranks), size, ranks[0].shape[1]), padding, np.int32)
-        for rank, rows in enumerate(ranks):
-            part = rows[start : start + size]
-            piece[rank, : len(part)] = part
-        yield piece
-
-
 def add_biases(
     logits: Float[Array, "J V"], place: Int[Array, "J"], biases: Int[Array, "_ 4"], first: Int[Array, ""] | int = 0
 ) -> Float[Array, "J V"]:
-    """Add biases to the logits of single positions.
+    """Add biases to the logits of single positions. place: the number in the output of the token that each position makes.
 
-    place: the number in the output of the token that each position makes. biases: index of a position, token, bits of a float32 bias,
-    and the number in the output from which it holds no more. first: the token that ``logits[:, 0]`` belongs to, where the vocabulary
-    is spread over devices.
+    biases: index of a position, token, bits of a float32 bias, and the number in the output from which it holds no more. first: the token
+    that ``logits[:, 0]`` belongs to, where the vocabulary is spread over devices.
     """
     J, V = logits.shape
     index, token, bits, until = biases.T

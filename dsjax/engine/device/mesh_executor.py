@@ -15,9 +15,9 @@ from jaxtyping import Array
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.contract.commands import Clear, Command, Copy, Flush, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, ExpertCounts, Progress, RankResults
-from dsjax.engine.device import device_state, slots
+from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
-from dsjax.engine.device.buckets import Buckets, Launch, num_decodes
+from dsjax.engine.device.buckets import Buckets, Launch, num_decodes, padded_pieces
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_recorder import ExpertRecorder
 from dsjax.engine.device.launch_rows import (
@@ -29,10 +29,10 @@ from dsjax.engine.device.launch_rows import (
     read_step,
     split_page_changes,
 )
-from dsjax.engine.device.logit_edits import padded_pieces
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import explained_out_of_memory
 from dsjax.engine.device.programs import COPIES, Programs
+from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.model import step as model_step
 from dsjax.model.rows import RowGroup
@@ -47,10 +47,11 @@ SMALLER_STEPS = (
 
 
 class _StepOutcomes(NamedTuple):
-    """What a step's launches gave, on the devices, and where experts were when it began."""
+    """What a step's launches gave, on the devices; where experts were when it began; whether their load is recorded."""
 
     outcomes: list[LaunchOutcome]
     placements: list[LayerPlacements | None]
+    recording: bool
 
 
 PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
@@ -68,11 +69,8 @@ class MeshExecutor:
         meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
         library, experts: as in `Programs`.
 
-    Attributes:
-        device: the state, the parameters and the programs, as the parts have them.
+    device: the state, the parameters and the programs, as the parts have them.
     """
-
-    programs_class: type[Programs] = Programs
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class MeshExecutor:
         self.limits, self.buckets = limits, buckets
         params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
-        programs = self.programs_class(step, params, described, limits, experts_per_exchange, meet, library, experts)
+        programs = Programs(step, params, described, limits, experts_per_exchange, meet, library, experts)
         self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
@@ -200,16 +198,8 @@ class MeshExecutor:
         """What was recorded since recording began; None while it is off, or the model has no experts."""
         return self._recorder.read() if self.recording else None
 
-    def shutdown(self) -> None:
-        """Free the state and drop the programs."""
-        for part in self._parts:
-            part.close()
-        for array in jax.tree.leaves(self.state):
-            array.delete()
-        self.programs.drop()
-
-    def release(self, held: HeldWeights | None = None) -> None:
-        """`shutdown`, and free the parameters too, whatever became of the last step.
+    def shutdown(self, held: HeldWeights | None = None) -> None:
+        """Free the state, the parameters and the programs, whatever became of the last step.
 
         held: takes over those parameters that a checkpoint has; None: they are freed like the others.
         """
@@ -260,7 +250,7 @@ class MeshExecutor:
 
     def _step(self, pending: Pending, command: Step) -> Running:
         """Lay out and send a step's inputs; give its execution."""
-        pending.kept = _StepOutcomes([], [])
+        pending.kept = _StepOutcomes([], [], self.recording)
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
@@ -276,7 +266,7 @@ class MeshExecutor:
         self._padding = sum(shape.tokens for shape in shapes) * self.limits.num_ranks - sum(
             num_decodes(rank) + sum(row.length for row in rank.prefills) for rank in command.ranks
         )
-        laid_out, recording = list(zip(launches, shapes, inputs, rules, strict=True)), self.recording
+        laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
 
         def run() -> Running:
             pending.kept.placements.append(self.device.placements)
@@ -284,28 +274,21 @@ class MeshExecutor:
                 self.device.state = self.programs.get("admit")(self.state, packed)
                 yield self.state.start
             for each in laid_out:
-                yield from self._run_launch(pending, *each, command.proposes, recording)
+                yield from self._run(pending, *each)
 
         return run()
 
-    def _run_launch(
-        self,
-        pending: Pending,
-        launch: Launch,
-        shape: slots.LaunchShape,
-        packed: Array,
-        rules: RowRules,
-        proposes: int,
-        recording: bool,
-    ) -> Running:
+    def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
+        """Run a launch of a step, and keep what it gave."""
+        proposes = pending.command.proposes
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
             program = self.programs.get("drafting step", shape, proposes)
             arguments = (self.params, self.state, packed, *self._arrived())
             self.device.state, outcome, drafts, reports = program(*arguments)
             yield outcome
-            yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts), recording)
+            yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts))
             return
-        program = self.programs.step(shape, launch.scored)
+        program = self.programs.get("step", shape, launch.scored)
         self.device.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
             self.params, self.state, packed, *self._arrived()
         )
@@ -328,20 +311,20 @@ class MeshExecutor:
             self.device.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
-        yield from self._keep(pending, launched, recording)
+        yield from self._keep(pending, launched)
 
     def _arrived(self) -> tuple[Array, ...]:
         """What a program with layers in it takes last: of a model's stage behind the first, what has come from the one before."""
         return ()
 
-    def _keep(self, pending: Pending, launched: LaunchOutcome, recording: bool) -> Running:
+    def _keep(self, pending: Pending, launched: LaunchOutcome) -> Running:
         """Keep what a launch gave. What this process cannot read is gathered if somebody wants it, else dropped."""
         if self.programs.shared:
             slots_read = launched.rules.slots.values()
             wanted = {
                 "prompt_scores": launched.prompt_scores is not None,
                 "drafts": launched.drafts is not None and any(rules.guided for rules in slots_read),
-                "reports": recording and bool(launched.reports),
+                "reports": pending.kept.recording and bool(launched.reports),
             }
             for name, is_wanted in wanted.items():
                 gathered = (
@@ -405,7 +388,7 @@ class MeshExecutor:
 
         return run()
 
-    def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
+    def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """What the sampling of a launch's rows needs, on the devices."""
         rules = self._slots.rules_of(command, launch, shape)
         if rules.wanted is None:
@@ -416,7 +399,7 @@ class MeshExecutor:
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """What a step's rows yielded, which the slots follow."""
-        outcomes, [placements] = pending.kept
+        outcomes, [placements], _ = pending.kept
         if self._recorder is not None:
             for outcome in outcomes:
                 self._recorder.add(outcome.reports, outcome.shape.groups, placements)

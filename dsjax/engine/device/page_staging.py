@@ -16,10 +16,9 @@ RankArrays = list[np.ndarray]
 
 
 class StagedPiece(NamedTuple):
-    """Holds as many pages of each rank as a program places at once.
+    """As many pages of each rank as a program places at once.
 
-    Attributes:
-        layout: of each rank, which page of the command stands at each place of the piece; −1: none. make: sends them to the devices.
+    layout: of each rank, which page of the command stands at each place; −1: none. make: sends them to the devices.
     """
 
     layout: RankArrays
@@ -29,8 +28,7 @@ class StagedPiece(NamedTuple):
 class PageStore:
     """Where pages lie that are named by numbers in `FetchPages`: slots of host memory, or pages that have landed.
 
-    Attributes:
-        read: begins to bring a page, given its rank, number and name; None: the store cannot be asked for pages by name.
+    read: begins to bring a page, given its rank, number and name; None: the store cannot be asked for pages by name.
     """
 
     read: Callable[[int, int, bytes], None] | None = None
@@ -108,7 +106,7 @@ class PageStaging:
             if staged_here is None:
                 return
             for numbers, staged in zip(pages, staged_here, strict=True):
-                device.state = device.programs.put_pages()(device.state, staged, numbers)
+                device.state = device.programs.get("put pages")(device.state, staged, numbers)
                 yield device.state.start
 
         return run()

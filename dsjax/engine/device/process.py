@@ -118,10 +118,9 @@ def without_compile_cache() -> Iterator[None]:
 
 
 def size_memory_pool(share: float) -> None:
-    """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, which must come before JAX starts.
+    """Make the pool that JAX takes from each GPU's memory as large as ``share`` of it, before JAX starts.
 
-    ``XLA_CLIENT_MEM_FRACTION`` and its older name are replaced: the engine, the dry run and the planner reckon with the option. Where JAX
-    runs already the pool stays as it is.
+    It replaces ``XLA_CLIENT_MEM_FRACTION`` and its older name: the engine, the dry run and the planner reckon with the option.
     """
     if backend_is_running():
         return

@@ -41,9 +41,10 @@ _SELDOM_WANTED = {"step": 5, "drafting step": 3, "drafts": 1}
 
 
 class Programs:
-    """Traces and compiles each program once, when it is first asked for or by ``warm_up``.
+    """Traces and compiles each program of a model, or of a stage of it, once: when it is first asked for or by ``warm_up``.
 
-    ``get`` gives a program; the ``lower_…`` methods trace without compiling, also for devices that are not here.
+    ``get`` gives a program; the ``lower_…`` methods trace without compiling, also for devices that are not here. Of a stage behind the
+    first, programs with layers in them also take the hidden states of the stage before, last; ``_lower_step`` says which these are.
 
     Args:
         experts_per_exchange: experts that a rank sends and receives in one run of ``stage_experts``; 0: experts stay where they are.
@@ -89,8 +90,8 @@ class Programs:
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
     def _compiler_options(self, key: ProgramKey) -> dict[str, int | bool] | None:
-        # The sums of layers and head are the kernels' where a step is exact, and log-probabilities have an order of their own
-        # (`log_softmax`). Only a draw's probabilities are XLA's then.
+        # Where a step is exact, sums of layers and head are the kernels', and log-probabilities have an order of their own
+        # (`log_softmax`): XLA sums a draw's probabilities alone.
         platform = self._step.mesh.devices.flat[0].platform
         return compiler_options(platform, sums=not self._step.is_exact or key[0] == "draw")
 
@@ -140,39 +141,12 @@ class Programs:
             self._shapes[decode, prefill] = LaunchShape(*groups, self._limits.page_size, room)
         return self._shapes[decode, prefill]
 
-    def step(self, shape: LaunchShape, scored: bool = False) -> Compiled:
-        """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
-
-        Of a model's stage behind the first, all programs with layers in them also take what has arrived from the one before, last.
-
-        The rows of a launch, each with its most probable tokens. positions: those that make a token, packed; outcome: their tokens,
-        as of ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
-        row are scored.
-        """
-        return self.get("step", shape, scored)
-
     def gather(self, tree: Any) -> Any:
         """What a program gave, where this process can read it: where ``shared``, all processes run a program that brings it there."""
         if not self.shared:
             return tree
         key, described = _gathering(tree)
         return self.store.get(key, lambda: self._lower_gather(described))(tree)
-
-    def take_pages(self) -> Compiled:
-        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
-        return self.get("take pages")
-
-    def put_pages(self) -> Compiled:
-        """``(state, copies, pages) -> state`` with the copies in these pages."""
-        return self.get("put pages")
-
-    def stage_experts(self, layers: ExpertLayers) -> Compiled:
-        """The program that ``expert_programs.lower_stage`` describes."""
-        return self.get("stage experts", layers.stack)
-
-    def place_experts(self, layers: ExpertLayers) -> Compiled:
-        """The program that ``expert_programs.lower_place`` describes."""
-        return self.get("place experts", layers.stack)
 
     def no_masks(self, positions: int) -> Array:
         """Masks that allow everything, on the devices."""
@@ -228,9 +202,16 @@ class Programs:
     def labels(self, buckets: Buckets) -> dict[ProgramKey, str]:
         """Keys and names of all programs that ``buckets`` can ask for; those that gather come with what they gather."""
         labels: dict[ProgramKey, str] = {}
+        ends = self._step.ends
         launches = [(*shapes, False) for shapes in buckets.shapes()]
         for decode, prefill, proposes, scored in [*launches, (None, buckets.scored, buckets.proposals, True)]:
             shape, name = self.shape(decode, prefill), shape_label(decode, prefill)
+            if not ends:  # a scored launch is like any other there
+                labels["step", shape, False] = f"prompt scores, {name}" if scored else name
+                for count in (0, *proposes):
+                    key = entering(shape, count)
+                    labels[key] = f"tokens of {shape.positions} positions, {count} drafts"
+                continue
             labels["step", shape, scored] = f"prompt scores, {name}" if scored else name
             for kind, what in (("draw", "sampler"), ("biases", "biases"), ("score", "log-probabilities")):
                 labels.setdefault((kind, shape.positions), f"{what}, {name}")
@@ -238,19 +219,17 @@ class Programs:
                 labels["drafts", shape, count] = f"{count} drafts, {name}"
                 if prefill is None:
                     labels["drafting step", shape, count] = f"{name}, then {count} drafts"
-        labels["allocate",] = "allocation"
-        labels["admit",] = "admission"
+        labels |= {("allocate",): "allocation", ("admit",): "admission"}
         if self._limits.moves_pages:
-            labels["take pages",] = "pages out of the cache"
-            labels["put pages",] = "pages into the cache"
-        labels["clear",] = "clearing pages"
-        labels["copy",] = "copying pages"
+            labels |= {("take pages",): "pages out of the cache", ("put pages",): "pages into the cache"}
+        labels |= {("clear",): "clearing pages", ("copy",): "copying pages"}
         if self._exchanged:
             labels["read loads",] = "reading experts' loads"
             for layers in expert_programs.expert_layers(self._step):
                 labels["stage experts", layers.stack] = f"sending experts, {layers.stack}"
                 labels["place experts", layers.stack] = f"placing experts, {layers.stack}"
-        return labels
+        stage = self._step.stage
+        return labels if stage is None else {key: f"{stage}: {name}" for key, name in labels.items()}
 
     def _lower(self, key: ProgramKey) -> Lowered:
         kind, *arguments = key
@@ -259,16 +238,46 @@ class Programs:
     # How each program is traced.
 
     def lower_step(self, shape: LaunchShape, scored: bool = False) -> Lowered:
-        """The program of ``step``, traced but not compiled."""
+        """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
+
+        The rows of a launch, each with its most probable tokens. positions: those that make a token, packed; outcome: their tokens,
+        as of ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
+        row are scored. A stage before the last gives ``(state, positions, hidden, reports)``.
+        """
 
         def run(params, state, packed, *arrived):
+            if not self._step.ends:
+                state, rows, _, hidden, reports = step_programs.run_layers(
+                    self._step, params, state, packed, shape, *arrived
+                )
+                at = Positions.of(rows, shape).pack()
+                pinned = self._pin((at, hidden), (self._of_positions(shape.positions)[0], self._hidden(shape.tokens)))
+                return self._pin(state, self._state), *pinned, reports
             state, _, at, outcome, logits, hidden, reports, *scores = step_programs.compute(
                 self._step, params, state, packed, shape, scored, *arrived
             )
             pinned = self._pin((at.pack(), outcome, logits, hidden), self._of_step(shape))
             return self._pin(state, self._state), *pinned, reports, *scores
 
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
+        return self._lower_step(run, shape)
+
+    def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
+        """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last, with what the last one made of a launch's rows.
+
+        outcome, drafts: as ``step`` and ``drafts`` give them, so many drafts. firsts: as of ``entering``.
+        """
+        packed, outcome = (self._described((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
+        proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
+
+        def run(state, at, outcome, *proposed):
+            at = Positions.unpack(at)
+            state, _ = slots.commit(self._step, state, at, outcome)
+            if proposed:
+                own, following = (array[:, np.array(firsts)] for array in (at.slot, at.following))
+                state = slots.enter_drafts(self._step, state, own, following, *proposed)
+            return self._pin(state, self._state)
+
+        return jax.jit(run, donate_argnums=0).lower(self._state, packed, outcome, *proposed)
 
     def lower_drafting_step(self, shape: LaunchShape, count: int) -> Lowered:
         """``(params, state, packed) -> (state, outcome, drafts [B, R, count], reports)``: ``step`` and ``drafts`` in one program.
@@ -286,7 +295,7 @@ class Programs:
             outcome = self._pin(outcome, self._of_positions(shape.positions)[1])
             return self._pin(state, self._state), outcome, proposed, reports
 
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
+        return self._lower_step(run, shape)
 
     def lower_drafts(self, shape: LaunchShape, count: int) -> Lowered:
         """``(params, state, packed, positions, outcome, hidden) -> (state, drafts [B, R + R2, count])``: what the MTP module proposes.
@@ -302,11 +311,17 @@ class Programs:
             return self._pin(state, self._state), proposed
 
         at, outcome, _, hidden = self._of_step(shape)
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32), at, outcome, hidden)
+        return self._lower_step(run, shape, at, outcome, hidden)
 
-    def _lower_step(self, run: Callable, *arguments: Any) -> Lowered | CutLowered:
-        """A program of parameters, state and ``arguments`` that has layers in it; where experts are apart, as many as it takes."""
-        arguments = self._params, self._state, *arguments
+    def _lower_step(self, run: Callable, shape: LaunchShape | GroupShape, *arguments: Any) -> Lowered | CutLowered:
+        """A program with layers in it, of parameters, state, packed rows, and ``arguments`` or what has come from the stage before.
+
+        Where experts are apart, it is as many programs as it takes.
+        """
+        packed = self._described((shape.packed_width,), np.int32)
+        if not arguments and not self._step.begins:
+            arguments = (self._hidden(shape.tokens),)
+        arguments = self._params, self._state, packed, *arguments
         if self.experts is not None:
             return lower_cut(run, *arguments, donate_argnum=1, worker=self.experts)
         return jax.jit(run, donate_argnums=1).lower(*arguments)
@@ -351,7 +366,7 @@ class Programs:
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
     def lower_take_pages(self) -> Lowered:
-        """The program of ``take_pages``."""
+        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
         pages = self._described((device_state.MOVED_PAGES,), np.int32)
 
         def run(state, pages):
@@ -360,7 +375,7 @@ class Programs:
         return jax.jit(run).lower(self._state, pages)
 
     def lower_put_pages(self) -> Lowered:
-        """The program of ``put_pages``."""
+        """``(state, copies, pages) -> state`` with the copies in these pages."""
         pages = self._described((device_state.MOVED_PAGES,), np.int32)
         return self._lower_small(device_state.put_pages, self.described_moved(), pages)
 
@@ -401,9 +416,8 @@ class Programs:
 
     def lower_every_token(self) -> Lowered:
         """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
-        Of a stage before the last, hidden states take the logits' place.
 
-        packed: the row as of ``RowGroup.pack``; it brings its own page table.
+        packed: as of ``RowGroup.pack``, with its own page table. A stage before the last gives hidden states in the logits' place.
         """
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 
@@ -418,7 +432,7 @@ class Programs:
                 logits = jax.lax.with_sharding_constraint(logits, self.everywhere)
             return self._pin(state, self._state), logits
 
-        return self._lower_step(run, self._described((shape.packed_width,), np.int32), *self.arriving(shape.tokens))
+        return self._lower_step(run, shape)
 
     def _lower_gather(self, described: Any) -> Lowered:
         return jax.jit(lambda tree: tree, out_shardings=self.everywhere).lower(described)
@@ -439,10 +453,6 @@ class Programs:
         """A description of the hidden states of so many token slots a DP rank."""
         return self._described((tokens, self._step.config.hidden_size), self._step.dtype)
 
-    def arriving(self, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What a program with layers in it takes last, of a stage behind the first: the hidden states of the one before."""
-        return () if self._step.begins else (self._hidden(tokens),)
-
     def _logits(self, positions: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._step.mesh, self._step.logits_spec(positions))
         shape = (self._limits.num_ranks, positions, self._limits.vocab_size)
@@ -454,6 +464,11 @@ class Programs:
 
     def _described(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self._limits.num_ranks, *shape), dtype, sharding=self.rows)
+
+
+def entering(shape: LaunchShape, drafts: int) -> tuple[str, int, tuple[int, ...], int]:
+    """The key of the program that enters a launch's tokens, which depends on its rows only where drafts are entered."""
+    return "enter", shape.positions, tuple(shape.first_positions.tolist()) if drafts else (), drafts
 
 
 def shape_label(decode: Rectangle | None, prefill: Rectangle | None) -> str:

@@ -53,37 +53,33 @@ class MeshCandidate:
 class CompileAhead:
     """Compiles for one process, over all generations. Programs go to the library; which devices a mesh will have does not matter for them.
 
-    Attributes:
-        done, total: programs that are there, and that are wanted, of the meshes that may come next.
+    done, total: programs that are there, and that are wanted, of the meshes that may come next.
     """
 
     def __init__(self, args: EngineArgs, library: ProgramLibrary):
         self._args, self._library = args, library
         # With experts apart a step is many programs, which the library does not keep.
         self._losses = args.compile_ahead if args.expert_mesh is None else 0
-        self._going: threading.Event | None = None
+        self._ended = threading.Event()  # what was begun last
         self._thread: threading.Thread | None = None
         self.done = self.total = 0
         atexit.register(self.close)  # a thread that compiles when Python ends would abort the process
 
     def begin(self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights) -> None:
-        """Compile for what may come after this mesh, in a thread, from now on. What was begun before ends.
+        """Compile in a thread for what may come after this mesh. What was begun before ends.
 
         live: the processes that can be in the next mesh, also those that stand by now. weights: the format that they are held in.
         """
         self.stop()
         self.done = self.total = 0
-        if not self._losses:
-            return
-        self._going = going = threading.Event()
-        going.set()
-        arguments = now, wanted, list(live), weights, going
-        self._thread = start_thread(_WORK, self._run, *arguments, name="dsjax-compile-ahead")
+        if self._losses:
+            self._ended = threading.Event()
+            arguments = now, wanted, list(live), weights, self._ended
+            self._thread = start_thread(_WORK, self._run, *arguments, name="dsjax-compile-ahead")
 
     def stop(self) -> None:
         """Compile nothing more; the program that is being compiled is not waited for."""
-        if self._going is not None:
-            self._going.clear()
+        self._ended.set()
 
     def close(self) -> None:
         """Stop, and wait for the program that is being compiled."""
@@ -93,14 +89,11 @@ class CompileAhead:
 
     def prepare(self, spec: MeshSpec, reason: str) -> None:
         """Compile for a mesh over all devices that JAX knows, in this thread and without rests."""
-        if not self._losses:
-            return
-        going = threading.Event()
-        going.set()
-        self._compile(lambda: [_over_all(spec, reason)], going, rests=False)
+        if self._losses:
+            self._compile(lambda: [_over_all(spec, reason)], threading.Event(), rests=False)
 
     def _run(
-        self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, going: threading.Event
+        self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, ended: threading.Event
     ) -> None:
         def find() -> list[MeshCandidate]:
             config, losses = self._checkpoint.config, self._losses
@@ -108,10 +101,10 @@ class CompileAhead:
             after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
             return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
 
-        self._compile(find, going, rests=True)
+        self._compile(find, ended, rests=True)
 
-    def _compile(self, find: Callable[[], list[MeshCandidate]], going: threading.Event, *, rests: bool) -> None:
-        """Compile for each mesh in turn, as long as `going` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
+    def _compile(self, find: Callable[[], list[MeshCandidate]], ended: threading.Event, *, rests: bool) -> None:
+        """Compile for each mesh in turn, until `ended` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
         try:
             self._library.keep_in(enable_compile_cache())
             wanted = find()
@@ -119,7 +112,7 @@ class CompileAhead:
             done, total = 0, sum(len(programs.labels(buckets)) for programs, buckets in described)
             for each, (programs, buckets) in zip(wanted, described, strict=True):
                 began = time.monotonic()
-                if not programs.compile_ahead(buckets, self._pace(done, total, going, rests)):
+                if not programs.compile_ahead(buckets, self._pace(done, total, ended, rests)):
                     return
                 done += len(programs.labels(buckets))
                 seconds = time.monotonic() - began
@@ -127,18 +120,17 @@ class CompileAhead:
         except Exception as error:
             note_failure(_WORK, error, "Programs that a change of the mesh needs are compiled when it comes.")
 
-    def _pace(self, before: int, total: int, going: threading.Event, rests: bool) -> Callable[[int, str], bool]:
+    def _pace(self, before: int, total: int, ended: threading.Event, rests: bool) -> Callable[[int, str], bool]:
         last = time.monotonic()
 
         def go_on(done: int, _: str) -> bool:
             nonlocal last
-            if rests and going.is_set():
+            if rests and not ended.is_set():
                 time.sleep(_REST_SHARE * (time.monotonic() - last))
             last = time.monotonic()
-            if not going.is_set():
-                return False
-            self.done, self.total = before + done, total
-            return True
+            if not ended.is_set():
+                self.done, self.total = before + done, total
+            return not ended.is_set()
 
         return go_on
 

@@ -42,7 +42,8 @@ class Follower:
         phase: what it is doing, as `/ready` has it; `ready` once programs are compiled, `standing by` without a part in the mesh.
         executor: of the generation of now; None between two, and without a part in the mesh. ahead: compiles for meshes that may come.
         has_served: whether it has been ready once. left: whether it has left the group in order, and the others go on.
-        commands, steps: how many commands it has carried out, and how many of them have been collected, in all generations.
+        regroups: whether the group can go on without a process of it: then this one may leave, and go on after a failure.
+        commands, steps: that it has carried out, and collected, in all generations.
     """
 
     def __init__(self, group: HostGroup):
@@ -55,7 +56,7 @@ class Follower:
         self.ahead: CompileAhead | None = None
         self._on_warm: Callable[[], None] = lambda: None
         self._over, self._leaves = threading.Event(), threading.Event()
-        self._signals, self._may_leave = 0, True
+        self._signals, self.regroups = 0, True
         group.on_end = self._watch_end
 
     def leave(self) -> None:
@@ -88,26 +89,22 @@ class Follower:
         self._signals += 1
         if self._signals > 1:
             os._exit(1)
-        comes_back = self.group.generation > 0
+        name, comes_back = signal.Signals(number).name, self.group.generation > 0
         if self.phase == "compiling ahead" or not (self.has_served or comes_back):
             # Nobody counts on it yet; or the group has not served, and can form no other mesh.
-            os.write(2, f"{signal.Signals(number).name} while {self.phase}: this process ends now\n".encode())
+            os.write(2, f"{name} while {self.phase}: this process ends now\n".encode())
             os._exit(0)
-        if not self._may_leave:
-            text = (
-                f"{signal.Signals(number).name}: the others need this process's stages, so that it goes on until process 0 ends; "
-                "a second signal ends it now\n"
-            )
-            os.write(2, text.encode())
-            return
-        # Where it cannot ask, it ends at once: the others go on as after a loss.
-        start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
+        if self.regroups:  # where it cannot ask, it ends at once: the others go on as after a loss
+            start_thread("leave", self.leave, name="dsjax-leave", on_failure=lambda error: os._exit(1))
+        else:
+            why = "the others need this process's stages, so that it goes on until process 0 ends; a second signal ends it now"
+            os.write(2, f"{name}: {why}\n".encode())
 
     def run_with(self, args: EngineArgs) -> None:
         """Follow all generations of an engine that was started with these options, as `run` does. To be called in the main thread."""
         from dsjax.checkpoint.held_weights import HeldWeights
         from dsjax.engine.elastic.compile_ahead import CompileAhead
-        from dsjax.engine.elastic.generations import drop, load_generation, release
+        from dsjax.engine.elastic.generations import load_generation, release
         from dsjax.engine.program_cache.library import ProgramLibrary
         from dsjax.engine.setup.loading import load_model
         from sharding.mesh import MeshSpec
@@ -118,7 +115,7 @@ class Follower:
 
             chunks = FollowerTransfers(args, self.group)
         has_stages = MeshSpec.parse(args.mesh).pp_size > 1
-        self._may_leave = not has_stages  # no group goes on without one of its stages
+        self.regroups = not has_stages  # no group goes on without one of its stages
         self.handle_signals()
         library = ProgramLibrary()
         self.ahead = ahead = CompileAhead(args, library)
@@ -133,33 +130,34 @@ class Follower:
                 loaded = load_generation(args, announcement, self.group, library, held)
             if chunks is not None:
                 chunks.join(loaded)
-            spec, wanted = (
-                MeshSpec.parse(text) for text in (loaded.facts.mesh, announcement.wanted if announcement else args.mesh)
-            )
+            wanted = announcement.wanted if announcement else args.mesh
+            spec, wanted = MeshSpec.parse(loaded.facts.mesh), MeshSpec.parse(wanted)
             self._on_warm = lambda: ahead.begin(spec, wanted, self.group.live_ids, loaded.facts.weights)
             return loaded.executor
 
-        if (
-            self.group.generation > 0
-        ):  # it comes back, and the others go on meanwhile: let them not wait for its compiler
+        if self.group.generation > 0:
+            # It comes back. The others, who go on meanwhile, are not to wait for its compiler.
             self.phase = "compiling ahead"
             ahead.prepare(MeshSpec.parse(self.group.wanted or args.mesh), "this process takes part again")
             self.phase = "standing by"
-        self.run(load, lambda executor: release(executor, held), drop=lambda: drop(held), regroups=not has_stages)
+
+        def give_back(executor: Executor | None) -> None:
+            if executor is None:
+                held.clear()
+            release(executor, held)
+
+        self.run(load, give_back)
 
     def run(
         self,
         load: Callable[[Announcement | None], Executor],
-        release: Callable[[Executor], None],
+        release: Callable[[Executor | None], None],
         seconds: float | None = None,
-        drop: Callable[[], None] = lambda: None,
-        regroups: bool = True,
     ) -> None:
         """Follow generation after generation, until the leader ends or is lost. The process must end soon after.
 
-        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds. seconds: to wait
-        for the next generation after a failure. drop: frees the weights that are held when a new mesh has none of this process's
-        devices. regroups: whether another generation may come after a failure.
+        load: gives the executor of a generation; None: of the first one. release: gives back what an executor holds; None: the weights that
+        are held. seconds: to wait for the next generation after a failure.
 
         Raises:
             GroupError: it did not end as it should. Other errors: this process's own, with which it leaves the group.
@@ -180,7 +178,7 @@ class Follower:
                         return
                 else:
                     self.phase = "standing by"
-                    drop()
+                    release(None)
                     if self._leaves.is_set():
                         self.left = True
                         self._finish()
@@ -189,7 +187,7 @@ class Follower:
                 if executor is not None:  # others may wait for this process, which lives, in a collective or at a layer
                     self.group.collectives.cut(self.group.generation)
                 unformed = announcement is None and isinstance(error, GroupError)
-                if unformed or not regroups:
+                if unformed or not self.regroups:
                     raise
                 failure = error
             self.executor = None
@@ -205,7 +203,6 @@ class Follower:
                 raise failure
             if executor is not None:
                 release(executor)
-            del executor
             announcement = following
             reason = self.group.links.why_left_out(announcement)
             if reason is not None:
@@ -214,11 +211,7 @@ class Follower:
         self._finish()
 
     def follow(self, executor: Executor) -> bool:
-        """Carry out messages of one generation, until the leader ends (True) or announces another one (False).
-
-        Raises:
-            GroupError: the leader did not end as it should.
-        """
+        """Carry out messages of one generation, until the leader ends (True, or a `GroupError`) or announces another one (False)."""
         self.phase = "warming up"
         if not _Work(self, executor, self.group.commands(self.group.generation)).carry_out_all():
             return False

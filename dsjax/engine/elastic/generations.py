@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.engine.afd.link_counts import ExpertLinks
@@ -53,12 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """A requested mesh.
-
-    Attributes:
-        args: the options with the requested expert devices or processes. connects: whether only the expert processes change, so that
-            the executor, its caches and its requests stay.
-    """
+    """A requested mesh, with the options for its experts. connects: whether the executor stays, and the expert processes change."""
 
     spec: MeshSpec
     args: EngineArgs
@@ -74,10 +68,10 @@ class ChangeCounts:
     """What metrics show.
 
     Attributes:
-        changes: by reason: ``scale`` (asked for), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a collective,
-            though all processes live).
+        changes: by reason: ``scale`` (asked for), ``loss``, ``leave`` or ``return`` (of a process), ``failure`` (of a collective, though
+            all processes live).
         seconds: in them, in which no step computed.
-        weight_bytes: of all processes in all changes, by where they have come from: kept, moved or read; see ``WeightBytes``.
+        weight_bytes: of all processes in all changes, by where they have come from; see ``WeightBytes``.
     """
 
     changes: Counter[str] = field(default_factory=Counter)
@@ -89,15 +83,12 @@ class ChangeCounts:
 class Generations:
     """The `MeshChanger` of an engine: makes the next executor when the mesh has to change, and gives up the one before.
 
-    Args:
-        loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
+    loaded: the first generation, as ``load_model`` gave it with ``args``, ``group`` and ``library``.
 
     Attributes:
         args: the options of now, but for the mesh, which is ``spec``. number: of the generation of now; facts: what it is.
         wanted: the mesh that was asked for last: the one of now is smaller while processes are missing.
         warm: whether the first one was warmed up (`has_warmed_up`): then each is, before requests go on.
-        patience: seconds that a request waits for a larger mesh where the one of now cannot hold it (``--wait-for-mesh-seconds``).
-        failure: why the mesh that was asked for last could not be had; the one before is in its place.
         ahead: compiles for meshes that may come; None for a process that is alone.
     """
 
@@ -189,23 +180,20 @@ class Generations:
             self._asked, self.failure = True, None
 
     def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change, as of ``MeshChanger.ask``.
-
-        text: the mesh. expert_mesh, afd_address: the experts' devices and processes. None: that part stays as it is.
+        """Check a requested change, as of ``MeshChanger.ask``. None: that part stays as it is.
 
         Raises:
-            ChangeUnderWayError: another change is under way.
-            UserError, MeshError: the mesh cannot be had, an expert process does not answer, or there are none.
+            ChangeUnderWayError: another change is under way. UserError, MeshError: the mesh cannot be had, or an expert process does not
+                answer.
         """
         self._reserve()
         try:
-            remote = self.args.afd_role == "attention"
-            if text is not None and (afd_address is not None or (remote and expert_mesh is not None)):
+            if afd_address is not None or (expert_mesh is not None and self.args.afd_role == "attention"):
+                if text is None:
+                    return self._ask_experts(expert_mesh, afd_address)
                 raise UserError(
                     "found mesh and the experts' processes, one for each side; change one side and then the other"
                 )
-            if afd_address is not None or (remote and expert_mesh is not None):
-                return self._ask_experts(expert_mesh, afd_address)
             args = self.args if expert_mesh is None else with_experts_on(self.args, expert_mesh)
             wanted = Wanted(self.wanted if text is None else MeshSpec.parse(text), args)
             check_mesh(args, self._config, self._weights, wanted.spec, self._devices(), self._group is not None)
@@ -287,7 +275,9 @@ class Generations:
         """Go on after a step failed; raise its error where no process is gone, and it was no collective that had worked before."""
         if self._asked:  # the steps under way were waited for
             self.failure = UserError("a step failed before the mesh could be changed to it; ask again")
-        worked = isinstance(error, RuntimeError) and self._has_worked
+        # Whether it has computed anything together with other processes.
+        together = any(isinstance(one, LeaderExecutor) and one.collected > 0 for one in _layers(self._executor))
+        worked = together and isinstance(error, RuntimeError)
         lost = self._lost_by(error, _TELL_SECONDS if worked else None)
         if lost is None and worked:
             lost = self._look_at_links(error)
@@ -459,11 +449,6 @@ class Generations:
     def _is_broken(self) -> bool:
         return any(self._group.loss_of(member) for member in self._group.present)
 
-    @property
-    def _has_worked(self) -> bool:
-        """Whether the executor of now has computed anything together with other processes."""
-        return any(isinstance(layer, LeaderExecutor) and layer.collected > 0 for layer in _layers(self._executor))
-
     def _lost_by(self, error: Exception, seconds: float | None = None) -> GroupError | None:
         if self._group is None or not isinstance(error, GroupError | RuntimeError):
             return None
@@ -475,23 +460,14 @@ def load_generation(
 ) -> LoadedEngine:
     """Load this process's part of an announced generation. Its steps are not recorded: a recording is of one mesh.
 
-    args: as the process was started. held: weights of the generation before it, on this process's devices.
+    args: as the process was started. held: weights of the generation before, on this process's devices.
     """
     options = replace(args, **announcement.options, record_steps=None)
-    mesh = mesh_of(announcement) if MeshSpec.parse(options.mesh).pp_size == 1 else None
+    spec, mesh = MeshSpec.parse(options.mesh), None
+    if spec.pp_size == 1:
+        devices = {device.id: device for device in jax.devices()}
+        mesh = spec.arrange([devices[i] for i in announcement.device_ids])
     return load_model(options, group, mesh=mesh, is_later=True, library=library, held=held)
-
-
-def drop(held: HeldWeights) -> None:
-    """Free held weights that this process does not need any more."""
-    held.clear()
-    gc.collect()  # JAX frees memory shared with NumPy only when it is next called, or here
-
-
-def mesh_of(announcement: Announcement) -> Mesh:
-    """Arrange the devices of a generation that was announced as its mesh."""
-    devices = {device.id: device for device in jax.devices()}
-    return MeshSpec.parse(announcement.options["mesh"]).arrange([devices[i] for i in announcement.device_ids])
 
 
 def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
@@ -500,8 +476,8 @@ def release(executor: Executor | None, held: HeldWeights | None = None) -> None:
         if isinstance(layer, RecordingExecutor):
             layer.file.close("the mesh has changed")
         elif not isinstance(layer, ExecutorWrapper):
-            layer.release(held)
-    gc.collect()
+            layer.shutdown(held)
+    gc.collect()  # JAX frees memory shared with NumPy only when it is next called, or here
 
 
 def _layers(executor: Executor | None) -> Iterator[Any]:

@@ -24,8 +24,7 @@ def host_options(args: EngineArgs) -> HostOptions | None:
     """Find out which process of which group this is; None: it is alone.
 
     Raises:
-        UserError: options that do not go together, or an address that is none; or what started this process says that it is one of
-            several, and its options are of an engine of one.
+        UserError: options that do not go together, or no address; or what started this process has several, and its options are of one.
     """
     options = HostOptions.find(args, args.link_monitor_interval)
     if options is not None:
@@ -57,8 +56,7 @@ def join_group(args: EngineArgs, options: HostOptions | None):
 def _bound_collectives(seconds: int) -> None:
     """Have a collective of the CPU platform fail when another process has not come to it for so long: it hangs.
 
-    Nobody compiles between two collectives: after a compilation at first use all wait for all (`Programs`), without a limit. Where
-    a process was only late, all go on in a new generation.
+    Nobody compiles between two collectives (`Programs`). Where a process was only late, all go on in a new generation.
     """
     flag = "--xla_cpu_collective_timeout_seconds"
     flags = os.environ.get("XLA_FLAGS", "")

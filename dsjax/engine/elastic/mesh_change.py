@@ -40,11 +40,7 @@ def devices_beside(args: EngineArgs) -> int:
 
 
 def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str | None) -> EngineArgs:
-    """Return the options with the experts in other processes. None: that option stays as it is.
-
-    Raises:
-        UserError: the experts of this engine are not in other processes, or an address is one of the current ones.
-    """
+    """Return the options with other expert processes; a `UserError` where these cannot be. None: that option stays as it is."""
     if args.afd_role != "attention":
         raise UserError(
             f"afd_address is {afd_address}, and this engine has no experts in other processes (--afd-role attention); leave it out"
@@ -61,11 +57,7 @@ def with_experts_at(args: EngineArgs, expert_mesh: str | None, afd_address: str 
 
 
 def with_experts_on(args: EngineArgs, expert_mesh: str) -> EngineArgs:
-    """Return the options with the experts on other devices of this process.
-
-    Raises:
-        UserError: the experts have no devices of their own, or `expert_mesh` is not a mesh.
-    """
+    """Return the options with the experts on other devices of this process; a `UserError` where it cannot be."""
     if args.expert_mesh is None:
         raise UserError(
             f"expert_mesh is {expert_mesh}, and the experts of this engine are on the devices of its mesh; give mesh alone"
@@ -83,10 +75,7 @@ def check_mesh(
     devices: Sequence[Any],
     several_processes: bool = False,
 ) -> None:
-    """Refuse a mesh that a running engine cannot change to, with a `UserError` or a `MeshError`.
-
-    devices: that there are. several_processes: whether the engine was started with some.
-    """
+    """Refuse a mesh that a running engine cannot change to, with a `UserError` or a `MeshError`. several_processes: at its start."""
     if spec.pp_size > 1:
         if several_processes:
             raise MeshError(
@@ -111,11 +100,7 @@ def check_mesh(
 def largest_mesh(
     args: EngineArgs, config: ModelConfig, weights: Weights, wanted: MeshSpec, devices: Sequence[Any]
 ) -> MeshSpec:
-    """Find the wanted mesh, or the largest with fewer DP ranks: `tp` and stages stay, `ep` where it divides.
-
-    Raises:
-        NoMeshError: the devices are too few for one DP rank.
-    """
+    """Find the wanted mesh, or the largest with fewer DP ranks: `tp` and stages stay, `ep` where it divides. Raises a `NoMeshError`."""
     if wanted.pp_size > 1:
         if len(devices) < wanted.num_devices:
             raise NoMeshError(f"{len(devices)} devices are left, too few for mesh {wanted}")

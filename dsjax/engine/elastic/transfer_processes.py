@@ -1,4 +1,4 @@
-"""Transfers of pages where a side is several processes: which process keeps what, at which address, and a follower's part in it."""
+"""Transfers of pages where a side is several processes: which process keeps what, and a follower's part in it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _STAGE = "addresses of chunks"
 
 
 class FollowerTransfers:
-    """The part in transfers that a process other than the first of a side has, from generation to generation.
+    """The part of a process other than the first in its side's transfers.
 
-    On the prefill side it keeps the chunks of its ranks for others to pull. On the decode side it pulls the chunks of the ranks that it
-    has devices of, straight from the processes that keep them, and tells process 0 what came of each.
+    On the prefill side it keeps its ranks' chunks; on the decode side it pulls those of its devices, and reports each to process 0.
     """
 
     def __init__(self, args: EngineArgs, group: HostGroup):
@@ -38,7 +37,7 @@ class FollowerTransfers:
         self._chunks: RemoteChunks | None = None
 
     def join(self, loaded: LoadedEngine) -> None:
-        """Take part in the transfers of another generation, with its executor."""
+        """Take part in the transfers of another generation."""
         args, group = self._args, self._group
         if args.disaggregation_mode == "prefill":
             if self._kept is not None:
@@ -78,7 +77,7 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
 
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, endpoint: Endpoint) -> RemoteChunks:
-    """Make what this process pulls chunks with, from whichever process of the prefill side keeps them."""
+    """Make what this process pulls chunks with."""
     shapes = loaded.executor.extension(ChunkPort).chunk_shapes
     return RemoteChunks(endpoint, transport_of(args, endpoint.host), shapes, args.transfer_timeout)
 
@@ -89,20 +88,20 @@ def transport_of(args: EngineArgs, host: str) -> Transport:
 
 
 def space_of(args: EngineArgs, loaded: LoadedEngine) -> dict[str, Any]:
-    """Say what both sides must have alike (`Greeting.space`): what pages' values depend on, and by what they are moved."""
+    """What both sides must have alike (`Greeting.space`)."""
     backend = args.disaggregation_transfer_backend
     return loaded.page_space | {"disaggregation_transfer_backend": backend, "transfer_messages": VERSION}
 
 
 def host_of(args: EngineArgs, group: HostGroup | None) -> str:
-    """Give the address by which others reach this host: the one that is given, or the group's, or the loopback interface's."""
+    """The address by which others reach this host: the given one, the group's, or loopback."""
     if args.transfer_host is not None:
         return args.transfer_host
     return group.options.address if group is not None else LOOPBACK
 
 
 def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> Endpoint:
-    """Give the endpoint of this process's transfers: the group's, or one of their own where they have another address or a port.
+    """The endpoint of this process's transfers: the group's, or one of its own where it has another address or a port.
 
     Raises:
         UserError: the address cannot be used; or it is beyond loopback, and no cluster key was given.
@@ -110,10 +109,9 @@ def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> End
     host = host_of(args, group)
     if group is not None and not port and host == group.options.address:
         return group.endpoint
-    credentials = group.credentials if group is not None else args.credentials.read(host)
+    credentials = group.endpoint.credentials if group is not None else args.credentials.read(host)
     try:
-        return Endpoint(
-            host, credentials, port=port, silence=group.options.heartbeat_timeout if group else args.heartbeat_timeout
-        )
+        silence = (group.options if group else args).heartbeat_timeout
+        return Endpoint(host, credentials, port=port, silence=silence)
     except OSError as error:
         raise UserError(f"the address {host}:{port} for pages cannot be used: {error.strerror or error}") from error

@@ -1,13 +1,14 @@
-"""`EplbConfig`: when experts are moved after their load, how many copies there are, and how much is sent at a time."""
+"""`ExpertOptions` and `EplbConfig`: how many copies experts have, when they are moved after their load, and how much is sent at a time."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from dsjax.engine.contract.json_option import JsonOption
 from dsjax.errors import UserError
+from dsjax.options import option
 
 if TYPE_CHECKING:  # NumPy is not loaded where nothing is balanced
     import numpy as np
@@ -26,13 +27,12 @@ class EplbConfig(JsonOption):
     """Balancing of experts while serving, with vLLM's names for its fields. Checked when made.
 
     Attributes:
-        window_size: steps whose loads a placement is made for.
-        step_interval: steps between two decisions whether to move experts.
+        window_size: steps whose loads a placement is made for. step_interval: steps between two decisions.
         num_redundant_experts: physical experts beside the logical ones; None: as `--redundant-experts` says.
         log_balancedness: whether each window's balancedness is logged.
         max_bytes_per_step: bytes that a device receives between two steps, at most; at least one expert is sent.
-        payback: a layer is changed where what it is predicted to gain in `step_interval` steps is at least this many times what it costs;
-            0: wherever it gains anything, as vLLM does.
+        payback: a layer is changed where its predicted gain in `step_interval` steps is at least so many times its cost; 0: wherever it
+            gains.
         policy: how experts are placed (`sharding.balancing.rebalance`): `auto` is `hierarchical` where the mesh has several hosts.
 
     Raises:
@@ -64,10 +64,40 @@ class EplbConfig(JsonOption):
         """Steps after which loads are read."""
         return min(self.window_size, self.step_interval, MOST_UNREAD)
 
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Options of an engine that has experts more than once, or moves them."""
+
+    redundant_experts: int = option(0, "physical experts beside the logical ones", least=0)
+    enable_eplb: bool = option(False, "move and copy experts after their load while serving")
+    eplb_config: str | dict[str, Any] | None = option(
+        None,
+        'how, with vLLM\'s names: JSON such as \'{"num_redundant_experts": 32, "window_size": 1000, "step_interval": 3000, '
+        '"log_balancedness": true, "max_bytes_per_step": 134217728, "payback": 1, "policy": "auto"}\'; with --enable-eplb',
+    )
+    init_expert_location: str | None = option(
+        None,
+        "file of experts' loads or places, as /dump_expert_distribution_record gives it: a start with experts already balanced",
+    )
+
     @property
-    def reads_in_window(self) -> int:
-        """How many of the last readings make a window."""
-        return -(-self.window_size // self.read_interval)
+    def eplb(self) -> EplbConfig | None:
+        """`eplb_config`, read, or its defaults; None without `enable_eplb`. Raises as `JsonOption.parse`."""
+        if not self.enable_eplb:
+            return None
+        return EplbConfig() if self.eplb_config is None else EplbConfig.parse(self.eplb_config)
+
+    @property
+    def num_redundant(self) -> int:
+        """Physical experts beside the logical ones, from whichever of the two options has them; a `UserError` where they differ."""
+        balanced = self.eplb.num_redundant_experts if self.eplb else None
+        if balanced is not None and self.redundant_experts not in (0, balanced):
+            raise UserError(
+                f"--redundant-experts is {self.redundant_experts}, and num_redundant_experts in --eplb-config is {balanced}; "
+                "give one of them"
+            )
+        return self.redundant_experts if balanced is None else balanced
 
 
 @dataclass(frozen=True)
@@ -75,12 +105,11 @@ class BalanceStats:
     """Experts that follow the load: totals since the start, and the last window.
 
     Attributes:
-        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums
-            over layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
+        windows: of loads that were read. balancedness, layer_balancedness: of the last one, mean ÷ max over ranks as the ratio of sums over
+            layers (as vLLM logs it), and as the mean of the layers' ratios (as SGLang does); 1 is perfect.
         rank_tokens: that each rank of an EP group computed in the last window, over all layers.
         rebalances: carried out; failures: given up. bytes_moved: of experts that reached another slot, on all devices of an EP group.
-        exchanges: commands that moved something. rebalance_seconds: from decision to end of those carried out; steps go on.
-        layers_left: of the rebalance under way.
+        exchanges: commands that moved something. rebalance_seconds: of those carried out. layers_left: of the one under way.
     """
 
     windows: int = 0
@@ -124,8 +153,7 @@ class ExpertSlots:
 class LoadWindow(NamedTuple):
     """What `ReadLoads` gives: tokens since the last time, of the MoE layers, with the MTP module's layer last.
 
-    Attributes:
-        logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
+    logical: `[layers, logical experts]`, int64. by_rank: `[layers, ranks of an EP group]`, what each really computed.
     """
 
     logical: np.ndarray

@@ -41,11 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class LayerChange(NamedTuple):
-    """One layer's part of a rebalance.
-
-    Attributes:
-        gain, cost: predicted seconds, of gain in the next interval. rounds: of moves, one `StageExperts` each.
-    """
+    """One layer's part of a rebalance. gain, cost: predicted seconds of the next interval. rounds: one `StageExperts` each."""
 
     layer: int
     physical_to_logical: np.ndarray
@@ -65,11 +61,9 @@ class LayerChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a rebalance does.
+    """What a rebalance does. left: layers that would gain something, but less than it costs.
 
-    Attributes:
-        changes: the layers that are changed; left: those that would gain something, but less than it costs.
-        balancedness: predicted for the window, before and after, as ratio of sums over layers.
+    balancedness: predicted for the window, before and after, as ratio of sums over layers.
     """
 
     changes: list[LayerChange]
@@ -146,7 +140,8 @@ class ExpertBalancer(Attachment):
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._executor, self._stats = executor, replace(self._stats, rank_tokens=())
         self._mover = executor.extension(ExpertMover)
-        self._windows: deque[LoadWindow] = deque(maxlen=self._config.reads_in_window)
+        reads = -(-self._config.window_size // self._config.read_interval)
+        self._windows: deque[LoadWindow] = deque(maxlen=reads)
         self._step_seconds: deque[float] = deque(maxlen=256)
         self._waiting: deque[Command] = deque()
         self._launched: deque[_Launched] = deque()

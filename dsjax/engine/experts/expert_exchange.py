@@ -29,8 +29,7 @@ _log = logging.getLogger(__name__)
 class ExpertExchange(ExpertPart):
     """Moves experts of one executor, whose parameters and state it changes.
 
-    Args:
-        experts: that a rank sends and receives in one ``StageExperts``, at most. reload: after a failure that took experts with it.
+    experts: that a rank sends and receives in one ``StageExperts``, at most. reload: after a failure that took experts with it.
     """
 
     def __init__(self, device: DeviceAccess, experts: int, reload: Reload):
@@ -56,7 +55,7 @@ class ExpertExchange(ExpertPart):
 
         def run() -> Running:
             try:
-                program = self._device.programs.stage_experts(layers)
+                program = self._device.programs.get("stage experts", layers.stack)
                 self._staging, done = program(layers.of(self._device.params), self._staging, *sent)
                 yield done
             except Exception as error:
@@ -87,7 +86,7 @@ class ExpertExchange(ExpertPart):
                 pending.error = "what is to be placed has not been staged"
                 return
             try:
-                program = device.programs.place_experts(layers)
+                program = device.programs.get("place experts", layers.stack)
                 stack, copies, loads, retired, done = program(
                     layers.of(device.params), self._staging, device.state.copies, device.state.loads, *sent
                 )

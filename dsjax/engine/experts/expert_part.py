@@ -1,47 +1,89 @@
-"""``ExpertPart``: the executor's part that reads experts' loads, whoever moves the experts."""
+"""``ExpertPart``: the executor's part that reads experts' loads, and has experts moved.
+
+Loads are counted where tokens are routed. Where experts have devices of their own, these move them, and the attention side gets nothing
+but the tables that say where experts are; ``ExpertExchange`` moves those on the devices of the executor's mesh.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
 from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
-from dsjax.engine.device.expert_programs import expert_bytes
+from dsjax.engine.device.expert_programs import expert_bytes, put_tables
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.model.parameter_counts import parameter_counts
+from sharding.layer_placement import copy_tables
+
+_log = logging.getLogger(__name__)
 
 
-class ExpertPart(DevicePart, ABC):
-    """Reads the loads of one executor, whose experts a subclass moves.
+class MovableExperts(Protocol):
+    """An experts' side whose experts can be moved. row: of the placement."""
 
-    Args:
-        experts: that a device sends and receives in one ``StageExperts``, at most.
+    def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Bring experts to the devices that will have them: pairs (slot that has it, slot that gets it)."""
 
-    Attributes:
-        hosts: as of ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
+    def place(self, row: int, experts: np.ndarray) -> None:
+        """Have the slots of a layer hold these logical experts, on all devices."""
+
+
+class ExpertPart(DevicePart):
+    """Reads the loads of one executor, and has experts moved.
+
+    experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts on devices of their own; None:
+    those of the backend that the programs have now.
+
+    hosts: as of ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
     """
 
     hosts: int = 1
     rehearsed: Sequence[int] = (0,)
 
-    def __init__(self, device: DeviceAccess, experts: int):
-        self._device, self._per_exchange = device, experts
+    def __init__(self, device: DeviceAccess, experts: int, movable: MovableExperts | None = None):
+        self._device, self._per_exchange, self._movable = device, experts, movable
+        shardings = jax.tree.map(lambda array: array.sharding, (device.state.copies, device.state.loads))
+        self._put_tables = jax.jit(put_tables, donate_argnums=(0, 1), out_shardings=(*shardings, None))
         self._retired: list[tuple[int, np.ndarray, Array]] = []  # layer, its old placement, what it had counted
         self._seconds: tuple[float, float] | None = None
 
-    @abstractmethod
-    def _stage(self, pending: Pending, command: StageExperts) -> Running: ...
+    def _stage(self, pending: Pending, command: StageExperts) -> Running:
+        """Have a layer's experts brought to where they are staged."""
+        moves = [tuple(pair) for pair in np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()]
 
-    @abstractmethod
-    def _place(self, pending: Pending, command: PlaceExperts) -> Running: ...
+        def run() -> Running:
+            try:
+                (self._movable or self._device.programs.experts).stage(command.layer, moves)
+            except (RuntimeError, ValueError) as error:
+                pending.error = f"{type(error).__name__}: {error}"
+                _log.exception("Experts of MoE layer %d could not be moved; they stay where they are.", command.layer)
+            yield from ()
+
+        return run()
+
+    def _place(self, _: Pending, command: PlaceExperts) -> Running:
+        """Have a layer's experts written to their slots, and put its tables in force."""
+        row = np.frombuffer(command.physical_to_logical, "<i4")
+        tables = copy_tables(row, self._device.placements.n_logical)
+        sent = self._device.send_everywhere((tables, np.int32(command.layer)))
+
+        def run() -> Running:
+            device = self._device
+            (self._movable or device.programs.experts).place(command.layer, row)
+            copies, loads, retired = self._put_tables(device.state.copies, device.state.loads, *sent)
+            device.state = dataclasses.replace(device.state, copies=copies, loads=loads)
+            yield from self._put_in_force(command.layer, row, retired, retired)
+
+        return run()
 
     def physical(self, counts: Int[np.ndarray, "L S X"]) -> Int[np.ndarray, "L P"]:
         """Tokens of each physical expert, of what each device has counted."""

@@ -22,10 +22,8 @@ OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
 class ExpertsOfStages:
     """Says what each stage does of a command that reads loads or moves experts, and puts together what came of it.
 
-    The balancer's placement has the layers with experts of all stages, one behind the other. A layer's experts move between the devices
-    of its stage, by the `ExpertExchange` of that stage's executor: between two steps there, as on a mesh without stages.
-
-    config: of the whole model.
+    The balancer's placement has the layers with experts of all stages, one behind the other. A layer's experts move between the devices of
+    its stage, by the `ExpertExchange` of that stage's executor. config: of the whole model.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], config: ModelConfig):

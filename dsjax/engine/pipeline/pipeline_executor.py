@@ -13,7 +13,6 @@ import numpy as np
 from dsjax.engine.contract.commands import Command, Step
 from dsjax.engine.contract.executor import (
     ExecutorCounts,
-    ExecutorLimits,
     ExpertCounts,
     Kind,
     Offering,
@@ -23,42 +22,33 @@ from dsjax.engine.contract.executor import (
 from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.pipeline.experts_of_stages import OF_EXPERTS, ExpertsOfStages
 from dsjax.engine.pipeline.stage_executor import Made, PendingStages, StageExecutor
-from dsjax.model.step import ModelStep
 
 
 class PipelineExecutor:
     """Has every command carried out by all stages, and takes hidden states from each to the next.
 
-    On accelerators a command is enqueued at all stages at once, so that a step can be at one stage while the next step is at the one
-    before. On emulated devices programs in flight together can deadlock: there a command goes from stage to stage when it is waited for;
-    one that nobody will wait for does so when all before it are done. An interrupt there (Ctrl-C) leaves the command where it is, and it
-    goes on from there when its turn comes again. On accelerators, and after an error, stages may have begun different commands: nothing
-    is launched any more then.
+    On accelerators a command is enqueued at all stages at once, so that stages work on different steps. On emulated devices programs in
+    flight together can deadlock: there a command goes from stage to stage when it is waited for, or, where nobody will wait for it, when
+    all before it are done. An interrupt (Ctrl-C) leaves it where it is, and it goes on from there. On accelerators, and after an error,
+    stages may have begun different commands: nothing is launched any more then.
 
     Args:
         stages: the first to the last. experts: that follow the load; None: they stay where they are.
         joined: what parts of the stages' executors offer together, as one.
+
+    model: the step of the last stage, which makes the tokens. limits: the same at all stages.
     """
 
     def __init__(
         self, stages: Sequence[StageExecutor], experts: ExpertsOfStages | None = None, joined: Sequence[Offering] = ()
     ):
         self.stages, self._experts = list(stages), experts
+        self.model, self.limits = stages[-1].model, stages[-1].limits
         self._joined = [*joined] if experts is None else [experts, *joined]
         self._emulated = self.model.mesh.devices.flat[0].platform == "cpu"
         self.max_in_flight = 1 if self._emulated else self.model.stage.count
         self._queue: deque[PendingStages] = deque()
         self._broken: str | None = None
-
-    @property
-    def model(self) -> ModelStep:
-        """The step of the last stage, which makes the tokens."""
-        return self.stages[-1].model
-
-    @property
-    def limits(self) -> ExecutorLimits:
-        """Which shapes there is room for; the same at all stages."""
-        return self.stages[-1].limits
 
     @property
     def buckets(self) -> Buckets:
@@ -75,11 +65,7 @@ class PipelineExecutor:
         return next((offered for part in self._joined if (offered := part.extension(kind)) is not None), None)
 
     def launch(self, command: Command) -> PendingStages:
-        """Enqueue a command at all stages, or keep it until its turn comes.
-
-        Raises:
-            RuntimeError: an earlier one did not reach all stages.
-        """
+        """Enqueue a command at all stages, or keep it; a `RuntimeError` where an earlier one did not reach all stages."""
         self._check_whole()
         pending = PendingStages(command)
         if self._emulated:
@@ -200,15 +186,10 @@ class PipelineExecutor:
         """What all stages recorded since recording began, layers in order."""
         return counts_of_all([stage.expert_counts() for stage in self.stages])
 
-    def shutdown(self) -> None:
-        """Give back what all stages hold."""
+    def shutdown(self, held: Any = None) -> None:
+        """Give back what all stages hold. held: nothing is taken over."""
         for stage in self.stages:
             stage.shutdown()
-
-    def release(self, held: Any = None) -> None:
-        """`shutdown`, whatever became of the last step. held: nothing is taken over."""
-        for stage in self.stages:
-            stage.release()
 
 
 def counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:

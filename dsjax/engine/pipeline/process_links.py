@@ -1,8 +1,7 @@
-"""``ProcessLinks``: what passes between the processes of a model's stages: hidden states forward, results from the last one to all others,
-and to process 0 what each has found out about its own stages.
+"""``ProcessLinks``: hidden states between the processes of a model's stages, results from the last one, and process 0's reports.
 
-What is to be sent is brought to the host's memory and sent in a thread, and what comes is received in others, so that a stage goes on with
-the next step meanwhile. Hidden states are encrypted with ``--encrypt-bulk`` alone, results and what a process has found out always.
+Threads send from host memory and receive, so that a stage goes on with the next step. Hidden states are encrypted with ``--encrypt-bulk``
+alone, results and reports always.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Inbox:
-    """What has come over one connection, numbered from 0 on.
-
-    An item is kept until a later one is asked for: who is interrupted (Ctrl-C) between getting an item and entering it gets it once more.
-    """
+    """What has come over one connection, numbered from 0 on. An item is kept until a later one is asked for: an interrupt loses none."""
 
     def __init__(self):
         self._items: dict[int, Any] = {}
@@ -59,11 +55,7 @@ class _Inbox:
             self._changed.notify_all()
 
     def get(self, number: int, seconds: float) -> Any:
-        """Wait so long for an item, and give up those before it; in place of one that never comes, give the exception.
-
-        Raises:
-            queue.Empty: it has not come yet.
-        """
+        """Wait for an item, and drop those before it; give the exception in place of one that never comes; `queue.Empty`: not yet."""
         with self._changed:
             for before in [each for each in self._items if each < number]:
                 del self._items[before]
@@ -73,21 +65,20 @@ class _Inbox:
 
 
 class _Arriving:
-    """The hidden states of the stage before, in the order in which they were sent: what a `StageExecutor` takes them from."""
+    """The hidden states of the stage before, in order, for a `StageExecutor`."""
 
     def __init__(self, take: Callable[[int], np.ndarray], send: Callable[[np.ndarray], Array]):
         self._take, self._send, self._numbers = take, send, itertools.count()
 
     def popleft(self) -> Array:
-        """Wait for the next ones, and bring them to this stage's devices. Nothing goes on after an interrupt here."""
+        """Wait for the next ones, and bring them to this stage's devices."""
         return self._send(self._take(next(self._numbers)))
 
 
 class ProcessLinks:
     """The connections of one process. order: ids of the processes in the order of their stages.
 
-    Attributes:
-        leads: whether this is process 0. ends: whether it has the last stage.
+    leads: whether this is process 0. ends: whether it has the last stage.
     """
 
     def __init__(self, group: HostGroup, order: Sequence[int]):
@@ -154,10 +145,7 @@ class ProcessLinks:
         self._later(send)
 
     def hear(self, number: int) -> tuple[list[RankResults], list[Made]] | np.ndarray:
-        """What came of a command, from the process with the last stage.
-
-        number: of the command among those that give anything, from 0 on. It can be heard until a later one is.
-        """
+        """What came of a command, from the process with the last stage. number: of the command among those that give anything."""
         rows, arrays = self._take(RESULTS, number)
         if not rows:
             return arrays[0]

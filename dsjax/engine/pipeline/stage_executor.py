@@ -12,22 +12,22 @@ from jaxtyping import Array
 
 from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import RankResults
-from dsjax.engine.device import slots
 from dsjax.engine.device.access import Pending, Running
 from dsjax.engine.device.buckets import Launch
 from dsjax.engine.device.launch_rows import RowRules, read_step
 from dsjax.engine.device.mesh_executor import MeshExecutor
-from dsjax.engine.pipeline.stage_programs import StagePrograms
+from dsjax.engine.device.programs import entering
+from dsjax.engine.device.slots import LaunchShape
 
 
 class PendingStages:
     """A command on its way through the stages of one process.
 
     Attributes:
-        parts: of it at each stage, as far as they have begun; None: nothing of it is that stage's. passed: stages that it has gone through.
-        hidden: the hidden states of its launches that have left the last of these, on the devices of the next one.
-        results: what came of it, once that was read; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
-        number: under which the process with the last stage publishes what came of it; None: it publishes nothing of it.
+        parts: of it at each stage that has begun; None: nothing of it is that stage's. passed: stages that it has gone through.
+        hidden: hidden states of its launches that have left the last of these, on the devices of the next one.
+        results: what came of it; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
+        number: under which the process with the last stage publishes what came of it; None: it publishes nothing.
     """
 
     def __init__(self, command: Command):
@@ -49,7 +49,7 @@ class Made(NamedTuple):
 class _PassedOn(NamedTuple):
     """A launch that has gone through the layers of a stage before the last. positions: packed, on the devices."""
 
-    shape: slots.LaunchShape
+    shape: LaunchShape
     positions: Array
     reports: Any
 
@@ -58,15 +58,11 @@ class StageExecutor(MeshExecutor):
     """One stage's part of every command.
 
     The hidden states of its launches are in ``leaving`` when it has computed them, and those of the stage before must be in ``arriving``
-    first: launch by launch, in the order of the commands. What came of a step's rows is only known at the last stage. The others must
-    be told with ``enter`` before the next step that has a row of one of these requests.
+    first, in the order of the commands. A stage before the last is told with ``enter`` what came of a step, before the next step with one
+    of its requests.
 
-    Attributes:
-        arriving, leaving: hidden states of launches, on this stage's devices. Of those that come from another process, `arriving` is
-            whatever has a `popleft`.
+    arriving, leaving: hidden states of launches, on this stage's devices. From another process, `arriving` is whatever has a `popleft`.
     """
-
-    programs_class = StagePrograms
 
     def __init__(self, *arguments: Any, **options: Any):
         self.arriving: deque[Array] = deque()
@@ -76,12 +72,12 @@ class StageExecutor(MeshExecutor):
     def enter(self, pending: Pending, results: Sequence[RankResults], made: Sequence[Made]) -> None:
         """Enter what came of a step that was launched here: in its order among steps. Of a stage before the last."""
         self._slots.commit(pending.command, results)
-        outcomes, [placements] = pending.kept
+        outcomes, [placements], _ = pending.kept
         for passed, one in zip(outcomes, made, strict=True):
             if self._recorder is not None:
                 self._recorder.add(passed.reports, passed.shape.groups, placements)
             sent = [self.device.send(array) for array in one if array is not None]
-            program = self.programs.enter(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1])
+            program = self.programs.get(*entering(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1]))
             self.device.state = program(self.state, passed.positions, *sent)
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
@@ -105,27 +101,18 @@ class StageExecutor(MeshExecutor):
     def _arrived(self) -> tuple[Array, ...]:
         return () if self.model.begins else (self.arriving.popleft(),)
 
-    def _rules(self, command: Step, launch: Launch, shape: slots.LaunchShape) -> RowRules:
+    def _rules(self, command: Step, launch: Launch, shape: LaunchShape) -> RowRules:
         """Give no sampling inputs to a stage before the last, which does not sample."""
         return super()._rules(command, launch, shape) if self.model.ends else RowRules(None, False, [], None, {})
 
-    def _run_launch(
-        self,
-        pending: Pending,
-        launch: Launch,
-        shape: slots.LaunchShape,
-        packed: Array,
-        rules: RowRules,
-        proposes: int,
-        recording: bool,
-    ) -> Running:
+    def _run(self, pending: Pending, launch: Launch, shape: LaunchShape, packed: Array, rules: RowRules) -> Running:
         if self.model.ends:
-            yield from super()._run_launch(pending, launch, shape, packed, rules, proposes, recording)
+            yield from super()._run(pending, launch, shape, packed, rules)
             return
-        program = self.programs.step(shape)
+        program = self.programs.get("step", shape, False)
         self.device.state, at, hidden, reports = program(self.params, self.state, packed, *self._arrived())
         self.leaving.append(hidden)
-        pending.kept.outcomes.append(_PassedOn(shape, at, reports if recording else {}))
+        pending.kept.outcomes.append(_PassedOn(shape, at, reports if pending.kept.recording else {}))
         yield hidden
 
     def _score(self, pending: Pending, command: Score) -> Running:

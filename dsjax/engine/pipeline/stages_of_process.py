@@ -19,9 +19,8 @@ from sharding.arrays import put
 class StagesOfProcess(PipelineExecutor):
     """Has every command carried out by this process's stages; hidden states come from the process before, and go to the next.
 
-    All processes carry out the same commands in the same order, and enter what came of a step when process 0 has collected it
-    (`LaunchMessage.collected`), which is before each next step of the same requests. A process starts a command when it is launched: the
-    stages of other processes compute meanwhile.
+    All processes carry out the same commands in order, each when it is launched, and enter what came of a step when process 0 has collected
+    it (`LaunchMessage.collected`), before each next step of the same requests.
     """
 
     def __init__(self, stages: Sequence[StageExecutor], links: ProcessLinks):
@@ -97,15 +96,10 @@ class StagesOfProcess(PipelineExecutor):
         self._loads = counts_of_all(parts_of(ExpertCounts, self._links.gather(lambda: plain(read()))))
         return self._loads
 
-    def shutdown(self) -> None:
+    def shutdown(self, held: Any = None) -> None:
         """Give back what all stages here hold, and end the connections."""
         self._links.close()
-        super().shutdown()
-
-    def release(self, held: Any = None) -> None:
-        """`shutdown`, whatever became of the last step."""
-        self._links.close()
-        super().release(held)
+        super().shutdown(held)
 
     def _found(self, pending: PendingStages) -> Any:
         """What came of a command at the last stage, in whichever thread."""

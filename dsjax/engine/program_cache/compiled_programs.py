@@ -33,11 +33,8 @@ _log = logging.getLogger(__name__)
 class CompiledPrograms:
     """Compiles each program once, or takes it from a shelf of the library.
 
-    Args:
-        lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key.
-
-    Attributes:
-        compiled: the programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
+    lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key. compiled: the
+    programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
     """
 
     def __init__(
@@ -79,32 +76,6 @@ class CompiledPrograms:
         """
         pool = ThreadPoolExecutor(most_threads(), thread_name_prefix="compile")
         turns: list[Turn] = []
-        pending: dict[Future[None], ProgramKey] = {}
-        num_there = 0
-
-        def begin(key: ProgramKey, wait: bool) -> bool:
-            """Begin a program, or take it where another process has made it meanwhile; False: one is at it, and is waited for."""
-            nonlocal num_there
-            turn = self._turn(key)
-            if turn is None and wait:
-                return False
-            turns.append(turn or Turn())
-            if self._find(key):
-                turns[-1].close()
-                num_there += 1
-                report(num_there, len(labels), labels[key])
-            else:
-                report(num_there, len(labels), labels[key])
-                pending[pool.submit(self._compile, key, self._lower(key), turns[-1])] = key
-            return True
-
-        def finish() -> None:
-            nonlocal num_there
-            for future in as_completed(list(pending)):
-                future.result()
-                num_there += 1
-                report(num_there, len(labels), labels[pending.pop(future)])
-
         try:
             with _FEWER_LOOKS_FOR_GARBAGE:
                 list(pool.map(self._find, labels))
@@ -113,17 +84,32 @@ class CompiledPrograms:
                 if not missing:
                     report(num_there, num_there, "all")
                 first = len(missing) * jax.process_index() // jax.process_count()
-                of_others = [key for key in missing[first:] + missing[:first] if not begin(key, wait=True)]
-                finish()
-                since = time.monotonic()
-                while of_others:
+                left, since = missing[first:] + missing[:first], time.monotonic()
+                while left:
                     stalls = time.monotonic() > since + _PATIENCE
-                    left = [key for key in of_others if not begin(key, wait=not stalls)]
-                    if len(left) < len(of_others):
+                    of_others: list[ProgramKey] = []
+                    begun: dict[Future[None], ProgramKey] = {}
+                    for key in left:
+                        turn = self._turn(key) or (Turn() if stalls else None)
+                        if turn is None:
+                            of_others.append(key)
+                            continue
+                        turns.append(turn)
+                        is_there = self._find(key)  # another process may have made it meanwhile
+                        num_there += is_there
+                        report(num_there, len(labels), labels[key])
+                        if is_there:
+                            turn.close()
+                        else:
+                            begun[pool.submit(self._compile, key, self._lower(key), turn)] = key
+                    for future in as_completed(begun):
+                        future.result()
+                        num_there += 1
+                        report(num_there, len(labels), labels[begun[future]])
+                    if len(of_others) < len(left):
                         since = time.monotonic()
-                    of_others = left
-                    time.sleep(_LOOK_SECONDS if of_others else 0)
-                finish()
+                    left = of_others
+                    time.sleep(_LOOK_SECONDS if left else 0)
                 for key in labels:
                     after(key)
             _log.info("Programs: %d were there, %d are compiled now.", len(labels) - len(missing), len(missing))

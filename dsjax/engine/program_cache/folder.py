@@ -58,11 +58,10 @@ class Turn:
 class ProgramFolder:
     """A folder of programs. Any thread and any number of processes may use it.
 
+    path: of the folder. num_read, num_written: programs that this process has read and written there.
+
     Raises:
         DistrustedError: others can have written there. OSError: it cannot be made.
-
-    Attributes:
-        path: of the folder. num_read, num_written: programs that this process has read and written there.
     """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES):

@@ -49,10 +49,7 @@ def digest(*values: Any) -> str:
     """64 hexadecimal digits: equal for values that are equal piece by piece, in whichever process.
 
     Fields of a dataclass that take no part in its comparison take none here. Of a mesh count its shape and the kind of each device, not
-    which devices these are.
-
-    Raises:
-        NotDescribed: part of a value has no description.
+    which devices these are. Raises `NotDescribed` where part of a value has no description.
     """
     pieces = hashlib.sha256()
     for value in values:
@@ -130,12 +127,9 @@ def _name(value: Any) -> bytes:
 
 
 def of_process(client: Any) -> str:
-    """Digest what all programs of this process depend on: the code that is traced, JAX and its settings, the compiler, the processor.
+    """Digest what all programs of this process depend on: traced code, JAX and its settings, the compiler, the processor.
 
-    client: JAX's client of the platform that programs are for.
-
-    Raises:
-        NotDescribed: the sources cannot be read.
+    client: JAX's client of the platform that programs are for. Raises `NotDescribed` where the sources cannot be read.
     """
     if SOURCES.digest is None:
         raise NotDescribed("the sources of dsjax cannot be read")
@@ -163,8 +157,7 @@ def _with_file(flags: str) -> tuple[str, bytes]:
 class _Sources:
     """The Python files of this project that the engine can reach, as they were when this process imported them.
 
-    Attributes:
-        digest: of them all; None where a package has none that can be read. states: by path, when each was changed last, and its size.
+    digest: of them all; None where a package has none that can be read. states: by path, when each was changed last, and its size.
     """
 
     digest: str | None

@@ -1,7 +1,6 @@
-"""``ProgramLibrary``: compiled programs of the meshes that an engine has had, or may come to have, for whichever devices they are needed.
+"""``ProgramLibrary``: compiled programs of the meshes that an engine has had, or may come to have, on disk or else in memory.
 
-They are on disk, and in memory where they cannot be on disk. Where JAX cannot do what that takes, programs are compiled as if there
-were no library.
+Where JAX cannot do what that takes, programs are compiled as if there were no library.
 """
 
 from __future__ import annotations

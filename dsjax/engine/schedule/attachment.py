@@ -15,8 +15,7 @@ class Attachment:
     Attributes:
         source: which the scheduler asks for pages; None: it has none.
         look_seconds: how often `begin_step` is wanted although nothing is to be computed; None: it need not be called then.
-        wants_page_events: whether the scheduler has to collect which pages can be found.
-        scheduler: None before the first `scheduled`.
+        wants_page_events: whether the scheduler collects which pages can be found. scheduler: None before the first `scheduled`.
         statistics_name: under which `StepStats.parts` has what `statistics` gives; empty: it gives nothing.
     """
 

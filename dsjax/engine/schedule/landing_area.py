@@ -1,34 +1,21 @@
-"""`LandingArea`: pages of one DP rank that a source brings or has brought, and that are not in the cache yet. Plain Python."""
+"""`LandingArea`: pages of one DP rank that a source brings, and that are not in the cache yet. Plain Python."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 MOST_LANDED = 128
-"""Pages of a rank that there is room for which have landed, or are about to, and have not gone to the cache."""
+"""Room of a rank for pages that have landed, or are about to."""
 
 
 class PageLoad(NamedTuple):
-    """A page that can be sent to the device now. tier: the name of the place that it comes from, for statistics.
-
-    number: by which `FetchPages` names it: a slot of the source, or the number under which it has landed.
-    """
+    """A page that can be sent to the device now: its number in `FetchPages` (of a slot or a landing), and its tier for statistics."""
 
     number: int
     tier: str
-
-
-class PageBringer(Protocol):
-    """Who brings a page: a `PageSource`."""
-
-    def loaded(self, rank: int, name: bytes) -> None:
-        """Take notice that a page goes to the device."""
-
-    def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """Take notice that a page could not be had."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,16 +28,14 @@ class LandingBuffer:
 
 @dataclass(slots=True)
 class LandingPage:
-    """One page, who brings it under which number and since when, and whether it has come.
+    """One page: the `PageSource` that brings it, under which number and since when, in which buffer, and whether it is here.
 
-    Attributes:
-        patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
-        buffer: that it lands in, which is of one page where no other lands beside it.
+    patience: seconds after which a page that has not come may be given up for another one; None: its source says when.
     """
 
     number: int
     since: float
-    source: PageBringer
+    source: Any
     tier: str
     patience: float | None
     buffer: LandingBuffer
@@ -58,12 +43,9 @@ class LandingPage:
 
 
 class LandingArea:
-    """Names and numbers of the pages that land. From here a page goes to the cache like one in a slot, under its number.
+    """Names and numbers of the pages that land. From here a page goes to the cache under its number, like one in a slot.
 
-    What has landed and is not loaded goes when others need its room, with all in its buffer. Numbers begin behind the slots of sources.
-
-    Attributes:
-        requests: (number, name) of pages that are to be brought by `ReadPages` before the next step.
+    A page that is not loaded goes when others need its room, with all in its buffer. requests: (number, name) for the next `ReadPages`.
     """
 
     def __init__(self):
@@ -82,15 +64,15 @@ class LandingArea:
 
     @property
     def is_full(self) -> bool:
-        """Whether another page needs room that is taken."""
+        """Whether there is no free room for another page."""
         return self._taken >= MOST_LANDED
 
     def get(self, name: bytes) -> LandingPage | None:
-        """A page that has landed or is about to; None where there is none of this name."""
+        """A page that has landed or is about to; None: there is none of this name."""
         return self._pages.get(name)
 
-    def room_of(self, source: PageBringer) -> int:
-        """Number of pages that there is room for in the buffers that one source brings pages in, or has brought them."""
+    def room_of(self, source: Any) -> int:
+        """Pages that the buffers of one source have room for."""
         buffers = {id(page.buffer): page.buffer.size for page in self._pages.values() if page.source is source}
         return sum(buffers.values())
 
@@ -108,7 +90,7 @@ class LandingArea:
     def expect(
         self,
         name: bytes,
-        source: PageBringer,
+        source: Any,
         tier: str,
         now: float,
         patience: float | None = None,
@@ -126,7 +108,7 @@ class LandingArea:
         return number
 
     def make_room(self, count: int, wanted: Container[bytes], now: float) -> bool:
-        """Make room for a buffer of so many pages; False where what has landed and is wanted takes it."""
+        """Make room for a buffer of so many pages; False where wanted pages take it."""
         while self._taken + count > max(MOST_LANDED, count):
             if not self._give_up_one(wanted, now):
                 return False
@@ -144,11 +126,11 @@ class LandingArea:
         page.source.load_failed(rank, name, number)
 
     def keep_expected(self, numbers: set[int]) -> None:
-        """Take out of `numbers` what will not be reported any more, because it was given up."""
+        """Remove from `numbers` what was given up, and will not be reported."""
         numbers &= self._by_number.keys()
 
     def give_up(self, numbers: Iterable[int]) -> None:
-        """Wait no longer for what is brought under these numbers, and keep it no longer where it has come."""
+        """Drop what is brought under these numbers, come or not."""
         for number in numbers:
             name = self._by_number.get(number)
             if name is not None:
@@ -164,11 +146,11 @@ class LandingArea:
         self.give_up(list(self._by_number))
 
     def drop(self, number: int) -> None:
-        """Have the executor keep nothing of a number that is not expected any more: a process may have its part of the page."""
+        """Have the executor drop a number that is not expected any more: a process may have its part of the page."""
         self._drops.append(number)
 
     def take(self) -> tuple[list[tuple[int, bytes]], list[int]]:
-        """`requests`, and the numbers that the executor need not keep any more; each is given once."""
+        """`requests`, and the numbers that the executor may drop; each once."""
         requests, self.requests = self.requests, []
         drops, self._drops = self._drops, []
         return requests, drops
@@ -191,7 +173,7 @@ class LandingArea:
         return False
 
     def _can_go(self, name: bytes, wanted: Container[bytes], now: float) -> bool:
-        """Whether a page is here and none of `wanted`, or should have come long ago, so that its request may be gone."""
+        """Whether a page is here and not wanted, or is so late that its request may be gone."""
         page = self._pages[name]
         late = not page.here and page.patience is not None and now - page.since > page.patience
         return late or (page.here and name not in wanted)

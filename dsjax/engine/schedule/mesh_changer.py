@@ -41,21 +41,13 @@ class MeshChanger(Protocol):
         """Whether `due` may have become true since this was asked."""
 
     def after(self, error: Exception) -> Generation:
-        """Go on after a step failed.
-
-        Raises:
-            the error itself, where nothing can go on.
-        """
+        """Go on after a step failed, or raise the error where nothing can go on."""
 
     def regroup(self) -> Generation:
         """Change to the mesh that the processes of now call for."""
 
     def ask(self, mesh: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Any:
-        """Check a requested change, and give what `to` takes. Until `forget` is called, no other change can be requested.
-
-        Raises:
-            UserError, MeshError: the change is not possible, or another one is under way.
-        """
+        """Check a requested change, or raise; give what `to` takes. No other can be requested until `forget`."""
 
     def to(self, wanted: Any) -> Generation | None:
         """Change to a requested mesh; None where the executor has changed in place, and its caches and requests stay."""

@@ -21,8 +21,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_d
 
     Attributes:
         parent_block_hash: of the block before the first one; None where there is none.
-        token_ids: of all these blocks, one after the other. block_size: tokens of each.
-        lora_id, lora_name: always None. medium: of `MEDIA`.
+        token_ids: of all these blocks. block_size: tokens of each. lora_id, lora_name: always None. medium: of `MEDIA`.
         extra_keys: as vLLM has them, of each block: the first one's of a prompt with a `cache_salt` are that salt. None: no block has any.
     """
 
@@ -60,23 +59,6 @@ class EventSink(Protocol):
         """The engine ends; nothing follows."""
 
 
-class EventSinks:
-    """Several sinks as one."""
-
-    def __init__(self, sinks: Sequence[EventSink]):
-        self._sinks = sinks
-
-    def publish(self, rank: int, events: Sequence[Event]) -> None:
-        """Tell each."""
-        for sink in self._sinks:
-            sink.publish(rank, events)
-
-    def close(self) -> None:
-        """End each."""
-        for sink in self._sinks:
-            sink.close()
-
-
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """One message. ts: seconds since 1970."""
 
@@ -104,18 +86,23 @@ class PageEvents:
         self._known: dict[bytes, _Known] = {}
         self._gone: list[bytes] = []  # from the disk, not told yet
 
-    def computed(
-        self, rank: int, names: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], salt: str | None = None
-    ) -> None:
-        """Pages that follow one another can be found on a rank's device. parent: of the first one; tokens, salt: of all."""
-        size = self.page_size
-        for index, name in enumerate(names):
-            known = self._known.get(name)
+    def computed(self, rank: int, request: Request, places: Sequence[int]) -> None:
+        """Pages of a request, by their numbers in it, ascending, can be found on a rank's device."""
+        size, names, salt = self.page_size, request.page_hashes, request.options.cache_salt
+        for index in places:
+            known = self._known.get(names[index])
             if known is None:
-                page_tokens = int32s(tokens[index * size : (index + 1) * size])
-                known = self._known[name] = _Known(names[index - 1] if index else parent, page_tokens, salt)
+                page_tokens = int32s(request.token_ids[index * size : (index + 1) * size])
+                parent = names[index - 1] if index else None
+                known = self._known[names[index]] = _Known(parent, page_tokens, salt)
             known.places.add((rank, "device"))
-        self._tell(rank, _stored(names, parent, list(tokens), size, "device", salt))
+        start = 0
+        for end in range(1, len(places) + 1):
+            if end == len(places) or places[end] != places[end - 1] + 1:
+                first, last = places[start], places[end - 1] + 1
+                parent, tokens = names[first - 1] if first else None, request.token_ids[first * size : last * size]
+                self._tell(rank, _stored(names[first:last], parent, tokens, size, "device", salt))
+                start = end
 
     def holds(self, name: bytes) -> None:
         """A page is on its way to the disk; it is told of when it has come."""
@@ -169,46 +156,6 @@ class PageEvents:
     def _tell(self, rank: int | None, event: Event) -> None:
         for events in self._events if rank is None else (self._events[rank],):
             events.append(event)
-
-
-class RankEvents:
-    """Takes what the pool and the tiers of one rank tell. What all ranks share, such as the disk, is told `PageEvents`."""
-
-    def __init__(self, events: PageEvents, rank: int):
-        self._events, self._rank = events, rank
-
-    @property
-    def all_ranks(self) -> PageEvents:
-        """The events of all ranks, for a tier that they share."""
-        return self._events
-
-    def computed(self, request: Request, places: Sequence[int]) -> None:
-        """Pages of a request, by their numbers in it, ascending, can be found on the device."""
-        size, names = self._events.page_size, request.page_hashes
-        start = 0
-        for index in range(1, len(places) + 1):
-            if index == len(places) or places[index] != places[index - 1] + 1:
-                first, last = places[start], places[index - 1] + 1
-                parent = names[first - 1] if first else None
-                tokens = request.token_ids[first * size : last * size]
-                self._events.computed(self._rank, names[first:last], parent, tokens, request.options.cache_salt)
-                start = index
-
-    def removed(self, tier: str, names: Iterable[bytes]) -> None:
-        """Pages can be found in a tier of the rank no more."""
-        self._events.removed(self._rank, tier, names)
-
-    def stored_in_host(self, name: bytes) -> None:
-        """A page can be found in host memory."""
-        self._events.stored(self._rank, "host", name)
-
-    def goes_to_disk(self, name: bytes) -> None:
-        """A page is on its way to the disk."""
-        self._events.holds(name)
-
-    def cleared(self) -> None:
-        """Nothing can be found any more."""
-        self._events.cleared(self._rank)
 
 
 def block_hash(name: bytes) -> int:

@@ -1,7 +1,4 @@
-"""`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks.
-
-Plain Python.
-"""
+"""`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    request: who waits for them; None where it has ended and given them back. first: which of its pages the first one is.
-    names: of the pages; empty where nobody is to find them when they have come. tiers: the tier that each comes from.
+    request: that waits for them; None: it has ended. first: number of the first page in it. names: empty where nobody is to find them.
     """
 
     request: Request | None
@@ -45,11 +41,10 @@ class LoadUnderWay(NamedTuple):
 
 
 class PageLoads:
-    """What one plan stages from a source, the next one places. What a source has to bring first holds up its request, and no other.
+    """What one plan stages from a source, the next one places. A source that has to bring pages first holds up their request alone.
 
-    Attributes:
-        under_way: what the last plan has staged. landing: pages that a source has brought, or is bringing.
-        waits: (tier, seconds) that requests have waited for pages from slots. Whoever reads it empties it.
+    under_way: what the last plan has staged. waits: (tier, seconds) that requests have waited for pages from slots; whoever reads it
+    empties it.
     """
 
     def __init__(self, pool: PagePool, source: PageSource, rank: int):
@@ -229,9 +224,7 @@ class SourcedPages:
         self.source = source
         self.ranks = [PageLoads(pool, source, rank) for rank, pool in enumerate(pools)]
         self._num_staged = 0  # `FetchPages` so far
-        source.bind(
-            [RankPages(pool, loads.landing, pool.events) for pool, loads in zip(pools, self.ranks, strict=True)]
-        )
+        source.bind([RankPages(pool, loads.landing) for pool, loads in zip(pools, self.ranks, strict=True)])
         for loads in self.ranks:
             loads.landing.first_number = source.slots
 

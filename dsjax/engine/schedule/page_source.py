@@ -17,7 +17,6 @@ from dsjax.engine.schedule.landing_area import LandingArea, PageLoad
 from dsjax.errors import UserError
 
 if TYPE_CHECKING:
-    from dsjax.engine.schedule.page_events import RankEvents
     from dsjax.engine.schedule.pages import PagePool
     from dsjax.engine.schedule.request import Request
 
@@ -43,11 +42,10 @@ class Lookup(enum.Enum):
 
 
 class RankPages(NamedTuple):
-    """The pages of one DP rank, as a source is given them. events: is told what a tier has; None where nobody wants to know."""
+    """The pages of one DP rank, as a source is given them."""
 
     pool: PagePool
     landing: LandingArea
-    events: RankEvents | None = None
 
 
 class PageSource:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from dsjax.engine.contract.commands import int32s
-from dsjax.engine.schedule.page_events import RankEvents
+from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.request import Request
 
 NAME_BYTES = 32
@@ -16,22 +16,22 @@ _NO_SALT = bytes(NAME_BYTES)
 class PagePool:
     """The pages 1 … num_pages − 1 of a rank. Page 0 is never given out: padded page-table entries point at it.
 
-    A page is held by as many requests as took it. A page that was sealed under a hash can be found by it, and when
-    nobody holds it any more it is kept, until its room is needed: pages that hold nothing are given out first, the one freed last
-    before others, so that a lightly loaded rank keeps to few pages; then cached ones, least recently used first.
+    A page is held by as many requests as took it. A sealed page can be found by its hash, and is kept until its room is needed when nobody
+    holds it. Pages that hold nothing are given out first, the one freed last before others, so that a lightly loaded rank keeps to few
+    pages; then cached ones, least recently used first.
 
     Attributes:
-        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed. The page's values are there until the next
-            commands are carried out; afterwards they are lost.
-        events: told of pages that can be found and of those that cannot any more; None: nobody wants to know.
+        on_evict: called as `on_evict(page, name)` for a cached page whose room is needed; its values are lost once the next commands are
+            carried out.
+        events: told of pages of `rank` that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
-    def __init__(self, num_pages: int, page_size: int, events: RankEvents | None = None):
+    def __init__(self, num_pages: int, page_size: int, events: PageEvents | None = None, rank: int = 0):
         if num_pages < 2:
             raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
         if page_size < 1:
             raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
-        self.page_size, self.num_pages, self.events = page_size, num_pages, events
+        self.page_size, self.num_pages, self.events, self.rank = page_size, num_pages, events, rank
         self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
@@ -105,10 +105,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give a request's pages back. Giving back a page that nobody holds is a fault of the caller and raises.
-
-        The last pages come first, so that the end of a chain is evicted before the beginning, which more requests share.
-        """
+        """Give a request's pages back, or raise where nobody holds one: the last first, so that the shared beginning is evicted last."""
         for page in reversed(pages):
             if not self._holders[page]:
                 raise ValueError(f"page {page} is given back but was not allocated")
@@ -150,7 +147,7 @@ class PagePool:
         names = request.page_hashes
         new = [place for place, page in enumerate(pages, start=first) if self.seal(page, names[place])]
         if self.events is not None and new:
-            self.events.computed(request, new)
+            self.events.computed(self.rank, request, new)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let pages be found no more. Who holds them keeps them."""
@@ -163,7 +160,7 @@ class PagePool:
         self.forget_all()
         self.events = events
         if events is not None:
-            events.cleared()
+            events.cleared(self.rank)
 
     def forget_all(self) -> None:
         """Forget every page, and tell of each."""
@@ -178,7 +175,7 @@ class PagePool:
 
     def _unname(self, page: int) -> None:
         if self.events is not None:
-            self.events.removed("device", (self._hash_of[page],))
+            self.events.removed(self.rank, "device", (self._hash_of[page],))
         del self._page_of[self._hash_of[page]]
         self._hash_of[page] = None
 
@@ -186,8 +183,8 @@ class PagePool:
 def extend_hashes(request: Request, page_size: int) -> list[bytes]:
     """Bring `request.page_hashes` up to the full pages of its tokens, and give it.
 
-    A page's hash is sha256 of the hash of the page before it and its token ids (int32, little-endian); the first page's
-    predecessor is the hash of the salt. Equal hashes so mean equal tokens from the first one on, under equal salts, in every process.
+    A page's hash is sha256 of the hash of the page before it, or of the salt, and its token ids (int32, little-endian). Equal hashes so
+    mean equal tokens from the first one on, under equal salts, in every process.
     """
     hashes, tokens = request.page_hashes, request.token_ids
     if len(hashes) < len(tokens) // page_size:

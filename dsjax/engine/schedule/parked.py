@@ -11,11 +11,7 @@ from dsjax.engine.schedule.scheduler_config import AdmissionError
 
 
 class ParkedRequest(NamedTuple):
-    """A request that no scheduler has.
-
-    Attributes:
-        error: why the mesh of now cannot hold it. since: when it was parked, on the monotonic clock.
-    """
+    """A request that no scheduler has. error: why the mesh of now cannot hold it. since: on the monotonic clock."""
 
     request: Request
     error: AdmissionError
@@ -27,8 +23,8 @@ class ParkedRequests:
 
     Attributes:
         seconds: for which a request waits, from the first mesh on that could not hold it; 0: it ends at once.
-        larger_is_wanted: whether the mesh of now is smaller than the one that was asked for; otherwise nothing is waited for.
-        outcomes: what became of those that have waited: `resumed`, `expired`, `aborted`.
+        larger_is_wanted: whether the mesh of now is smaller than asked for; otherwise nothing is waited for.
+        outcomes: counts of `resumed`, `expired`, `aborted` requests.
     """
 
     def __init__(self):

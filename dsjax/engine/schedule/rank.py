@@ -22,12 +22,11 @@ class RankLoad(NamedTuple):
 
     Attributes:
         waiting_tokens: known tokens of the waiting requests.
-        used_pages: that requests hold. cached_pages: that nobody holds but the prefix cache keeps; they count as free.
-        usable_pages: that can be held at all.
-        cost: what a new request that finds nothing in this rank's cache is charged here besides its own tokens, in tokens to
-            be computed (docs/scheduler.md).
-        hits: tokens that requests found cached when they were admitted for the first time, by the tier that had them: `device`, and the
-            tiers of the page sources. queried: tokens of those requests.
+        used_pages: that requests hold. cached_pages: that the prefix cache alone keeps; they count as free. usable_pages: all.
+        cost: what a request that finds nothing in this cache is charged besides its own tokens, in tokens to be computed
+            (docs/scheduler.md).
+        hits: tokens that requests found cached at their first admission, by tier (`device`, and those of page sources). queried: tokens of
+            those requests.
         tiers: what page sources hold of this rank's pages, by tier.
     """
 
@@ -47,23 +46,21 @@ class RankLoad(NamedTuple):
 class Rank:
     """One attention replica's queue, pages and slots.
 
-    A request holds pages for *all* its known tokens from its admission on, so prefill never runs out in the middle;
-    only decodes ask for more. When no page is left, the newest running request is preempted: it
-    gives everything back, and is recomputed when its turn comes again, except what the prefix cache still has. `running` is
-    sorted by `order`, so the newest is always its last element.
+    A request holds pages for *all* its known tokens from its admission on, so only decodes ask for more. When no page is left, the newest
+    running request is preempted: it gives everything back, and is recomputed when its turn comes again, except what the prefix cache still
+    has. `running` is sorted by `order`.
 
     A step is planned while the one before computes, so a request may have a row under way. It is then planned with bounds
-    (`Request.num_planned_tokens`), and gives pages and slot back only when no row is under way any more: what is still to be
-    written cannot reach a page's next owner.
+    (`Request.num_planned_tokens`), and gives pages and slot back only when no row is under way any more: what is still to be written cannot
+    reach a page's next owner.
 
     Attributes:
         dirty: pages given back that may hold values that are not finite. Whoever reads it clears the pages, and then the list.
         load, waiting_tokens: known tokens of all requests, and of the waiting ones.
-        backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are
-            neither cached nor promised, of prompts under way the rest.
+        backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are neither cached nor
+            promised, of prompts under way the rest.
         promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
-        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached; hits: by the
-            tier that had them.
+        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached; hits: by tier.
     """
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):

@@ -1,6 +1,4 @@
-"""`Request`: one completion being made: its tokens, where it runs, and how much of it is computed. `StepPlan`: which of its tokens a step
-computes.
-"""
+"""`Request`: one completion being made. `StepPlan`: which tokens of which requests a step computes."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -37,9 +35,8 @@ class RequestOptions:
     Attributes:
         priority: lower runs first under the `priority` policy. session: requests of one session go to one DP rank.
         cache_salt: pages are shared only with requests of the same salt.
-        dp_rank: number of the DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
-        prefill: address and transfer where another process computes the prompt, as `PrefillServer.prefill` gives them. A transfer of None
-            is a new one of the engine at that address.
+        dp_rank: DP rank that a router outside has chosen, as long as the mesh has it; None: the engine's own chooses.
+        prefill: address and transfer where another process computes the prompt (`PrefillServer.prefill`). A transfer of None is a new one.
 
     Raises:
         UserError: a priority that is no integer, a salt or session that is no text, or `prefill` names no prefill engine.
@@ -77,38 +74,32 @@ class Request:
     """One completion. The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
 
     Attributes:
-        request_id: unique among unfinished requests.
+        request_id: unique among unfinished requests. seed: uint32. arrival_time: seconds on the engine's clock.
         token_ids: the prompt (`num_prompt_tokens`), then the output, in one list that only grows at its end.
-        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold.
-        seed: uint32, resolved.
-        stop_ids: tokens that end the request: `params.stop_token_ids`, and the model's end-of-sequence tokens unless
-            `ignore_eos`. `rules` hold them back before `params.min_tokens`.
-        arrival_time: seconds on the engine's clock.
+        max_tokens: `params.max_tokens`, with None resolved to what model and cache hold. max_total_tokens: these and the prompt's.
+        stop_ids: `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` hold them back before
+            `params.min_tokens`.
         rules: the `LogitRules` that change its logits before a token is taken; None: nothing does.
         order: place in the queue: smaller runs first, larger is preempted first. Unique in a scheduler.
-        rank: number of its DP rank, for the whole life of the request, unless the mesh changes; -1 before.
+        rank: number of its DP rank, for its whole life unless the mesh changes; -1 before.
         slot: row of the rank's persistent arrays while running, in [0, max_num_seqs); -1 otherwise.
-        admissions: counts admissions to a slot. (request, admissions) identifies the contents of a slot: a request that
-            was preempted may come back to the same slot with other pages.
-        pages: rank-local pages in the order of the tokens; between two admissions it only grows at its end.
+        admissions: counts admissions to a slot. (request, admissions) identifies a slot's contents: a preempted request may come back to
+            its slot.
+        pages: rank-local, in the order of the tokens; between two admissions the list only grows at its end.
         held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
         is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
-        num_sealed_pages: how many of them, from the first, are full, computed and finite. Others may read them; nobody
-            writes them any more. All later ones are this request's alone.
-        page_hashes: the prefix cache's names of the full pages of `token_ids`, as far as they were needed.
-        num_promised: how many of those its rank counts as about to be cached.
+        num_sealed_pages: full, computed and finite pages, from the first: others may read them, and nobody writes them. Later ones are its
+            own.
+        page_hashes: names of the full pages of `token_ids`, as far as they were needed. num_promised: those that its rank expects to be
+            cached.
         backlog: tokens that its rank counts as still to be computed before its next one is made.
-        num_computed_tokens: how many of `token_ids` are in the cache, as results have confirmed.
-        num_in_flight: the most tokens that the steps under way can add to those.
-        num_rows_under_way: steps under way that have a row of this request. While there is one, pages and slot stay its own.
-        num_due: how many of those rows make a token, at least one each.
+        num_computed_tokens: of `token_ids` in the cache, as results have confirmed. num_in_flight: the most that steps under way can add.
+        num_rows_under_way: steps under way that have a row of it; meanwhile pages and slot stay its own. num_due: rows that make a token.
         drafts: what the MTP module proposes next, where rules have to check it.
         must_leave: it is to be preempted as soon as no step has a row of it.
-        num_clean_pages: of a request whose values are not finite, how many of its pages are sound; all others are cleared
-            before anybody else gets them. None: all are.
-        num_cached_tokens: how many its first admission found in the prefix cache; None before.
-        num_prompt_logprobs: for how many of the prompt's tokens after the first log-probabilities were given.
-        max_total_tokens: length of `token_ids` at which the request has made its `max_tokens`.
+        num_clean_pages: of a request whose values are not finite, its sound pages; all others are cleared before anybody else gets them.
+        num_cached_tokens: that its first admission found in the prefix cache; None before.
+        num_prompt_logprobs: tokens of the prompt after the first whose log-probabilities were given.
     """
 
     request_id: str
@@ -218,10 +209,7 @@ class Request:
 class ScheduledRow(NamedTuple):
     """Tokens of a request to be computed in this step.
 
-    Attributes:
-        start: the first one's position; of a decode row whose request has a row under way, the most that it can be.
-        length: how many at most: of a decode row 1 and the drafts.
-        sampled: whether the row makes a token.
+    start: position of the first one, or the most that it can be. length: at most, with drafts. sampled: whether the row makes a token.
     """
 
     request: Request
@@ -231,10 +219,9 @@ class ScheduledRow(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """One rank's work in a step. Both lists are empty on an idle rank, which still takes part.
+    """One rank's work in a step; both lists are empty on an idle rank, which still takes part.
 
-    `decodes` are rows that compute a request's last token and make the next one; `prefills` are all other rows. `copies` are pairs of
-    pages (from, to) to be copied before.
+    decodes: rows that compute a request's last token and make the next one. prefills: all others. copies: of pages (from, to), before.
     """
 
     decodes: list[ScheduledRow]
@@ -245,9 +232,7 @@ class RankPlan(NamedTuple):
 class StepPlan(NamedTuple):
     """One step's work: one `RankPlan` for every DP rank, idle ones included.
 
-    Attributes:
-        num_drafts: drafts that a decode row verifies at most, and that are to be made for the next step.
-        page_commands: what goes before all else, for pages that come from a source or go there.
+    num_drafts: most that a decode row verifies, and that are made for the next step. page_commands: go before all else, for page sources.
     """
 
     ranks: list[RankPlan]

@@ -1,7 +1,4 @@
-"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs.
-
-Plain Python, no JAX.
-"""
+"""`Scheduler`: which tokens of which requests every DP rank computes in the next step. `Router`: on which rank a request runs."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -9,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
-from dsjax.engine.schedule.page_events import Event, PageEvents, RankEvents
+from dsjax.engine.schedule.page_events import Event, PageEvents
 from dsjax.engine.schedule.page_loads import SourcedPages
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.pages import PagePool
@@ -48,16 +45,13 @@ class Scheduler:
     ):
         self.config, self._is_sourced, self.source = config, source is not None, source or PageSource()
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
-        pools = [self._pool(rank) for rank in range(num_ranks)]
+        sizes = config.pages_per_rank, config.page_size
+        pools = [PagePool(*sizes, self.events, rank) for rank in range(num_ranks)]
         self.pages = SourcedPages(self.source, pools)
         self.ranks = [Rank(pool, config, loads) for pool, loads in zip(pools, self.pages.ranks, strict=True)]
         self._router = Router(self.ranks)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-
-    def _pool(self, rank: int) -> PagePool:
-        events = None if self.events is None else RankEvents(self.events, rank)
-        return PagePool(self.config.pages_per_rank, self.config.page_size, events)
 
     @property
     def num_unfinished(self) -> int:
@@ -82,10 +76,6 @@ class Scheduler:
     def take_page_events(self) -> list[tuple[int, list[Event]]]:
         """(rank's number, events) of pages, of the ranks that have any; each is given once."""
         return [] if self.events is None else self.events.take()
-
-    def take_page_waits(self) -> list[tuple[str, float]]:
-        """(tier, seconds) that requests have waited for pages of it; each is told of once."""
-        return self.pages.take_waits()
 
     def loads(self) -> list[RankLoad]:
         """What each rank has to do, and has room for."""
@@ -112,11 +102,7 @@ class Scheduler:
             rank.flush()
 
     def add(self, request: Request) -> None:
-        """Queue a request on the rank that its `Router` chooses, or on its session's.
-
-        Raises:
-            AdmissionError: it could never finish. ValueError: its id is taken by an unfinished request.
-        """
+        """Queue a request. An `AdmissionError`: it could never finish; a `ValueError`: an unfinished one has its id."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         priority = request.options.priority if self.config.policy == "priority" else 0
@@ -148,11 +134,10 @@ class Scheduler:
     def successor(
         self, config: SchedulerConfig, num_ranks: int, parked: Sequence[Request] = ()
     ) -> tuple["Scheduler", list[tuple[Request, AdmissionError]]]:
-        """A scheduler for an executor made anew, with this one's requests and those that were parked; and those that it cannot hold, each
-        with the reason, which the page source has forgotten.
+        """A scheduler for a new executor, with these requests and those that were parked; and the refused, each with the reason.
 
-        Slots, pages and what was computed are lost, so every request that ran waits again, in its old order, as a preempted one
-        does. Where nobody gave `max_tokens`, a request may make as many as the new cache holds. This scheduler must not be used any more.
+        Every request that ran waits again, in its old order, as if preempted. Where nobody gave `max_tokens`, a request may make as many as
+        the new cache holds. The page source has forgotten the refused; this scheduler must not be used any more.
         """
         source = self.source if self._is_sourced else None
         new = Scheduler(config, num_ranks, source=source, page_events=self.events is not None)
@@ -197,8 +182,9 @@ class Scheduler:
         return dirty
 
     def update(self, plan: StepPlan, results: Sequence[RankResults], now: float = 0.0) -> list[Update]:
-        """Enter a step's results, in the order of plans; give an `Update` for each request that got a token or prompt log-probabilities,
-        or failed. Rows of requests that have ended meanwhile are dropped.
+        """Enter a step's results, in the order of plans; give an `Update` for each request that got tokens or failed.
+
+        Log-probabilities of a prompt count as tokens here. Rows of requests that have ended meanwhile are dropped.
         """
         updates: list[Update] = []
         # The loop over decodes is the engine's host cost: what most of them need stands in it, and `Update(...)` is a slow call.
@@ -282,9 +268,7 @@ class Scheduler:
 
 
 def _check_fits(request: Request, config: SchedulerConfig) -> None:
-    """Raise the `AdmissionError` of a request that could never finish. Where nobody gave `max_tokens`, it is what the mesh could hold when
-    the request came, and becomes what this one can.
-    """
+    """Raise the `AdmissionError` of a request that could never finish. A `max_tokens` that nobody gave becomes what this mesh can hold."""
     before = request.max_tokens
     if request.params.max_tokens is None:
         most = config.max_request_len - request.num_prompt_tokens

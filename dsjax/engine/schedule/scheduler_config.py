@@ -1,7 +1,7 @@
 """`SchedulerConfig`: a scheduler's sizes and policy, and which requests could never finish within them. Plain Python, no JAX."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
@@ -20,11 +20,10 @@ class SchedulerConfig:
         max_num_seqs: most running requests. max_num_batched_tokens: most tokens in a step, padding not counted.
         prefill_chunk: most tokens of one prompt in a step. max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
-        host_pages_per_rank: pages of host memory to which evicted ones go; 0: they are lost.
-        disk_pages: that the disk has room for, of all ranks together; 0: none go there. disk_page_bytes: that each takes.
+        host_pages_per_rank, disk_pages, disk_page_bytes: as of `ExecutorLimits`.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
-        num_batches: into how many batches running requests are dealt, which decode in steps of their own that are under way together.
-            With more than 1, no request decodes in two steps under way: stages of a model compute them at the same time.
+        num_batches: batches of running requests that decode in steps of their own, one at each stage of a model. With more than 1, no
+            request decodes in two steps under way.
     """
 
     max_num_seqs: int
@@ -55,20 +54,10 @@ class SchedulerConfig:
             raise UserError(f"scheduling policy {self.policy!r} is unknown, expected fcfs or priority")
 
     @classmethod
-    def from_limits(
-        cls,
-        limits: ExecutorLimits,
-        *,
-        max_num_batched_tokens: int,
-        policy: Literal["fcfs", "priority"] = "fcfs",
-        prefix_caching: bool = True,
-        speculation: SpeculativeConfig | None = None,
-        num_batches: int = 1,
-    ) -> "SchedulerConfig":
-        """Use all the room that an executor has."""
+    def from_limits(cls, limits: ExecutorLimits, *, prefix_caching: bool = True, **options: Any) -> "SchedulerConfig":
+        """Use all the room that an executor has. options: the fields that no limit gives."""
         return cls(
             max_num_seqs=limits.max_rows_decode,
-            max_num_batched_tokens=max_num_batched_tokens,
             prefill_chunk=limits.max_chunk,
             max_prefill_rows=limits.max_rows_prefill,
             page_size=limits.page_size,
@@ -77,10 +66,8 @@ class SchedulerConfig:
             host_pages_per_rank=limits.host_pages_per_rank if prefix_caching else 0,
             disk_pages=limits.disk_pages if prefix_caching else 0,
             disk_page_bytes=limits.disk_page_bytes,
-            policy=policy,
             prefix_caching=prefix_caching,
-            speculation=speculation,
-            num_batches=num_batches,
+            **options,
         )
 
     @property
@@ -94,7 +81,7 @@ class SchedulerConfig:
         return min(self.max_model_len, self.max_tokens_in_cache + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, is_given: bool = True) -> None:
-        """Raise an `AdmissionError` where the model's length or the rank's pages cannot hold prompt + max_tokens.
+        """Raise an `AdmissionError` where the model or the rank's pages cannot hold prompt + max_tokens.
 
         is_given: whether the request has said `max_tokens`; else they are the least that it makes.
         """

@@ -21,10 +21,7 @@ from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepP
 
 
 class StepWriter:
-    """Knows what the executor has been told of each slot: whose it is, and how many of its pages.
-
-    Plans must be written in the order of their steps, each once, before the step after next is planned.
-    """
+    """Knows whose each slot is, and how many of its pages the executor has been told. Plans are written in order, each once."""
 
     def __init__(self, num_ranks: int, page_size: int):
         self._page_size = page_size

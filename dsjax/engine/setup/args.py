@@ -8,7 +8,7 @@ from dsjax.config.weights import ROW_FORMATS, SERVED
 from dsjax.engine.afd.options import ApartOptions, check_apart, expert_share, expert_spec
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.experts.options import ExpertOptions
+from dsjax.engine.experts.eplb import ExpertOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.combinations import check_combinations
 from dsjax.engine.setup.side_options import SideOptions, check_sides, check_sizes
@@ -215,11 +215,7 @@ class EngineArgs(
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineArgs":
-        """Make the options from keyword arguments such as `LLM`'s.
-
-        Raises:
-            UserError: an unknown option, or a value that cannot be.
-        """
+        """Make the options from keyword arguments such as `LLM`'s; a `UserError` for an unknown option or a wrong value."""
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(options.keys() - set(known))
         if unknown:
@@ -247,7 +243,7 @@ class EngineArgs(
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, read, which raises as `prefill` does; None where nothing is drafted."""
+        """`speculative_config`, read; None where nothing is drafted. Raises as `JsonOption.parse`."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
     def scheduler_config(self, limits: ExecutorLimits) -> SchedulerConfig:

@@ -167,10 +167,7 @@ def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> Exper
 
 
 def remote_experts(args: EngineArgs, platform: str, endpoint: Endpoint | None) -> RemoteExperts:
-    """Make the backend of experts in the processes at `--afd-address`. platform: of the attention side's devices.
-
-    endpoint: of this process; None: it has none yet.
-    """
+    """Make the backend of experts at `--afd-address`, for attention on this platform. endpoint: of this process, if it has one."""
     addresses, owns_endpoint = afd_addresses(args), endpoint is None
     if endpoint is None:
         credentials = args.credentials.read(*(split_address(address)[0] for address in addresses))
@@ -349,8 +346,7 @@ def _placement_from_file(
 ) -> LayerPlacements:
     """Place experts as ``--init-expert-location`` says: at its places where they fit, else at places made for its loads.
 
-    A file of a server without the MTP module leaves the module's layer as it is in ``default``; the module's row is not read where
-    there is no module.
+    Without the MTP module's row, its layer stays as in ``default``; without the module, its row is not read.
     """
     if not config.is_moe:
         raise UserError("--init-expert-location is given, but this model has no experts; leave it out")
@@ -404,8 +400,8 @@ def experts_per_exchange(args: EngineArgs, step: ModelStep) -> int:
 def dispatch_method(step: ModelStep, tokens: int, *, halved: bool = False) -> str:
     """Say how a launch of ``tokens`` tokens a DP rank sends them to their experts, or with ``halved`` each of its two halves.
 
-    ``local`` where one device holds all experts, ``memory`` where emulated devices' experts read tokens where they
-    lie, ``apart`` where experts have devices of their own, ``none`` for a model without any.
+    ``local``: one device has all experts; ``memory``: emulated devices read tokens where they lie; ``apart``: experts have their own
+    devices.
     """
     if not step.config.is_moe:
         return "none"

@@ -1,7 +1,4 @@
-"""Which options exclude each other, and which need another one: two tables, checked where options are made. No JAX.
-
-docs/troubleshooting.md has both tables.
-"""
+"""Which options exclude each other, and which need another one: two tables (docs/troubleshooting.md). No JAX."""
 
 from __future__ import annotations
 
@@ -159,11 +156,7 @@ NEEDS = (
 
 
 def check_combinations(args: Any) -> None:
-    """Check that options exclude no others, and that those that they need are there. args: `EngineArgs`.
-
-    Raises:
-        UserError: with both options, the reason and what to do. MeshError: a mesh cannot be.
-    """
+    """Check that options of `EngineArgs` exclude no others, and have those that they need; a `UserError` where they do not."""
     for need in NEEDS:
         if need.one.made(args) and not need.other.made(args):
             advice = need.advice or "give both, or leave it out"

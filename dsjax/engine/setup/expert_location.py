@@ -23,10 +23,7 @@ FLAG = "--init-expert-location"
 
 @dataclass(frozen=True, eq=False)
 class ExpertLocation:
-    """What a file says; at least one of the two is there.
-
-    logical_load: ``[layers, experts]``, tokens. physical_to_logical: ``[layers, slots]``.
-    """
+    """What a file says, at least one of them. logical_load: ``[layers, experts]``, tokens. physical_to_logical: ``[layers, slots]``."""
 
     model: str
     logical_load: Float[np.ndarray, "L E"] | None

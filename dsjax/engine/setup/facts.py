@@ -56,23 +56,19 @@ class EngineFacts:
     Attributes:
         mesh: as the user wrote it, normalised. mesh_shape: sizes of the physical axes, in order.
         device_kind: what JAX calls a device, e.g. `cpu` or `NVIDIA H200`.
-        dispatch: what `--dispatch` came to in the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`;
-            `local` where one device holds all experts, `none` for a model without any. With `auto` a smaller launch may
-            use another method (docs/dispatch.md).
+        dispatch: of the fullest launch of each kind, e.g. `{"prefill": "ragged", "decode": "padded"}`; `local` where one device holds all
+            experts, `none` without experts. With `auto` a smaller launch may use another method (docs/dispatch.md).
         kernels: operation to implementation, e.g. `{"experts": "native"}` (`dsjax/kernels/table.py`); kernels_note: why none faster.
-        activation_scheme: what `--activation-scheme` came to.
-        weight_bytes: by component.
-        cache_tokens: token slots of the latent cache, all DP ranks together.
+        activation_scheme: what `--activation-scheme` came to. weight_bytes: by component.
+        cache_tokens, host_cache_tokens, disk_cache_tokens: token slots of the latent cache, of host memory and of the disk, all DP ranks
+            together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
         max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
         prefill_meshes, prefill_sizes: of the engine beside this one that computes its prompts; empty and None without it.
-        host_cache_tokens, disk_cache_tokens: token slots of host memory below the cache, and of the disk, all DP ranks together.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
-        expert_mesh: the mesh of the devices beside these that have the routed experts, e.g. `ep=24`; None where these have them.
-            expert_weight_bytes: of one such device.
-        speculation: speculative decoding, with the fields of `--speculative-config`; None where nothing is drafted.
-        stages: what each stage of `--mesh pp=…` has; `weight_bytes` and `cache_bytes` are then of the one with most weights. Empty
-            where all layers are on the same devices.
+        expert_mesh: of the devices beside these that have the routed experts, e.g. `ep=24`. expert_weight_bytes: of one such device.
+        speculation: with the fields of `--speculative-config`; None where nothing is drafted.
+        stages: what each stage of `--mesh pp=…` has; `weight_bytes` and `cache_bytes` are then of the one with most weights.
     """
 
     model: str

@@ -26,8 +26,7 @@ def check_layout(
     expert_side: the mesh of the experts, where that is another. dense_tp: of ``--moe-dense-tp-size``.
 
     Raises:
-        MeshError: naming each number that does not fit.
-        UserError: redundant experts for a model that has none.
+        MeshError: naming each number that does not fit. UserError: redundant experts for a model that has none.
     """
     if redundant and not config.is_moe:
         raise UserError(f"--redundant-experts is {redundant}, but this model has no experts; leave it out")

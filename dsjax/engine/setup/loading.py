@@ -25,8 +25,9 @@ from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import LinkClosedError
-from dsjax.engine.afd.expert_side import ExpertSide, Side, SidePart, build_both
+from dsjax.engine.afd.expert_side import ExpertSide, ExpertSidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
+from dsjax.engine.afd.layer_programs import Side
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.afd.remote_part import RemoteExpertsPart
@@ -37,7 +38,7 @@ from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.experts.expert_exchange import ExpertExchange
-from dsjax.engine.experts.expert_moves import ExpertMoves
+from dsjax.engine.experts.expert_part import ExpertPart
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
@@ -53,8 +54,7 @@ from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
 from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
-from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder
+from dsjax.engine.tiers.page_folder import PageFiles, PageFolder
 from dsjax.engine.transfer.page_chunks import PageChunks
 from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
@@ -95,15 +95,12 @@ def load_model(
     show_progress: bool = False,
     held: HeldWeights | None = None,
 ) -> LoadedEngine:
-    """Check everything, then load the model that ``args`` names onto its mesh, or the meshes of its stages.
+    """Check everything, then load the model that ``args`` names onto its mesh, or the meshes of its stages. `emulate_devices` comes first.
 
-    Where devices are to be emulated, ``sharding.emulation.emulate_devices`` must have been called before JAX started.
-
-    group: the processes that share the mesh, which all call this; process 0's executor then leads the others.
-    mesh: of the devices that ``args.mesh`` is to be made of; None: the first ones. Stages always take the first ones.
-    is_later: no tokenizer is read, for there is one already.
-    library: of programs that this process has compiled before.
-    held: parameters of another mesh on this process's devices, as in ``load``; empty once the executor has its own. None: there are none.
+    group: the processes that share the mesh, which all call this; process 0's executor then leads the others. mesh: of the devices that
+    ``args.mesh`` is to be made of; None: the first ones. Stages always take the first ones. is_later: a tokenizer is there already.
+    library: of programs that this process has compiled before. held: parameters of another mesh on this process's devices, as in ``load``;
+    empty once the executor has its own.
 
     Raises:
         UserError, MeshError: anything that cannot be; before weights are read, unless they are what is wrong.
@@ -297,10 +294,7 @@ class _Loader:
             return [self._reader(step)(self.checkpoint, step.stored_placement, **options) for step in self.steps]
 
     def _reader(self, step: ModelStep) -> Callable[..., dict[str, Array]]:
-        """What reads parameters of a step, all or those of the paths `only`; it holds nothing else of this object.
-
-        placement: of the step's experts.
-        """
+        """What reads parameters of a step (all, or those of the paths `only`), experts so placed; holds nothing else of this object."""
         config, weights, experts, mtp = self.config, self.weights, self.experts, self.args.speculation is not None
 
         def read(source: Checkpoint | Path, placement: LayerPlacements | None, **options: Any) -> dict[str, Array]:
@@ -327,7 +321,7 @@ class _Loader:
             reader = ExpertReader(self.config, self.checkpoint, self.weights, platform, mtp=step.has_module)
             writer = SlotWriter(side, step.placement.physical_to_logical, reader.read)
             writer.rehearse()
-        return lambda device, _: ExpertMoves(device, per_exchange, writer)
+        return lambda device, _: ExpertPart(device, per_exchange, writer)
 
     def _limits(self, params: Sequence[Mapping[str, Array]]) -> ExecutorLimits:
         """Limits with as many pages as fit the devices with the least room."""
@@ -356,7 +350,10 @@ class _Loader:
         if args.page_source is not None:
             parts.append(import_page_source(args.page_source).device_part)
         if apart:
-            parts.append(_side_part(args, directory, group, step.mesh))
+            if isinstance(self.experts, ExpertSide):
+                parts.append(lambda device, _: ExpertSidePart(device, self.experts))
+            else:
+                parts.append(_remote_part(args, directory, group, step.mesh))
             if args.eplb:
                 parts.append(self._mover(step, per_exchange))
         elif per_exchange:
@@ -382,10 +379,8 @@ class _Loader:
         return executor
 
 
-def _side_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
-    """Make the part that has experts on devices of their own. directory: of the checkpoint. mesh: of the attention side."""
-    if args.afd_role != "attention":
-        return lambda device, _: SidePart(device)
+def _remote_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
+    """Make the part that has experts in other processes. directory: of the checkpoint. mesh: of the attention side."""
 
     def another(
         expert_mesh: str, afd_address: str, model: ModelStep, before: RemoteExperts
@@ -412,13 +407,8 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
     if args.batch_invariant:  # its last bits: what another engine computed is not to be found
         names = step.kernels.names(step.prefill_form, step.decode_form)
         arithmetic = {"batch_invariant": names, "form": step.decode_form}
-    return {
-        "fingerprint": fingerprint(directory),
-        "dtype": str(step.dtype),
+    return _common_space(args, step, directory) | {
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
-        "weights": args.weights,
-        "activation_scheme": str(step.scheme),
-        "dispatch_wire": args.dispatch_wire,
         **step.attention.form_of_pages,
         "page_size": step.page_size,
         "module_layer": step.has_module,
@@ -428,18 +418,23 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
 
 def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
     """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
-    return {
-        "fingerprint": fingerprint(directory),
-        "dtype": str(step.dtype),
-        "weights": args.weights,
-        "activation_scheme": str(step.scheme),
-        "dispatch_wire": args.dispatch_wire,
+    return _common_space(args, step, directory) | {
         "expert_mesh": args.expert_mesh,
         "physical experts": step.placement.n_physical,
         "processes with experts": len(afd_addresses(args)),
         "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
         "MTP module": step.has_module,
         "encrypt_bulk": args.encrypt_bulk,
+    }
+
+
+def _common_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    return {
+        "fingerprint": fingerprint(directory),
+        "dtype": str(step.dtype),
+        "weights": args.weights,
+        "activation_scheme": str(step.scheme),
+        "dispatch_wire": args.dispatch_wire,
     }
 
 

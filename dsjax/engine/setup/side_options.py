@@ -105,7 +105,7 @@ class SideOptions:
 
     @property
     def prefill(self) -> PrefillConfig:
-        """`prefill_config`, read; raises a `UserError` where it is not JSON, or has fields or values that cannot be."""
+        """`prefill_config`, read. Raises as `JsonOption.parse`."""
         return PrefillConfig() if self.prefill_config is None else PrefillConfig.parse(self.prefill_config)
 
     @property
@@ -142,10 +142,7 @@ def naming_prefill(args: Args) -> Iterator[None]:
 
 
 def _experts(args: Args, mesh: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Give the options by which the experts of a side have copies and move.
-
-    A side on which each device has all experts has nothing to move. It may stand beside a side that does move experts.
-    """
+    """The options by which the experts of a side have copies and move. A side whose devices each have all experts moves none."""
     from sharding.mesh import MeshSpec  # brings JAX in, which importing this module must not
 
     if args.eplb is None:

@@ -1,7 +1,4 @@
-"""``EngineLayout``: what an engine's programs are made of, before there is any weight: step, shapes of launches, and sizes.
-
-The sizes follow from the options and the memory: the cache, the tiers below it, and whether the weights fit at all.
-"""
+"""``EngineLayout``: what an engine's programs are made of before there is any weight: step, shapes of launches, and sizes."""
 
 from __future__ import annotations
 
@@ -20,13 +17,12 @@ from dsjax.engine.device.buckets import Buckets
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
 from dsjax.engine.device.programs import Programs
-from dsjax.engine.pipeline.stage_programs import StagePrograms
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
-from dsjax.engine.tiers.page_files import bytes_on_disk
+from dsjax.engine.tiers.page_folder import bytes_on_disk
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
 from dsjax.model.parameters import device_bytes
@@ -56,11 +52,7 @@ class EngineLayout:
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
-        """Lay out the model that ``args`` describe, or a stage of it, on a mesh that ``args.mesh`` is the shape of.
-
-        Raises:
-            UserError, MeshError: options, model and mesh that do not go together.
-        """
+        """Lay out the model that ``args`` describe, or a stage of it, on a mesh; errors as of ``make_step``."""
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
         step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, stage=stage)
@@ -80,8 +72,7 @@ class EngineLayout:
     ) -> ExecutorLimits:
         """Give ``sizes`` as many pages as are wanted and fit.
 
-        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device. experts: as of
-        ``Programs``.
+        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device. experts: as of ``Programs``.
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)
@@ -95,10 +86,9 @@ class EngineLayout:
 
 
 def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
-    """Count the bytes of a device for pages on their way to another engine, or from one, where there is such an engine.
+    """Bytes of a device for pages on their way to another engine, or from one.
 
-    It is the most that are there at once: of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those
-    that have come and what is staged.
+    Of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those that have come and what is staged.
     """
     sides = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": MOST_LANDED + MOST_LOADED}
     return sides[args.disaggregation_mode] * device_cache.bytes_per_page(step)
@@ -187,7 +177,7 @@ def page_bytes(args: EngineArgs, step: ModelStep) -> int:
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:
     """Refuse weights that the host's memory cannot hold: the kernel would end the process while they are read.
 
-    steps: the model's one, or those of its stages. held: bytes of another mesh's weights, which these take the place of.
+    steps: the model's one, or those of its stages. held: bytes of another mesh's weights, whose place they take.
     """
     if (available := available_bytes()) is None:
         return
@@ -237,13 +227,12 @@ def beside_the_cache(
     num_drafts: int,
     experts: Worker | None = None,
 ) -> int:
-    """Count the bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
+    """Bytes of a device that the launch with most tokens needs beside weights and cache, as its compiler counts them.
 
-    They are the program's temporaries, its results, of which two steps in flight have two each, and what the state has beside the
-    cache. ``limits`` may have any number of pages: none of this depends on it.
+    Temporaries, two results (of two steps in flight), and the state beside the cache. ``limits`` may have any number of pages.
     """
     state = device_state.describe(step, limits, num_drafts)
-    programs = (Programs if step.stage is None else StagePrograms)(step, params, state, limits, experts=experts)
+    programs = Programs(step, params, state, limits, experts=experts)
     shapes = [programs.shape(decode, prefill) for decode, prefill, _ in buckets.shapes()]
     largest = max(shapes, key=lambda shape: shape.tokens)
     stats = programs.lower_step(largest).compile().memory_analysis()

@@ -30,10 +30,9 @@ from sharding.layer_placement import LayerPlacements
 
 @dataclass(frozen=True)
 class OwnStages:
-    """The stages that are on this process's devices.
+    """The stages on this process's devices, and their meshes.
 
     spec: the mesh of all stages. owners: the process that has each of them. balanced: whether experts follow the load.
-    stages, meshes: those of this process.
     """
 
     spec: MeshSpec
@@ -46,11 +45,7 @@ class OwnStages:
 
     @classmethod
     def of(cls, args: EngineArgs, config: ModelConfig, group: HostGroup | None) -> OwnStages:
-        """Divide the layers among stages, and arrange the devices.
-
-        Raises:
-            UserError: there are too few layers, or a process has no stage. MeshError: a stage would be of several processes.
-        """
+        """Divide the layers among stages, and arrange the devices; a `UserError` or `MeshError` where that cannot be."""
         spec = MeshSpec.parse(args.mesh)
         stages = stages_of(config, spec.pp_size, given=args.pp_layer_partition, mtp=args.speculation is not None)
         meshes = spec.build_stages()
@@ -71,7 +66,7 @@ class OwnStages:
     ) -> PipelineExecutor:
         """Make one executor of those of the stages. pages: on a disk, of all stages. opened: what is closed where the start fails."""
         if pages is not None:
-            pages.report_through([one.extension(PageReporter) for one in executors])
+            pages.reporters = [one.extension(PageReporter) for one in executors]
         if not self.is_divided:
             experts = ExpertsOfStages(executors, self.config) if self.balanced else None
             return PipelineExecutor(executors, experts, [] if pages is None else [pages])

@@ -66,7 +66,7 @@ class Pulled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Landings:
-    """What has come of chunks that several processes pull, each for its own devices of a rank: reported when all of them have said it.
+    """What has come of chunks that several processes pull, each for its own devices of a rank: reported when all have said it.
 
     processes: of each rank, those that have devices of it.
     """
@@ -91,10 +91,7 @@ class Landings:
 class LeaderExecutor(ExecutorWrapper):
     """An executor that tells the other processes of a generation each command, and then carries it out itself.
 
-    A `GroupError` names the process that has gone away. Nothing more is to be launched then.
-
-    Attributes:
-        collected: how many results have been collected, or have been given up for one behind them.
+    collected: results that have been collected, or given up for one behind them. After a `GroupError` nothing more is to be launched.
     """
 
     def __init__(self, inner: Executor, group: HostGroup):

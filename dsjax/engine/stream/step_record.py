@@ -42,11 +42,8 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
 
     Attributes:
         format, commands: `FORMAT`, and `VERSION` of `dsjax.engine.contract.commands`.
-        options: of `EngineArgs`, those that change what an executor computes.
-        limits: the executor's, as they came to be.
-        fingerprint: of the checkpoint; see `dsjax.checkpoint.fingerprint`.
-        platform: JAX's: `cpu`, `gpu` or `tpu`.
-        began: seconds since 1970.
+        options: of `EngineArgs`, those that change what an executor computes. limits: the executor's, as they came to be.
+        fingerprint: of the checkpoint. platform: JAX's: `cpu`, `gpu` or `tpu`. began: seconds since 1970.
     """
 
     format: int
@@ -89,11 +86,9 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """What came of command `number`, which was done so many seconds from the recording's begin.
+    """What came of command `number`, which was done so many seconds from the recording's begin. ranks: of a `Step`.
 
-    Attributes:
-        ranks: of a `Step`.
-        greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
+    greedy, finite: of a `Score`, the most probable token behind each position, and whether all logits were; these are not kept.
     """
 
     number: int

@@ -82,7 +82,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check everything that can be wrong with a request, and hash its pages, so that the engine's thread need not.
 
-        seed: from `draw_seed`, for a request without a seed; None: drawn here. Draw seeds in advance if threads prepare requests.
+        seed: from `draw_seed`, for a request without a seed; None: drawn here, which threads must not.
 
         Raises:
             PromptError: an empty prompt, a token id outside the vocabulary, text without a tokenizer.
@@ -215,11 +215,8 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 def bad_word_runs(words: Iterable[str], tokenizer: Tokenizer | None) -> tuple[TokenRun, ...]:
     """The runs of tokens that spell a bad word; an output must not complete one of them.
 
-    A word is tokenised as it is written at the start of a text, and with a space before it where that gives as many
-    tokens. This is vLLM's rule, so one word bans at most two runs of tokens; other ways to spell the same text stay possible.
-
-    Raises:
-        SamplingError: the model has no tokenizer.
+    A word is tokenised as at the start of a text, and with a space before it where that gives as many tokens: vLLM's rule. So one word bans
+    at most two runs; other ways to spell the same text stay possible. Raises a `SamplingError` where the model has no tokenizer.
     """
     runs: list[TokenRun] = []
     for word in words:

@@ -1,8 +1,7 @@
 """``LogitRules``: what one completion's parameters and tokens do to its next logits, prepared on the host.
 
-What is known when the request gets its slot (bias, bans, the counts that penalties begin with, allowed tokens) travels with its
-admission. What depends on the tokens made (grammars, banned words of several tokens) becomes a *guide*: a mask for each position of
-the next row.
+What is known when the request gets its slot travels with its admission. What depends on the tokens made (grammars, banned words of several
+tokens) becomes a *guide*: a mask for each position of the next row.
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ TokenRun = tuple[int, ...]
 
 
 class LogitRules:
-    """Follows one completion. It only ever sees that completion's tokens, so nothing else can change what it does.
+    """Follows one completion, and sees its tokens alone, which are kept when a request is preempted.
 
-    Tokens are kept when a request is preempted, and so is all that is here.
-
-    Attributes:
-        allowed: as ``packed``, the tokens that may be made at all; None where all may.
-        needs_tokens: whether the next logits depend on all tokens before; then no row may be planned while one is under way.
+    allowed: as ``packed``, the tokens that may be made at all; None: all. needs_tokens: whether the next logits depend on all tokens
+    before; then no row may be planned while one is under way.
     """
 
     def __init__(

@@ -197,8 +197,7 @@ class _Group:
 class OutputProcessor:
     """Follows every request from its admission to its last token. May run in another thread than the engine's core.
 
-    A stop string is found here, after the core has gone on; `process` names the requests that the core must then end,
-    and passes over whatever it has made of them since.
+    A stop string is found after the core has gone on: `process` names the requests to end, and skips what was made of them since.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1):

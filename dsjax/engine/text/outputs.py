@@ -24,14 +24,13 @@ class CompletionOutput:
     """One completion of a prompt: all of it, or with `OutputKind.DELTA` what a step added.
 
     Attributes:
-        text: without the stop string or stop token unless asked for; text that may still become a stop string, and
-            bytes that are not yet a whole character, are held back until they are decided.
+        text: without the stop string or stop token unless asked for. What may become a stop string, and bytes of a character that is not
+            whole, are held back.
         token_ids: every token, the one that ended the completion included.
-        cumulative_logprob: sum over all tokens so far; None where no log-probabilities were asked for.
-        logprobs: one entry a token of `token_ids`; None where not asked for.
-        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token. With
-            `finish_reason` error, the message.
-        error: with `finish_reason` error, of which kind it is; otherwise None.
+        cumulative_logprob: sum over all tokens so far; logprobs: one entry a token of `token_ids`. None where not asked for.
+        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token; with `finish_reason` error, the
+            message.
+        error: with `finish_reason` error, of which kind it is.
     """
 
     index: int
@@ -71,11 +70,11 @@ class RequestOutput:
 
     Attributes:
         prompt: the text given; None where token ids were given.
-        outputs: the completions that this output tells of; with `OutputKind.FINAL_ONLY` all of them, by index.
-        finished: whether all completions of the request have ended.
-        num_cached_tokens: how many of the prompt's tokens the prefix cache had; None before the first admission.
-        prompt_logprobs: one entry a token of the prompt, the first None, as no token is before it. None where not asked for,
-            and with `OutputKind.DELTA` in all outputs but the first.
+        outputs: the completions that this output tells of; with `OutputKind.FINAL_ONLY` all of them, by index. finished: whether all have
+            ended.
+        num_cached_tokens: of the prompt, in the prefix cache; None before the first admission.
+        prompt_logprobs: one entry a token of the prompt, the first None. None where not asked for, and with `DELTA` in all outputs but the
+            first.
     """
 
     request_id: str

@@ -58,8 +58,8 @@ class Constraint:
     def preview(self, drafts: Sequence[int], words: int) -> tuple[np.ndarray, str | None]:
         """``[1 + usable, words]`` int32: which tokens may come next, and after each of the drafts that the grammar allows.
 
-        Bit ``t % 32`` of word ``t // 32`` stands for token t. The second value is the reason where the grammar cannot go on. The
-        constraint stays where it is.
+        Bit ``t % 32`` of word ``t // 32`` stands for token t. Also the reason where the grammar cannot go on. The constraint stays where it
+        is.
         """
         masks = np.full((1 + len(drafts), words), -1, np.int32)
         active, consumed, usable = self.active, 0, 0
@@ -115,11 +115,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
-        """A constraint at its beginning.
-
-        Raises:
-            SamplingError: a grammar that is wrong, impossible or too costly, or a model without tokenizer or end of sequence.
-        """
+        """A constraint at its beginning; a `SamplingError` where the grammar is wrong, impossible or too costly."""
         param = f"structured_outputs.{outputs.form}"
         if self._tokenizer is None or not self._eos:
             missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"

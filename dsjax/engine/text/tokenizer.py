@@ -59,11 +59,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, and where they are there `tokenizer_config.json` and `chat_template.jinja`.
-
-        Raises:
-            TokenizerError: a file is missing or unreadable.
-        """
+        """Read `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if present; a `TokenizerError` where it cannot."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -96,11 +92,7 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_str(backend), config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the begin-of-sequence token in front where the tokenizer's configuration says so.
-
-        Raises:
-            TextError: half a surrogate pair, which JSON's escapes can smuggle in.
-        """
+        """Token ids of a text, with the begin-of-sequence token if so configured; a `TextError` for half a surrogate pair."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -238,11 +230,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
-
-        Raises:
-            ChatTemplateError: the template refuses these messages.
-        """
+        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`. A `ChatTemplateError`: it is refused."""
         known = {"tools": None, "documents": None, **self._special_tokens, **variables}
         known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dsjax.background import contained, start_thread
-from dsjax.engine.tiers.page_files import Page, PageFileError, PageFiles
+from dsjax.engine.tiers.page_folder import Page, PageFileError, PageFiles
 from dsjax.engine.tiers.page_tiers import PageReports
 
 LISTING_SECONDS = 10.0
@@ -28,14 +28,12 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 class DiskPages:
     """What the executor does with the disk. All methods are of the engine's thread, and return at once but where they say so.
 
-    Writing and deleting happen in one thread, in the order in which they were asked for; reading in `READERS` others. A reading has a
-    number of its rank, under which it is reported, and under which its page is kept until it is taken or dropped. What goes wrong
-    is a report, and the first time of each kind a warning.
+    One thread writes and deletes, in order; `READERS` others read. A reading has a number of its rank, under which it is reported and its
+    page is kept until it is taken or dropped. What goes wrong is a report, and the first time of each kind a warning.
 
     Args:
         files: whose folder is locked; it is given back at the end.
-        max_bytes: that all pages of the folder may take. When an earlier run has left more, what is least recently used goes, and pages of
-            other models (or dtypes, page sizes, …) first.
+        max_bytes: of all pages of the folder. What is least recently used goes, and pages of other models (or dtypes, page sizes, …) first.
     """
 
     def __init__(self, files: PageFiles, max_bytes: int):

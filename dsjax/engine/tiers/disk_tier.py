@@ -14,12 +14,8 @@ MOST_WRITING = 256
 class DiskCounts(NamedTuple):
     """What the disk has done for all ranks, and holds. The first five as of `TierCounts`.
 
-    Attributes:
-        writing: pages on their way there.
-        not_written: pages that were lost because too many were, or the disk was left alone.
-        failed_reads, failed_writes: pages that could not be read, or not written.
-        late: requests that went on without pages that were too long in coming.
-        page_bytes: of one page, as it takes room there.
+    writing: pages on their way there. not_written: pages that were lost because too many were, or the disk was left alone. failed_reads,
+    failed_writes: pages. late: requests that went on without pages that were too long in coming. page_bytes: of one page there.
     """
 
     used_pages: int = 0
@@ -41,8 +37,7 @@ class DiskTier:
     The executor's reports come in with `written`, `read_failed` and `listed`; what is to be deleted is taken out with `take_dropped`.
 
     Attributes:
-        reads_pause, writes_pause: whether the disk is left alone now: it was too slow, and no page of it is found meanwhile; or it
-            could not be written.
+        reads_pause: whether no page is found now, as the disk was too slow. writes_pause: whether none is written, as that failed.
         on_gone: is told the names of pages that can be found no more.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,28 +10,28 @@ import numpy as np
 
 from dsjax.engine.contract.executor import Kind
 from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
-from dsjax.engine.tiers.page_files import Page
+from dsjax.engine.tiers.page_folder import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
 class DividedPages:
     """Puts the parts of pages together on their way to the disk, and takes pages apart on their way back.
 
-    The disk has pages of the whole model, the same as of one executor that has all layers: a page that is there, is there for all. It is
-    written when every executor has given its part, read once, and kept until each has taken its part. An array of a page is its parts
-    one after the other along the first axis, which is that of layers; one that a single executor has is as it is there.
+    The disk has pages of the whole model, as of one executor that has all layers. A page is written when every executor has given its part,
+    read once, and kept until each has taken its part. An array of a page is its parts one after the other along the axis of layers; one
+    that a single executor has is as it is there. All executors carry out the same commands in order, and the first of them each before the
+    others.
 
-    All executors carry out the same commands in the same order, and the first of them each command before the others.
+    count: of the executors. open_disk: given the arrays of a whole page, once the parts of all are known.
 
-    Args:
-        count: of the executors. open_disk: given the arrays of a whole page, once the parts of all are known.
+    reporters: of the executors, which look after their own parts when reports are asked for.
     """
 
     def __init__(self, count: int, open_disk: Callable[[Shapes], DiskPages]):
         self._count, self._open = count, open_disk
         self._shapes: list[Shapes] = []
         self._disk: DiskPages | None = None
-        self._reporters: list[PageReporter] = []
+        self.reporters: list[PageReporter] = []
         self._given: dict[int, dict[int, Page]] = {}  # by the writing's number, then by executor
         self._taken: dict[tuple[int, int], tuple[Page, set[int]]] = {}  # the page, and who has its part
         self._drops = [0] * count  # how many times each executor has come to delete pages
@@ -49,17 +49,13 @@ class DividedPages:
         vars(part).update({method.__name__: partial(method, number) for method in methods})
         return part
 
-    def report_through(self, reporters: Sequence[PageReporter]) -> None:
-        """Have each executor look after its own part when reports are asked for. reporters: of the executors."""
-        self._reporters = list(reporters)
-
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Offer reports of the disk to the offload tiers of the scheduler."""
         return self if kind is PageReporter else None
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         """Report what came of whole pages since the last time; wait so long for the first of it."""
-        for reporter in self._reporters:
+        for reporter in self.reporters:
             reporter.page_reports()
         return self._disk.reports(seconds)
 

@@ -1,13 +1,12 @@
 """`EventPublisher`: events of pages over ZeroMQ, as vLLM publishes them, for routers such as Dynamo's and llm-d's.
 
 Each DP rank has a PUB socket, at the endpoint's port + the rank. A message has three frames: the topic, a sequence number of eight
-big-endian bytes from 0 on, and an `EventBatch` in MessagePack. With a replay endpoint each rank also has a ROUTER socket: who sends a
-sequence number there (frames: empty, number) gets all batches from it on that are still kept, each as (empty, number, batch), and
-then the number −1 with an empty batch.
+big-endian bytes from 0 on, and an `EventBatch` in MessagePack. With a replay endpoint each rank also has a ROUTER socket: a client sends a
+sequence number there (frames: empty, number) and gets all batches from it on that are still kept, each as (empty, number, batch), and then
+−1 with an empty batch.
 
-Events hold the token ids of prompts and answers. A socket that other machines reach is therefore protected with ZeroMQ's CURVE, which
-encrypts and knows its clients by their keys, or is open because the option says so. What a stranger can cause at an open one is bounded:
-frames are small, and few replays are under way at once, each as fast as its client reads.
+Events hold the token ids of prompts and answers. A socket that other machines reach is therefore protected with ZeroMQ's CURVE, or open
+because the option says so; then frames are small, and few replays are under way at once, each as fast as its client reads.
 """
 
 from __future__ import annotations
@@ -67,19 +66,18 @@ class KvEventsConfig(JsonOption):
     """Whether and where events of pages are published, with vLLM's names for its fields. Checked when made.
 
     Attributes:
-        enable_kv_cache_events: whether there are any.
         publisher: `zmq`, or `null` for none; None: `zmq` where events are enabled.
         endpoint: of DP rank 0; rank r has the port + r, or the name with `_dp` and r.
-        bind: whether the endpoint is bound or connected to. None: one with `*` or `::`, every `ipc://` and `inproc://`, and the default
-            are bound; any other is connected to.
-        replay_endpoint: named as `endpoint` is, and always bound; None: nothing is replayed.
-        curve_key_file: file with the server's public and secret key, as `zmq.auth.create_certificates` writes it: both sockets then
-            speak CURVE.
+        bind: whether the endpoint is bound or connected to. None: one with `*` or `::`, every `ipc://` and `inproc://`, and the default are
+            bound; any other is connected to.
+        replay_endpoint: named as `endpoint` is, and always bound; None: nothing is replayed. buffer_steps: batches of each rank kept for
+            it.
+        curve_key_file: file with the server's public and secret key, as `zmq.auth.create_certificates` writes it: both sockets then speak
+            CURVE.
         curve_clients: folder with the public keys (`*.key`) of the clients that may come in; given with `curve_key_file`.
         allow_unauthenticated: whether an endpoint that other machines reach may be bound without CURVE.
-        buffer_steps: batches of each rank that are kept for it.
-        hwm: of the PUB socket: messages that wait for a subscriber that is too slow, before further ones are lost to it.
-        max_queue_size: batches that wait for the publisher's thread. Further ones are lost, which subscribers see by the numbers.
+        hwm: messages that wait for a slow subscriber, before further ones are lost to it. max_queue_size: batches that wait for the
+            publisher's thread; further ones are lost, which subscribers see by the numbers.
         topic: the first frame.
 
     Raises:
@@ -155,13 +153,7 @@ class KvEventsConfig(JsonOption):
 
 
 class EventPublisher:
-    """Publishes in a thread of its own; the engine never waits for it.
-
-    What fails there costs one batch, or one look at the requests for replays.
-
-    Raises:
-        UserError: an endpoint cannot be bound, or CURVE's keys cannot be read.
-    """
+    """Publishes in a thread of its own. A `UserError`: an endpoint cannot be bound, or CURVE's keys cannot be read."""
 
     def __init__(self, config: KvEventsConfig, num_ranks: int):
         self._topic = config.topic.encode()
@@ -368,25 +360,23 @@ def _open(socket: Any, endpoint: str, bound: bool) -> None:
 
 
 class PageEventStream(Attachment):
-    """The part of an engine's core that tells a sink which pages can be found from now on, and which no more."""
+    """The part of an engine's core that tells sinks which pages can be found from now on, and which no more."""
 
     wants_page_events = True
 
-    def __init__(self, sink: EventSink):
-        self._sink = sink
+    def __init__(self, *sinks: EventSink):
+        self._sinks = sinks
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
         """Say of every DP rank of the mesh before, and of this one, that nothing can be found."""
         if self.scheduler is not None:
             for rank in range(max(len(self.scheduler.ranks), executor.limits.num_ranks)):
-                with contained("cache events", "Routers do not hear that pages are gone."):
-                    self._sink.publish(rank, [AllBlocksCleared()])
+                self._publish(rank, [AllBlocksCleared()], "Routers do not hear that pages are gone.")
 
     def planned(self) -> None:
         """Tell what has happened since the last time."""
         for rank, events in self.scheduler.take_page_events():
-            with contained("cache events", "Routers do not hear of some pages."):
-                self._sink.publish(rank, events)
+            self._publish(rank, events, "Routers do not hear of some pages.")
 
     def after_step(self, seconds: float, plan: StepPlan, updates: list[Update]) -> None:
         """Tell what the step has sealed."""
@@ -397,6 +387,12 @@ class PageEventStream(Attachment):
         self.planned()
 
     def close(self, failed: bool) -> None:
-        """End the sink, unless the engine has failed."""
+        """End the sinks, unless the engine has failed."""
         if not failed:
-            self._sink.close()
+            for sink in self._sinks:
+                sink.close()
+
+    def _publish(self, rank: int, events: Sequence[Event], consequence: str) -> None:
+        for sink in self._sinks:
+            with contained("cache events", consequence):
+                sink.publish(rank, events)

@@ -1,7 +1,4 @@
-"""`OffloadTiers`: the page source for pages that left the devices: host memory of each DP rank, and one disk for all. Plain Python.
-
-The executor has the bytes. docs/cache-tiers.md has the design.
-"""
+"""`OffloadTiers`: the page source for pages that left the devices: host memory of each DP rank, and one disk. docs/cache-tiers.md"""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any, NamedTuple
 from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
-from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -28,11 +24,7 @@ CLOSE_SECONDS = 3.0
 
 
 class StoredPage(NamedTuple):
-    """A page whose room is needed.
-
-    Attributes:
-        slot: of host memory that it is copied to; −1: none. number: of the writing to the disk, under which its end is reported; −1: none.
-    """
+    """A page whose room is needed; the slot of host memory, and the number of the writing to the disk, that it goes to; −1: none."""
 
     page: int
     slot: int
@@ -41,7 +33,7 @@ class StoredPage(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A request that waits for pages that are read from the disk, the numbers of those that have not come, and since when it waits."""
+    """A request that waits for pages from the disk, the numbers of those that have not come, and since when it waits."""
 
     request: Request
     numbers: set[int]
@@ -51,9 +43,7 @@ class Reading(NamedTuple):
 class OffloadTiers(PageSource):
     """Either tier may be missing. A page is looked for in host memory first; one that is read from the disk lands before it is loaded.
 
-    Attributes:
-        config: whose sizes the tiers have from the next `bind` on; a tier without a page is none.
-        host: the host tier of each rank; empty without one. disk: the disk tier; None without one.
+    config: whose sizes the tiers have from the next `bind` on. host: of each rank; empty without one. disk: None without one.
     """
 
     slot_tier = "host"
@@ -74,7 +64,8 @@ class OffloadTiers(PageSource):
         self.ranks, config = ranks, self.config
         self.host = [HostTier(self.slots, max(2, config.num_batches)) for _ in ranks] if self.slots else []
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
-        if self.disk is not None and ranks[0].events is not None:
+        self._events = ranks[0].pool.events
+        if self.disk is not None and self._events is not None:
             self.disk.on_gone = self._events.gone_from_disk
         self._stores: list[list[StoredPage]] = [[] for _ in ranks]
         self._readings: list[list[Reading]] = [[] for _ in ranks]
@@ -160,14 +151,13 @@ class OffloadTiers(PageSource):
         stored = self.host[rank].store(name) if self.host else None
         slot = NOWHERE if stored is None else stored[0]
         number = NOWHERE if self.disk is None else self.disk.write(name)
-        events = self.ranks[rank].events
-        if events is not None:
+        if self._events is not None:
             if number != NOWHERE:
-                events.goes_to_disk(name)
+                self._events.holds(name)
             if stored is not None:
                 if stored[1] is not None:
-                    events.removed("host", (stored[1],))
-                events.stored_in_host(name)
+                    self._events.removed(rank, "host", (stored[1],))
+                self._events.stored(rank, "host", name)
         if slot != NOWHERE or number != NOWHERE:
             self._stores[rank].append(StoredPage(page, slot, number, name))
 
@@ -200,9 +190,7 @@ class OffloadTiers(PageSource):
     def forget(self, rank: int, names: Sequence[bytes]) -> None:
         """Let pages be found no more, and delete them from the disk."""
         if self.host:
-            gone = self.host[rank].forget(names)
-            if self.ranks[rank].events is not None:
-                self.ranks[rank].events.removed("host", gone)
+            self._tell_gone(rank, self.host[rank].forget(names))
         if self.disk is not None:
             self.disk.forget(names)
 
@@ -223,9 +211,7 @@ class OffloadTiers(PageSource):
     def invalidate(self, rank: int) -> None:
         """Forget host memory, and what was on its way to the disk."""
         if self.host:
-            gone = self.host[rank].flush()
-            if self.ranks[rank].events is not None:
-                self.ranks[rank].events.removed("host", gone)
+            self._tell_gone(rank, self.host[rank].flush())
         if self.disk is not None:
             self.disk.invalidate()
 
@@ -259,17 +245,14 @@ class OffloadTiers(PageSource):
             self.disk.listed(reports.listed)
         for number, ok in reports.written:
             name = self.disk.written(number, ok, now)
-            if self.ranks[0].events is not None and name is not None:
+            if self._events is not None and name is not None:
                 if ok:
                     self._events.stored(None, "disk", name)
                 else:
                     self._events.removed(None, "disk", (name,), told=False)
 
     def write_cached(self, most: int, now: float) -> list[list[StoredPage]]:
-        """Begin to write the most recently used cached pages that the disk has not, `most` in all; give each rank's. The engine ends.
-
-        The last used comes last, as it would have come to the disk.
-        """
+        """Begin to write the most recently used cached pages that the disk has not, `most` in all; give each rank's, the last used last."""
         self.disk.begin_step(now)
         each = -(-min(most, self.disk.writable) // len(self.ranks))
         stores = []
@@ -279,9 +262,9 @@ class OffloadTiers(PageSource):
             stores.append([one for one in reversed(stored) if one.number != NOWHERE])
         return stores
 
-    @property
-    def _events(self) -> PageEvents:
-        return self.ranks[0].events.all_ranks
+    def _tell_gone(self, rank: int, names: Iterable[bytes]) -> None:
+        if self._events is not None:
+            self._events.removed(rank, "host", names)
 
 
 class OffloadAttachment(Attachment):

@@ -16,7 +16,7 @@ from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, H
 from dsjax.engine.device.device_state import PagesOnTheWay
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
 from dsjax.engine.tiers.disk_pages import Shapes
-from dsjax.engine.tiers.page_files import Page
+from dsjax.engine.tiers.page_folder import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
@@ -26,9 +26,7 @@ Shard = tuple[int, tuple[slice, ...], np.ndarray]
 class _Landing(NamedTuple):
     """Work of the host that waits for arrays of the devices, and for all such work before it.
 
-    Attributes:
-        awaited: the arrays; none where only the order matters. land: does the work once they are on the host.
-        slots: of each rank, those of host memory that it fills; −1: none.
+    awaited: none where only the order matters. land: does the work. slots: of each rank, those of host memory that it fills; −1: none.
     """
 
     awaited: list[Array]
@@ -39,9 +37,8 @@ class _Landing(NamedTuple):
 class OffloadedPages(DevicePart, PageStore):
     """Slots of host memory, of every DP rank that this process has devices of; and the disk below, where there is one.
 
-    A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It
-    comes back by a transfer to the devices, which goes on beside the steps, and a program that writes it where it belongs. Programs
-    move ``MOVED_PAGES`` pages of each rank at once.
+    A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It comes back
+    by a transfer beside the steps, and a program that writes it. Programs move ``MOVED_PAGES`` pages of each rank at once.
 
     disk: makes `DiskPages`, or a part of `DividedPages`, from the arrays of a page as this executor has it, of all shards together.
     """
@@ -87,7 +84,7 @@ class OffloadedPages(DevicePart, PageStore):
         def run() -> Running:
             self._land()
             for slots, writes, pages in pieces:
-                taken = self._device.programs.take_pages()(self._device.state, pages)
+                taken = self._device.programs.get("take pages")(self._device.state, pages)
                 for array in taken.values():
                     array.copy_to_host_async()
                 keep = partial(self._keep, taken, slots, writes)
@@ -153,8 +150,7 @@ class OffloadedPages(DevicePart, PageStore):
     def _keep(self, taken: PagesOnTheWay, slots: list[np.ndarray], writes: list[tuple[int, int, int, bytes]]) -> None:
         """Keep pages that have left the devices.
 
-        slots: of each rank int32, where each page goes; −1: not to host memory. writes: (rank, place among the rank's pages, number,
-        name) of those that are written to the disk.
+        slots: of each rank int32; −1: not to host memory. writes: (rank, place among its pages, number, name) of those for the disk.
         """
         shards = {name: list(_shards(array)) for name, array in taken.items()}
         for name, array_shards in shards.items():

@@ -39,11 +39,5 @@ class TierOptions:
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
-        """`kv_events_config`, read; None where it is not given.
-
-        Raises:
-            UserError: it is not JSON, or has fields or values that cannot be.
-        """
-        if self.kv_events_config is None:
-            return None
-        return KvEventsConfig.parse(self.kv_events_config)
+        """`kv_events_config`, read; None where it is not given. Raises as `JsonOption.parse`."""
+        return None if self.kv_events_config is None else KvEventsConfig.parse(self.kv_events_config)

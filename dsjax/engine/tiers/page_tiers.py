@@ -1,7 +1,4 @@
-"""`HostTier`: which pages lie in a rank's host memory; `SegmentedLru`: the order in which pages go when room is needed. Plain Python.
-
-The executor has the bytes; `disk_tier.py` has the disk. docs/cache-tiers.md has the design.
-"""
+"""`HostTier`: which pages lie in a rank's host memory; `SegmentedLru`: the order in which pages go. Plain Python. docs/cache-tiers.md"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -13,12 +10,7 @@ NOWHERE = -1
 
 
 class TierCounts(NamedTuple):
-    """What a tier has done, and holds.
-
-    Attributes:
-        used_pages, usable_pages: that it holds, and has room for.
-        stored, fetched, evicted: pages, since the start.
-    """
+    """What a tier has done, and holds. stored, fetched, evicted: pages, since the start."""
 
     used_pages: int
     usable_pages: int
@@ -30,9 +22,8 @@ class TierCounts(NamedTuple):
 class SegmentedLru:
     """Names with a number each, in the order in which they go when room is needed.
 
-    It follows recency and frequency, as segmented LRU does (Karedla, Love and Wherry 1994): a name comes in on probation, where the
-    least recently used one goes first; one that was asked for is protected, and goes back on probation when the protected ones are
-    more than their share of `size`.
+    Segmented LRU (Karedla, Love and Wherry 1994): a name comes in on probation, where the least recently used one goes first; one that was
+    asked for is protected, and goes back on probation when the protected ones are more than their share of `size`.
     """
 
     def __init__(self, size: int):
@@ -73,9 +64,7 @@ class SegmentedLru:
 class HostTier:
     """The slots of host memory that one rank's evicted pages go to, and the names by which they are found.
 
-    Args:
-        under_way: how many steps can be under way at a time. A stored page can be fetched so many planned steps later: it has left the
-            device by then, and nobody waits for it.
+    under_way: most steps at a time. A stored page can be fetched so many planned steps later: it has left the device by then.
     """
 
     def __init__(self, num_slots: int, under_way: int = 2):
@@ -136,12 +125,10 @@ class HostTier:
 
 
 class PageReports(NamedTuple):
-    """What came of the pages' ways to the disk and from it since the last time it was asked.
+    """What came of pages on their way to the disk and from it since the last time.
 
-    Attributes:
-        read: (rank, number, whether it has come) of pages that were to be read.
-        written: (number, whether it was written) of those to be written.
-        listed: names of the pages that an earlier run has left, least recently used first; None until they are known, and ever after.
+    read: (rank, number, whether it has come). written: (number, whether it was written). listed: names of the pages that an earlier run has
+    left, least recently used first; None until they are known, and ever after.
     """
 
     read: list[tuple[int, int, bool]]

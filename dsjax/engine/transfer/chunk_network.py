@@ -1,4 +1,4 @@
-"""`ChunkServer` and `RemoteChunks`: transfer chunks from any process of a prefill side straight to any process of a decode side."""
+"""`ChunkServer` and `RemoteChunks`: chunks from any process of a prefill side straight to any process of a decode side."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, Peer, Request
 
 ROLE = "decode"
-"""What processes of a decode side are to those of a prefill side."""
+"""Role of a decode side's processes."""
 _PULL, _DONE = "pull", "done"
 _MOST_DROPPED = 4096
 _PUBLISHERS = 2
 """Threads that publish: while one copies a chunk, the other takes the next."""
 
 Take = Callable[[Chunk | None], object]
-"""Takes a chunk that another process pulls; None: it is not kept any more. It only queues."""
+"""Takes a chunk that another process pulls; None: it is gone. It only queues."""
 
 
 class FollowerSendBuffers:
-    """Holds the chunks of a prefill side's process that is not its first, in one generation. The first process counts them, and says
-    when they go.
+    """Chunks of one generation in a prefill process other than the first, which counts them and says when they go.
 
-    timeout: seconds for which `open` waits for a chunk that was offered before this process has computed it.
+    timeout: seconds for which `open` waits for a chunk that was offered before it was computed here.
     """
 
     def __init__(self, timeout: float):
@@ -45,7 +44,7 @@ class FollowerSendBuffers:
         self._has_ended = False
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
-        """Hold a chunk that is complete. None: another process holds it."""
+        """Hold a complete chunk. None: another process holds it."""
         if chunk is not None:
             with self._lock:
                 if not self._has_ended:
@@ -63,14 +62,14 @@ class FollowerSendBuffers:
             self._answer()
 
     def end(self) -> None:
-        """Hold nothing any longer: the generation has ended, and what this process has not computed will not come."""
+        """Hold nothing any longer: the generation has ended."""
         with self._lock:
             self._has_ended = True
             self._chunks.clear()
             self._answer()
 
     def open(self, number: int, take: Take) -> None:
-        """Call `take` with a chunk that was offered, once it is here; with None where it is not held any more, or does not come."""
+        """Call `take` with an offered chunk once it is here; with None where it is gone or does not come."""
         with self._lock:
             self._waiting.append((time.monotonic() + self._timeout, number, take))
             self._answer()
@@ -91,11 +90,9 @@ class _Published(NamedTuple):
 
 
 class ChunkServer:
-    """Lets processes of a decode side pull this process's chunks.
+    """Lets processes of a decode side pull this process's chunks. timeout: seconds after which a published one is withdrawn.
 
-    Args:
-        open_chunk: `open_chunk(number, take)` calls `take` with the chunk of a number, from any thread; with None where it is gone.
-        timeout: seconds after which a chunk that was published and not pulled is withdrawn.
+    open_chunk: `open_chunk(number, take)` calls `take` with a chunk, from any thread; with None where it is gone.
     """
 
     def __init__(
@@ -159,7 +156,6 @@ class ChunkServer:
             self._end_pull(number, request.peer, pulled=False)
 
     def _withdraw(self, is_over: Callable[[_Published], bool]) -> None:
-        """Withdraw what is published and will not be pulled."""
         for number, published in list(self._published.items()):
             if is_over(published):
                 self._end_pull(number, published.peer, pulled=False)
@@ -172,11 +168,9 @@ class ChunkServer:
 
 
 class RemoteChunks:
-    """Connects a process of a decode side to those of prefill sides, when it needs one and again after a loss, and pulls their chunks.
+    """Pulls chunks from prefill processes, to which it connects when it needs one and again after a loss.
 
-    Args:
-        shapes: of a chunk's arrays.
-        timeout: seconds after which a chunk that does not come is given up.
+    shapes: of a chunk's arrays. timeout: seconds after which a chunk is given up.
     """
 
     def __init__(self, endpoint: Endpoint, transport: Transport, shapes: Shapes, timeout: float):
@@ -186,11 +180,7 @@ class RemoteChunks:
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
-        """Return a chunk on this device, complete. address: `HOST:PORT`, as its offer had it.
-
-        Raises:
-            ChunkGoneError: it is not held any more, or its process cannot be reached.
-        """
+        """Return a chunk of an offer's address on this device, complete; a `ChunkGoneError` where it cannot be had."""
         try:
             peer = self.peer(address)
             published = peer.request(_PULL, number, PublishedChunk).result(self._timeout)
@@ -215,11 +205,7 @@ class RemoteChunks:
         return chunk
 
     def peer(self, address: str) -> Peer:
-        """Return the connection to an address. One thread makes it; others that want it wait, and those of other addresses do not.
-
-        Raises:
-            PeerLostError, NotAMemberError, UserError: as `Endpoint.connect`.
-        """
+        """Return the connection to an address, which one thread makes while others that want it wait. Errors as of `Endpoint.connect`."""
         with self._lock:
             made = self._peers.get(address)
             if connects := made is None:
@@ -243,7 +229,6 @@ class RemoteChunks:
                 made.result().close()
 
     def _forget(self, address: str, made: Future[Peer]) -> None:
-        """Forget a connection that is lost, or could not be made."""
         with self._lock:
             if self._peers.get(address) is made:
                 del self._peers[address]

@@ -17,11 +17,9 @@ _TICKET_BYTES = 8
 
 
 class JaxTransport(Transport):
-    """`jax.experimental.transfer`. A number that nobody has published hangs there, and what nobody pulls stays pinned.
+    """`jax.experimental.transfer`. An unpublished number hangs there, and what nobody pulls stays pinned.
 
-    JAX's server asks nobody who they are. So a chunk has a random number there, its ticket, which only a process of the deployment is told.
-
-    device: gives the client whose arrays are sent. host: the address that others connect to.
+    JAX's server authenticates nobody: a chunk has a random number there, its ticket. device: of the client that sends. host: its address.
     """
 
     def __init__(self, device: Any, host: str):
@@ -36,14 +34,14 @@ class JaxTransport(Transport):
         self._lock = threading.Lock()
 
     def publish(self, number: int, chunk: Chunk) -> bytes:
-        """Let a chunk be pulled, once. The ticket is all that a puller needs."""
+        """Let a chunk be pulled, once."""
         ticket = secrets.token_bytes(_TICKET_BYTES)
         self._server.await_pull(int.from_bytes(ticket, "little"), chunk)
         self._tickets[number] = ticket
         return ticket
 
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
-        """Pull a chunk here that nobody has pulled, in a thread: should another process pull it at this moment, one of the two hangs."""
+        """Pull a chunk here that nobody has pulled, in a thread: if another process pulls it now too, one of the two hangs."""
         ticket = self._tickets.pop(number)
         if pulled:
             return
@@ -51,7 +49,7 @@ class JaxTransport(Transport):
         start_thread("chunk drain", self.pull, *arguments, name="dsjax-drain")
 
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
-        """Return a chunk that was published."""
+        """Return a published chunk."""
         with self._lock:
             if address not in self._connections:
                 self._connections[address] = self._server.connect(address)
@@ -61,6 +59,6 @@ class JaxTransport(Transport):
         return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), described))
 
     def disconnect(self, address: str) -> None:
-        """Keep no connection to a process that has gone."""
+        """Drop the connection to a process."""
         with self._lock:
             self._connections.pop(address, None)

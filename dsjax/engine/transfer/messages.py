@@ -24,12 +24,11 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
     """Compute pages and send them.
 
     Attributes:
-        transfer: by which both sides name this. tokens: int32, from the prompt's first one on, to one behind the last page wanted.
-        first, end: pages [first, end) are wanted.
+        transfer: by which both sides name this.
+        tokens: int32, from the prompt's first one to one behind the last page wanted. first, end: pages [first, end) are wanted.
         priority: of the request; it orders prefill's queue too.
-        page: the name of the last page wanted (`extend_hashes`), which stands for all tokens up to its end and for the salt. Whoever asks
-            from another engine gives it: pages that have another name are never sent.
-        dp_rank: number of the DP rank that a router outside has chosen to compute them; None: prefill chooses.
+        page: name of the last page wanted (`extend_hashes`), from other engines: pages of another name are never sent.
+        dp_rank: that a router outside has chosen; None: prefill chooses.
     """
 
     transfer: str
@@ -43,10 +42,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel_transfer"):
-    """Nobody wants the rest of a transfer, nor its chunks.
-
-    page: the name of its last page, which shows that whoever cancels a transfer without having asked for it knows its prompt.
-    """
+    """The rest of a transfer and its chunks are not wanted. page: name of its last page, for a sender that did not ask for it."""
 
     transfer: str
     page: bytes = b""
@@ -59,17 +55,16 @@ class ReleaseChunk(msgspec.Struct, frozen=True, array_like=True, tag="release_ch
 
 
 class FlushPages(msgspec.Struct, frozen=True, array_like=True, tag="flush_pages"):
-    """Let no page be found any more that is computed now (`/flush_cache`)."""
+    """Let no page be found that was computed before (`/flush_cache`)."""
 
 
 class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"):
     """A chunk can be pulled, as long as its lease runs.
 
     Attributes:
-        first, count: which pages of the transfer it has, in their order.
-        cached: tokens, from the prompt's first one on, that prefill had cached and did not compute for this transfer.
+        first, count: pages of the transfer, in order. cached: tokens of the prompt that prefill had cached.
         address: `HOST:PORT` of the process that keeps the chunk; empty in one process.
-        names: of its pages, 32 bytes each. Decode takes no page that has another name than the one it asked for.
+        names: of its pages, 32 bytes each. Decode takes no page of another name than it asked for.
     """
 
     transfer: str
@@ -82,34 +77,26 @@ class ChunkReady(msgspec.Struct, frozen=True, array_like=True, tag="chunk_ready"
 
 
 class TransfersUnderWay(msgspec.Struct, frozen=True, array_like=True, tag="transfers_under_way"):
-    """These transfers are queued or being computed, however long that takes: what is left of them will be offered."""
+    """These transfers are queued or being computed, however long that takes."""
 
     transfers: list[str]
 
 
 class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag="transfer_failed"):
-    """A transfer ends without the rest of its pages. transfer: empty where every one does: the prefill side has ended."""
+    """A transfer ends without the rest of its pages. transfer: empty: the prefill side has ended, and with it all."""
 
     transfer: str
     reason: str
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
-    """A decode engine's first message to a prefill engine, which accepts it or says what differs.
-
-    space: what both must have alike: everything that a page's values depend on beside its tokens, and the transport.
-    """
+    """A decode engine's first message, which prefill accepts or refuses. space: what pages' values depend on, and the transport."""
 
     space: dict[str, Any]
 
 
 class PublishedChunk(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to a process that asks for a chunk by its number: the chunk can be pulled now, once.
-
-    Attributes:
-        pull: number of this pull. transport: address of the transport.
-        ticket: what the transport of the process that pulls needs beside the number (`Transport.publish`).
-    """
+    """A chunk can be pulled now, once: the answer to its number. ticket: of `Transport.publish`. transport: its address."""
 
     pull: int
     transport: str
@@ -130,7 +117,7 @@ Chunk = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """Where a chunk is: which prefill side has it, by its number, and at which address it is pulled (`ChunkReady.address`)."""
+    """Where a chunk is: the number of its prefill side, and `ChunkReady.address`."""
 
     link: int
     address: str = ""
@@ -139,9 +126,7 @@ class Source(NamedTuple):
 class PulledChunk(NamedTuple):
     """What has come of a chunk that a decode rank was to pull.
 
-    Attributes:
-        link: which prefill side had it. number: of the chunk there. pages: numbers under which its pages land.
-        ok: whether it has come, on all devices of the rank.
+    link: number of the prefill side. pages: numbers under which its pages land. ok: whether it has come, on all devices of the rank.
     """
 
     rank: int
@@ -162,33 +147,31 @@ Drop = Callable[[Sequence[int]], None]
 
 
 class ChunkPort(Protocol):
-    """What an executor offers that sends pages to other engines, or pulls theirs (`Executor.extension`).
+    """Extension of an executor that sends pages to other engines, or pulls theirs.
 
     Attributes:
         chunk_shapes: shape and dtype of a chunk's arrays, by name.
-        processes_of_ranks: the processes that have devices of each DP rank; the first one keeps the rank's chunks.
+        processes_of_ranks: processes that have devices of each DP rank; the first one keeps the rank's chunks.
     """
 
     chunk_shapes: dict[str, tuple[tuple[int, ...], Any]]
     processes_of_ranks: Sequence[Sequence[int]]
 
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
-        """Have what `SendPages` makes offered, and `drop` called at `DropChunks`, from any thread and in the order of the commands."""
+        """Have what `SendPages` makes offered, and `drop` called at `DropChunks`; from any thread, in the commands' order."""
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
-        """Have `PullPages` pull by this, and what came of each chunk reported, from any thread."""
+        """Have `PullPages` pull by this, and each chunk reported, from any thread."""
 
 
 class ChunkGoneError(Exception):
-    """A chunk that is to be pulled is not kept any more, or cannot be reached."""
+    """A chunk is not kept any more, or cannot be reached."""
 
 
 class PrefillLink:
-    """A prefill side, as decode sees it: in this process, or in another one. All methods may be called from any thread.
+    """A prefill side, as decode sees it, in this process or another one. Any thread may use it.
 
-    Attributes:
-        is_idle: whether there is no connection to it, and none is being made.
-        receive: takes the side's messages, in its own thread; `connect` says who does.
+    is_idle: there is no connection to it, and none is being made. receive: takes the side's messages, in a thread of the link.
     """
 
     is_idle: bool = False
@@ -201,19 +184,15 @@ class PrefillLink:
         self.receive = receive
 
     def send(self, message: ToPrefill) -> None:
-        """Tell it something, without waiting. What it answers comes to the receiver that `connect` named."""
+        """Send a message, without waiting. Answers go to `receive`."""
         raise NotImplementedError
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
-        """Return a chunk that was offered, on this device, complete; give up after the timeout. address: that the offer has named.
-
-        Raises:
-            ChunkGoneError: it is not kept any more, or its side cannot be reached.
-        """
+        """Return an offered chunk, complete, on this device; a `ChunkGoneError` where it is gone or late. address: of the offer."""
         raise NotImplementedError
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile what it will need, where its devices are this process's."""
+        """Compile its programs, where its devices are this process's."""
 
     def close(self) -> None:
-        """End the connection: nothing is asked or pulled any more."""
+        """End the connection."""

@@ -1,4 +1,4 @@
-"""``PageChunks``: the executor's part in sending pages to other engines and pulling theirs, without a step waiting for either."""
+"""``PageChunks``: the executor's part that sends pages to other engines and pulls theirs, without a step waiting for either."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Landing:
-    """A chunk that a rank pulls. Every process knows of it, for pages are staged by chunks, in the same order everywhere.
+    """A chunk that a rank pulls, known to every process: pages are staged by chunks, in the same order everywhere.
 
     chunk: None until it has come, and where this process has no device of the rank.
     """
@@ -47,15 +47,12 @@ def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
 
 
 class PageChunks(DevicePart, PageStore):
-    """Pages go to chunks by the program that takes pages to host memory; a thread waits until they are there, and offers them.
+    """Pages go to chunks by the program that takes pages to host memory; a thread offers them when they are there.
 
-    A chunk is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank, on one of its devices; with
-    a latent layout they all have the same. On a mesh of several processes, the one that has the first device of a rank keeps the
-    rank's chunks. Each that has a device of a rank pulls what the rank pulls, to the first device of it here, where it lies until
-    it is staged on all of them.
+    A chunk is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank. Of a rank on several
+    processes, the one with its first device keeps the chunks; each pulls to its first device of the rank.
 
-    Attributes:
-        chunk_shapes, processes_of_ranks: as of `ChunkPort`; processes are in the order of the devices.
+    chunk_shapes, processes_of_ranks: as of `ChunkPort`.
     """
 
     def __init__(self, device: DeviceAccess, staging: PageStaging):
@@ -73,7 +70,7 @@ class PageChunks(DevicePart, PageStore):
         staging.add(self)
 
     def register(self, table: CommandTable) -> None:
-        """Add the commands that send pages to other engines, pull theirs, and drop what was sent."""
+        """Add the commands that send, pull and drop chunks."""
         table.add(SendPages, Handler(self._send))
         table.add(PullPages, Handler(self._begin_pulls))
         table.add(DropChunks, Handler(self._drop_sent))
@@ -94,7 +91,6 @@ class PageChunks(DevicePart, PageStore):
             self._threads.append(start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True))
 
     def _send(self, _: Pending, command: SendPages) -> Running:
-        """Copy pages to chunks."""
         ranks = [_chunks(np.frombuffer(rank_chunks, "<i4").reshape(-1, 2)) for rank_chunks in command.ranks]
         device = self._device
         launches = []
@@ -108,7 +104,7 @@ class PageChunks(DevicePart, PageStore):
 
         def run() -> Running:
             for rank_chunks, pages in launches:
-                taken = device.programs.take_pages()(device.state, pages)
+                taken = device.programs.get("take pages")(device.state, pages)
                 for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
                         kept = self.processes_of_ranks[rank][0] == jax.process_index()
@@ -118,8 +114,6 @@ class PageChunks(DevicePart, PageStore):
         return run()
 
     def _drop_sent(self, _: Pending, command: DropChunks) -> Running:
-        """Keep chunks no longer that `send` has made."""
-
         def run() -> Running:
             self._leaving.put(np.frombuffer(command.numbers, "<i4").tolist())
             yield from ()
@@ -127,9 +121,9 @@ class PageChunks(DevicePart, PageStore):
         return run()
 
     def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
-        """Begin to pull what ranks with a device of this process are to have; of all others know that it is pulled.
+        """Begin to pull chunks of ranks with a device of this process; note those of all ranks.
 
-        That is known from here on, before earlier commands are done: a `FetchPages` may be laid out before they are.
+        They are noted at once: a `FetchPages` may be laid out before earlier commands are done.
         """
         landings: dict[tuple[int, int, int], Landing] = {}
         for rank, quadruples in enumerate(command.ranks):
@@ -175,7 +169,7 @@ class PageChunks(DevicePart, PageStore):
         return pieces, rest
 
     def forget(self, rank: int, number: int) -> None:
-        """Keep a page no longer that was pulled, or is being pulled."""
+        """Drop a page that was pulled, or is being pulled."""
         with self._lock:
             self._landed.pop((rank, number), None)
 
@@ -192,7 +186,7 @@ class PageChunks(DevicePart, PageStore):
         return staged
 
     def close(self) -> None:
-        """End the threads. What is being pulled is not waited for, and not reported."""
+        """End the threads. What is being pulled is not reported."""
         with self._lock:
             self._closed = True
         self._leaving.put(None)
@@ -200,7 +194,7 @@ class PageChunks(DevicePart, PageStore):
             self._wanted.put(None)
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
-        """Find the first device here of each rank that has any; and of each rank the processes that have one, in the order of devices."""
+        """The first device here of each rank that has any; and each rank's processes, in the order of its devices."""
         described = next(iter(self._described.values()))
         here: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
@@ -213,7 +207,7 @@ class PageChunks(DevicePart, PageStore):
         return here, processes
 
     def _part(self, taken: dict[str, Array], rank: int | None) -> Chunk:
-        """Give a rank's part of what was taken; None: of any rank, to wait for it."""
+        """A rank's part of what was taken; None: of any rank, to wait for it."""
         device = self._devices[rank] if rank is not None else next(iter(self._devices.values()))
         return {
             name: next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -270,7 +264,7 @@ class PageChunks(DevicePart, PageStore):
 
 
 def _chunks(pairs: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Read (number, pages) of the chunks from the pairs of a `SendPages`."""
+    """(number, pages) of the chunks in the pairs of a `SendPages`."""
     if not len(pairs):
         return []
     ends = np.flatnonzero(np.diff(pairs[:, 0])) + 1

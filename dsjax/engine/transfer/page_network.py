@@ -1,4 +1,4 @@
-"""Prefill and decode in different processes: `PrefillServer` and `RemoteLink`, and the messages between them."""
+"""Messages between prefill and decode engines in different processes: `PrefillServer` and `RemoteLink`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ _SERVICE = "prefill"
 
 
 class PrefillServer:
-    """A prefill engine that decode engines of other processes reach at an endpoint. Chunks are pulled from whichever process keeps them.
+    """A `PrefillEngine` that decode engines of other processes reach at an endpoint.
 
-    Args:
-        engine: a `PrefillEngine`. chunks: this process's, which ends with the engine. space: as in `Greeting`.
-        owns_endpoint: whether the endpoint ends with the engine too.
+    chunks: this process's, closed with the engine; owns_endpoint: the endpoint is too. space: as in `Greeting`.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class PrefillServer:
     ) -> dict[str, str]:
         """Begin to compute a prompt, and give at once what its decode engine has to be told.
 
-        room: where the decode engine is told beforehand (`bootstrap_room`); it may have asked already, and the prompt is then where this
-            engine has put it. dp_rank: as of `RequestOptions`.
+        room: where the decode engine is told beforehand (`bootstrap_room`). dp_rank: as of `RequestOptions`.
         """
         params = handoff(self.address, room)
         page_size = self.engine.core.scheduler.config.page_size
@@ -88,11 +85,11 @@ class PrefillServer:
         return params
 
     def cancel(self, transfer: str) -> None:
-        """Give up a prompt that nobody wants any more, by the name that `prefill` gave."""
+        """Give up a prompt, by the name that `prefill` gave."""
         self.engine.post(CancelTransfer(transfer), None)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape before the first prompt, in all processes."""
+        """Compile every shape, in all processes."""
         self.engine.warm_up(progress)
 
     def shutdown(self) -> None:
@@ -129,9 +126,7 @@ class PrefillServer:
 class RemoteLinks:
     """Makes the links of a decode engine to prefill engines in other processes.
 
-    Args:
-        chunks: by which chunks are pulled, from whichever process keeps them. space: as in `Greeting`.
-        owns_endpoint: whether the endpoint of `chunks` ends with the links.
+    chunks: by which chunks are pulled. space: as in `Greeting`. owns_endpoint: whether the endpoint of `chunks` is closed with the links.
     """
 
     def __init__(self, chunks: RemoteChunks, space: dict[str, Any], *, owns_endpoint: bool = False):
@@ -140,11 +135,7 @@ class RemoteLinks:
         chunks.endpoint.serve(_SERVICE, self._take, roles=(LISTENER,), kind=ToDecode)
 
     def link_to(self, address: str) -> RemoteLink:
-        """Make the link to a prefill engine, which connects when it is asked for something.
-
-        Raises:
-            UserError: the address is none.
-        """
+        """Make the link to a prefill engine; a `UserError` where the address is none."""
         return RemoteLink(address, self)
 
     def close(self) -> None:
@@ -160,7 +151,7 @@ class RemoteLinks:
 
 
 class RemoteLink(PrefillLink):
-    """A prefill engine of another process, as of `PrefillLink`. It connects when it is asked for something, and again after a loss."""
+    """A prefill engine of another process. It connects when it is asked for something, and again after a loss."""
 
     def __init__(self, address: str, links: RemoteLinks):
         super().__init__()
@@ -173,7 +164,7 @@ class RemoteLink(PrefillLink):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no connection, and none is being made."""
+        """As of `PrefillLink`."""
         return self._peer is None and not self._is_connecting
 
     def send(self, message: ToPrefill) -> None:
@@ -224,7 +215,7 @@ class RemoteLink(PrefillLink):
         peer.on_lost(lambda: self._lost(peer))
 
     def _fail(self, error: Exception) -> None:
-        """Give up what was asked for until now. What is asked for from now on has another connection tried."""
+        """Give up what was asked for until now. The next request has another connection tried."""
         with self._lock:
             # The next connection still has to bring this: the prefill engine has pages that nobody may find any more.
             self._outbox = [message for message in self._outbox if isinstance(message, FlushPages)][:1]
@@ -243,6 +234,6 @@ class RemoteLink(PrefillLink):
 def handoff(address: str, room: int | None = None) -> dict[str, str]:
     """Say what a decode engine has to be told of a prompt that a prefill engine computes for it: where, and under which name.
 
-    room: `bootstrap_room`, where both sides are told of the request at the same time; None: a new name.
+    room: `bootstrap_room`, where both sides are told at the same time; None: a new name.
     """
     return {"address": address, "transfer": f"room-{room}" if room is not None else uuid.uuid4().hex}

@@ -26,21 +26,20 @@ from dsjax.engine.transfer.page_network import RemoteLinks
 from dsjax.engine.transfer.remote_prefill import RemotePrefills
 
 TRANSFER_WAIT = 0.01
-"""Seconds that the engine waits for prefill engines where every request does. It ends as soon as one has said something."""
+"""Seconds that the engine waits for prefill engines where every request does, at most."""
 
 
 class PrefillLinks(Attachment):
-    """Belongs to the engine's thread. Prefill engines answer from threads of their own, and what they say waits until a step begins.
+    """Belongs to the engine's thread. What prefill engines say waits until a step begins.
 
     Args:
         links: those that are there from the start.
-        dialer: makes further ones, by the address that a request names. A link without a connection that no request names is dropped.
-            All are closed at the end.
+        dialer: makes further ones, by the address that a request names; an idle one that no request names is dropped.
         local_tokens, timeout: as of `RemotePrefills`.
 
     Attributes:
-        source: the account of transfers, which gives and takes the messages. links: by their numbers.
-        wake: set when a prefill engine has said something, or the executor has pulled something.
+        source: the account of transfers. links: by their numbers.
+        wake: set when a prefill engine has said something, or a chunk was pulled.
     """
 
     source: RemotePrefills
@@ -67,7 +66,7 @@ class PrefillLinks(Attachment):
             self._add(number, link)
 
     def number_of(self, address: str) -> int:
-        """Give the number of the prefill engine at an address, which is connected where it is new."""
+        """The number of the prefill engine at an address; a new one is added."""
         if address not in self._addresses:
             link = self._dialer.link_to(address)
             if self._has_flushed:  # what it has computed may be older
@@ -119,7 +118,7 @@ class PrefillLinks(Attachment):
         self.wake.set()
 
     def take_pulled(self) -> list[PulledChunk]:
-        """Take the chunks that have come, or could not, since the last time; their prefill engines need not keep them any more."""
+        """Take the chunks that have come, or could not; their prefill engines are told that they may go."""
         pulled = []
         while not self._pulled.empty():
             pulled.append(self._pulled.get())
@@ -139,7 +138,7 @@ class PrefillLinks(Attachment):
             link.send(FlushPages())
 
     def close(self, failed: bool) -> None:
-        """Ask and pull nothing more."""
+        """Close all links."""
         for link in self.links.values():
             link.close()
         if self._dialer is not None:
@@ -160,14 +159,14 @@ class PrefillLinks(Attachment):
 
 
 class LocalLink(PrefillLink):
-    """The way to a `PrefillEngine` of this process. move: gives a chunk on another device."""
+    """The link to a `PrefillEngine` of this process. move: gives a chunk on another device."""
 
     def __init__(self, engine: Any, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
         super().__init__()
         self.engine, self._move = engine, move
 
     def send(self, message: ToPrefill) -> None:
-        """Tell it something."""
+        """Post it a message."""
         self.engine.post(message, self.receive)
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
@@ -175,9 +174,9 @@ class LocalLink(PrefillLink):
         return self._move(self.engine.buffers.take(number), device)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile its programs, before anything is asked of it."""
+        """Compile its programs."""
         self.engine.warm_up(progress)
 
     def close(self) -> None:
-        """End the engine, which is this link's alone."""
+        """End the engine."""
         self.engine.shutdown()

@@ -1,20 +1,23 @@
 """`PrefillService`: the part of an engine's core that computes prompts for other engines, and keeps their pages until they are pulled."""
 
+import itertools
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dsjax.engine.contract.commands import DropChunks, from_int32s, int32s
+from dsjax.engine.contract.commands import Command, DropChunks, SendPages, from_int32s, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.attachment import Attachment
+from dsjax.engine.schedule.page_source import CommandTurn, PageSource, RankPages
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.transfer.messages import (
+    CHUNK_PAGES,
     CancelTransfer,
     ChunkPort,
     ChunkReady,
@@ -25,7 +28,6 @@ from dsjax.engine.transfer.messages import (
     TransferFailed,
     TransfersUnderWay,
 )
-from dsjax.engine.transfer.page_sends import PageSends
 from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
 
 _log = logging.getLogger(__name__)
@@ -35,22 +37,93 @@ Keepers = Callable[[Executor], Sequence[Keeper]]
 
 _MOST_RECENT = 4096
 _LOOK_SECONDS = 0.25
-"""How often buffers are looked at where nothing else happens, and decode is told what is under way; more often with a short timeout."""
+"""How often buffers are looked at, and decode is told what is under way; more often with a short timeout."""
+
+
+class PageSends(PageSource):
+    """Holds pages from when they are sealed until the plan that copies them into a chunk.
+
+    sends: under way, by name, which is their request's id. waiting: of each rank (the transfer, number of its first page, pages), in the
+    order of their sealing.
+    """
+
+    def __init__(self, buffers: SendBuffers, sends: Mapping[str, PageSend]):
+        self._buffers, self._sends = buffers, sends
+        self.waiting: list[deque[tuple[PageSend, int, list[int]]]] = []
+        self._sent: list[list[tuple[int, int]]] = []  # (chunk, page)
+
+    def bind(self, ranks: Sequence[RankPages]) -> None:
+        """Begin with these ranks."""
+        self.ranks = ranks
+        self.waiting = [deque() for _ in ranks]
+        self._sent = [[] for _ in ranks]
+
+    def has_work(self) -> bool:
+        """Whether pages wait, and there is room for a chunk of them."""
+        return any(waiting and self._buffers.room(rank) > 0 for rank, waiting in enumerate(self.waiting))
+
+    def transfers_waiting(self) -> set[str]:
+        """Names of the transfers with pages that wait."""
+        return {send.transfer for waiting in self.waiting for send, _, _ in waiting}
+
+    def sealed(self, rank: int, request: Request) -> None:
+        """Hold newly sealed pages of a request that another engine wants."""
+        send = self._sends.get(request.request_id)
+        if send is None:
+            return
+        if send.cached is None:
+            send.cached = request.num_computed_tokens
+        end = min(request.num_sealed_pages, send.end)
+        if send.next < end:
+            pages = request.pages[send.next : end]
+            self.ranks[rank].pool.hold(pages)
+            waiting = self.waiting[rank]
+            if waiting and waiting[-1][0] is send:  # what has found no room goes into one chunk with what follows it
+                waiting[-1][2].extend(pages)
+            else:
+                waiting.append((send, send.next, pages))
+            send.next = end
+
+    def begin_rank(self, rank: int, now: float) -> None:
+        """Put pages into chunks, as far as there is room. They are copied before anything else of this plan."""
+        waiting, pool = self.waiting[rank], self.ranks[rank].pool
+        while waiting and self._buffers.room(rank) > 0:
+            send, first, pages = waiting.popleft()
+            some, rest = pages[:CHUNK_PAGES], pages[CHUNK_PAGES:]
+            if rest:
+                waiting.appendleft((send, first + len(some), rest))
+            number = self._buffers.begin(rank, send, first, len(some))
+            self._sent[rank] += [(number, page) for page in some]
+            pool.release(some)
+
+    def commands(self) -> Iterable[tuple[CommandTurn, Command]]:
+        """Copy pages into chunks."""
+        sent, self._sent = self._sent, [[] for _ in self.ranks]
+        if any(sent):
+            yield CommandTurn.SEND, SendPages([int32s(itertools.chain.from_iterable(pairs)) for pairs in sent])
+
+    def drop(self, send: PageSend) -> None:
+        """Send nothing more of a transfer."""
+        for rank, waiting in enumerate(self.waiting):
+            for waiting_send, _, pages in waiting:
+                if waiting_send is send:
+                    self.ranks[rank].pool.release(pages)
+            self.waiting[rank] = deque(entry for entry in waiting if entry[0] is not send)
 
 
 class PrefillCounts(NamedTuple):
-    """What a prefill engine has done since its start: tokens of prompts computed, and seconds in which it computed."""
+    """Tokens of prompts computed since the start, and seconds in which it computed."""
 
     tokens: int = 0
     seconds: float = 0.0
 
 
 class PrefillService(Attachment):
-    """Computes what is asked of it, and keeps the pages in buffers until they are pulled. Everything happens in the engine's thread.
+    """Belongs to the engine's thread.
 
     Args:
         timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
-        keepers: gives which process keeps the buffers of each of an executor's ranks; None: all are this one's.
+        keepers: gives which process keeps the buffers of each of an executor's ranks; None: this one, all.
         first_number: as of `SendBuffers`.
 
     Attributes:
@@ -64,13 +137,13 @@ class PrefillService(Attachment):
     def __init__(self, *, timeout: float, keepers: Keepers | None = None, first_number: int | None = None):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
         self.buffers = SendBuffers(timeout, self._offer, first_number)
-        self.source = PageSends(self.buffers)
+        self._sends: dict[str, PageSend] = {}
+        self.source = PageSends(self.buffers, self._sends)
         self.counts = PrefillCounts()
         self.flush_core: Callable[[], Any] = lambda: None
         self.reason = "the prefill engine has ended"
         self._look_seconds = min(_LOOK_SECONDS, timeout / 4)
         self._executor: Executor | None = None
-        self._sends: dict[str, PageSend] = {}
         # Of transfers that have ended, with the name of the last page: who has the prompt may ask after the end.
         self._recent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._told_at = 0.0  # when decode was told what is under way
@@ -82,11 +155,11 @@ class PrefillService(Attachment):
 
     @property
     def look_seconds(self) -> float | None:
-        """Look at the buffers as long as there are transfers."""
+        """As of `Attachment`: as long as there are transfers."""
         return self._look_seconds if self._sends else None
 
     def start(self, executor: Executor, config: SchedulerConfig) -> None:
-        """Begin with empty buffers. What was computed and kept on the executor before is lost."""
+        """Begin with empty buffers."""
         self._executor = executor
         self.buffers.reset(self._keepers(executor))
         executor.extension(ChunkPort).send_chunks(self.buffers.ready)
@@ -98,7 +171,7 @@ class PrefillService(Attachment):
             self._fail(name, "the mesh of the prefill side has changed")
 
     def begin_step(self, now: float) -> None:
-        """Drop what nobody has pulled in time, and tell decode what is under way."""
+        """Drop what was not pulled in time, and tell decode what is under way."""
         for send in self.buffers.expire():
             self._fail(send.transfer, "its pages were not pulled in time")
         gone = self.buffers.take_gone()
@@ -142,7 +215,7 @@ class PrefillService(Attachment):
                 self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
-        """Cancel everything that was asked for with this `receive`: who asked is there no more."""
+        """Cancel all transfers of a decode engine that is gone."""
         for name in [name for name, send in self._sends.items() if send.receive == receive]:
             self._end(name)
 
@@ -151,7 +224,7 @@ class PrefillService(Attachment):
             send.tell(offer)
 
     def _begin(self, ask: PrefillRequest, receive: Receive | None) -> None:
-        """Begin a transfer, or go on with the one of this name where it is of the same pages."""
+        """Begin a transfer, or join the one of this name."""
         tokens = [] if len(ask.tokens) % 4 else list(from_int32s(ask.tokens))
         objection = self._objection(ask, tokens)
         if objection:
@@ -178,15 +251,13 @@ class PrefillService(Attachment):
         if receive is None and (ask.transfer, names[ask.end - 1]) in self._recent:
             return
         send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, ask.first, ask.first, ask.end)
-        self.source.begin(send)
         try:
             self.scheduler.add(request)
         except (AdmissionError, ValueError) as error:
-            self.source.ended(request)
             self._fail(ask.transfer, str(error))
 
     def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
-        """Let whoever asks have a transfer that is under way under the same name, if it is what is asked for and nobody else has it."""
+        """Give a decode engine the transfer of this name, if it has the pages asked for and nobody else has it."""
         last = min(ask.end, send.end) - 1
         if send.request.page_hashes[last] != names[last]:
             self._refuse(ask, receive, "another prompt is under way under this name")
@@ -208,7 +279,7 @@ class PrefillService(Attachment):
             receive(TransferFailed(ask.transfer, reason))
 
     def _cancel(self, message: CancelTransfer, receive: Receive | None) -> None:
-        """End a transfer for its owner: this process, or who has asked for it, or, before anybody has, who names its last page."""
+        """End a transfer for its owner: this process, its decode engine, or before there is one, who names its last page."""
         send = self._sends.get(message.transfer)
         if send is None:
             self._remember(message.transfer, message.page)
@@ -216,7 +287,7 @@ class PrefillService(Attachment):
             self._end(message.transfer)
 
     def _objection(self, ask: PrefillRequest, tokens: list[int]) -> str:
-        """Say why this cannot be computed: it may come from another process, and a device would take anything."""
+        """Say why this cannot be computed: it may come from another process."""
         page_size, vocabulary = self.scheduler.config.page_size, self._executor.limits.vocab_size
         if not 0 <= ask.first < ask.end or len(tokens) != ask.end * page_size + 1:
             return f"pages {ask.first} to {ask.end} of {page_size} tokens are asked for with {len(tokens)} tokens"
@@ -225,7 +296,7 @@ class PrefillService(Attachment):
         return ""
 
     def _tell_under_way(self, now: float) -> None:
-        """Tell decode which transfers are queued, being computed or waiting to be sent: a long queue is not a dead engine."""
+        """Tell decode which transfers are queued, computed or waiting: a long queue is not a dead engine."""
         if now - self._told_at < self._look_seconds:
             return
         self._told_at = now
@@ -238,7 +309,7 @@ class PrefillService(Attachment):
             receive(TransfersUnderWay(names))
 
     def _forget_done(self, names: Iterable[str]) -> None:
-        """Forget those of these transfers of which every page is computed, sent, and released."""
+        """Forget those of these transfers whose pages are all computed, sent, and released."""
         waiting = self.source.transfers_waiting()
         for name in names:
             send = self._sends.get(name)
@@ -279,7 +350,7 @@ class PrefillService(Attachment):
 
 
 def _is_of(send: PageSend, receive: Receive | None) -> bool:
-    """Whether a transfer is the business of whoever is told by `receive`. None: this process, which may end what it has begun."""
+    """Whether a transfer is this receiver's. None: this process, which may end what it has begun."""
     return receive is None or send.receive == receive
 
 

@@ -30,15 +30,14 @@ from dsjax.engine.transfer.messages import (
 _log = logging.getLogger(__name__)
 
 TIER = "prefill"
-"""The name of the tier that transferred pages come from."""
+"""The tier that transferred pages come from."""
 
 
 class TransferCounts(NamedTuple):
     """What has come of transfers since the start.
 
     Attributes:
-        asked, completed, given_up: transfers; those that are neither completed nor given up are under way or were not wanted any more.
-        refused: of those given up, the ones of which other pages were offered than were asked for.
+        asked, completed, given_up: transfers. refused: of those given up, the ones of which other pages were offered than asked for.
         pages: that have come. under_way: transfers.
         landed: pages that the chunks have room for that lie on the devices beside the cache, or are being pulled there, of all ranks.
     """
@@ -57,10 +56,10 @@ class Transfer:
     """Pages that one prefill side computes for one rank.
 
     Attributes:
-        names: of the pages, the first of which is page `first` of its requests.
-        awaited: names of those that have not come. pulling: by the number under which each lands.
-        owner: the request that it was asked for. requests: that wait for it; where there is none left it is cancelled. waiters: those of
-            them that need not be looked at before something has come.
+        names: of the pages, the first of which is page `first` of its requests. awaited: those that have not come.
+        pulling: names by the number under which each lands.
+        owner: the request that it was asked for. requests: that wait for it; without any it is cancelled. waiters: those of them that need
+            not be looked at before something has come.
         since: when it was last heard of. began: when it was asked for.
         cached: tokens that the prefill side had cached. seen: chunks that were offered; an offer may come twice.
     """
@@ -82,9 +81,9 @@ class Transfer:
     seen: set[int] = field(default_factory=set)
 
     def is_offered(self, offer: ChunkReady) -> bool:
-        """Say whether an offer's pages are those asked for, as far as it has any of them: each bears the name that was asked for.
+        """Whether an offer's pages bear the names asked for, as far as it has any of them, and its numbers can be.
 
-        What no chunk can have would end the engine's thread, or the executor's, which write numbers and places as they are.
+        Numbers that cannot be would end the engine's thread, or the executor's, which write them as they are.
         """
         is_possible = 0 <= offer.number < 2**31 and offer.count <= CHUNK_PAGES
         if not is_possible or len(offer.names) != NAME_BYTES * offer.count:
@@ -100,9 +99,7 @@ class Transfer:
 
 
 class RemotePrefills(PageSource):
-    """The transfers of all ranks of a decode engine.
-
-    Whoever connects it with prefill engines sends them what `take_messages` gives, and hands what they say to `receive`.
+    """The transfers of all ranks of a decode engine. The caller sends `take_messages`, and hands answers to `receive`.
 
     Attributes:
         connect: gives the number of the prefill engine at an address that a request names; None: any computes such a request.
@@ -138,7 +135,7 @@ class RemotePrefills(PageSource):
         self._prefix, self._numbers = os.urandom(6).hex(), itertools.count()
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
-        """Begin with these ranks. Every transfer to those before is given up; requests may have others asked for, on whichever rank."""
+        """Begin with these ranks. All transfers are given up; requests may ask again."""
         for transfer in list(self._transfers.values()):
             self._give_up(transfer)
         self._of.clear()
@@ -146,13 +143,13 @@ class RemotePrefills(PageSource):
         self.ranks, self._pulls = ranks, [[] for _ in ranks]
 
     def add_link(self) -> int:
-        """Add another prefill engine, which only requests that name it are sent to, and give its number."""
+        """Add a prefill engine for requests that name it; give its number."""
         number = next(self._link_numbers)
         self._backoffs[number], self.awaited[number] = Backoff(), 0
         return number
 
     def forget_link(self, link: int, now: float) -> bool:
-        """Forget a prefill engine that is gone, unless a request still names it; whether it is forgotten."""
+        """Forget a prefill engine that is gone, unless a request names it; whether it is forgotten."""
         if (
             link in self._any
             or self._backoffs[link].holds(now)
@@ -165,17 +162,17 @@ class RemotePrefills(PageSource):
 
     @property
     def num_under_way(self) -> int:
-        """Number of transfers that have not ended."""
+        """Transfers that have not ended."""
         return len(self._transfers)
 
     @property
     def transfer_counts(self) -> TransferCounts:
-        """What has come of transfers so far."""
+        """Counters of transfers."""
         landed = sum(pages.landing.room_of(self) for pages in self.ranks)
         return TransferCounts(**self._counts, under_way=len(self._transfers), landed=landed)
 
     def take_messages(self) -> list[tuple[int, ToPrefill]]:
-        """Take the (prefill engine, message) that are to be sent; each is given once."""
+        """Take the (prefill engine, message) to be sent, each once."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -195,7 +192,7 @@ class RemotePrefills(PageSource):
             self._give_up(transfer)
 
     def begin_rank(self, rank: int, now: float) -> None:
-        """Have what was offered to a rank pulled, as far as there is room for it to land."""
+        """Pull what was offered to a rank, as far as there is room for it to land."""
         for transfer in [one for one in self._transfers.values() if one.rank == rank and one.offers]:
             while transfer.offers and self._pull(transfer, transfer.offers[0], now):
                 transfer.offers.popleft()
@@ -203,7 +200,7 @@ class RemotePrefills(PageSource):
                 self._complete(transfer, now)
 
     def awaits(self, rank: int, request: Request, name: bytes) -> bool:
-        """Say whether a page is on its way to a rank; the request then waits for it, and need not be looked at before."""
+        """Whether a page is on its way to a rank; the request then waits for it."""
         transfer = self._expected.get((rank, name))
         if transfer is None:
             return False
@@ -288,11 +285,11 @@ class RemotePrefills(PageSource):
             self._complete(transfer, now)
 
     def load_failed(self, rank: int, name: bytes, number: int) -> None:
-        """Have the executor keep nothing of a page that could not be pulled: another process may have its part of it."""
+        """Have the executor drop a page that could not be pulled: another process may have its part of it."""
         self.ranks[rank].landing.drop(number)
 
     def release(self, rank: int, request: Request) -> None:
-        """Wait no longer on behalf of a request. What nobody else waits for is cancelled."""
+        """Wait no longer on behalf of a request. A transfer that nobody waits for is cancelled."""
         name = self._names_of.pop(request, None)
         if name is not None:  # it needs nothing of what is computed for it elsewhere
             page_size = self.ranks[rank].pool.page_size
@@ -313,7 +310,7 @@ class RemotePrefills(PageSource):
         self._names_of.pop(request, None)
 
     def num_computed(self, request: Request, loaded: Mapping[str, int]) -> int:
-        """Count the pages that have come for a request and that its prefill engine had not cached."""
+        """Pages that have come for a request and that its prefill engine had not cached."""
         pages, transfer = loaded.get(TIER, 0), self._of.get(request)
         if transfer is None:
             return pages
@@ -321,7 +318,7 @@ class RemotePrefills(PageSource):
         return pages - min(pages, max(0, transfer.cached // page_size - transfer.first))
 
     def cancel(self, rank: int) -> None:
-        """Give up every transfer to a rank: its pages are not to be found, or nobody knows what became of them."""
+        """Give up every transfer to a rank."""
         for transfer in [one for one in self._transfers.values() if one.rank == rank]:
             self._give_up(transfer)
 
@@ -337,17 +334,17 @@ class RemotePrefills(PageSource):
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
     def take_waits(self) -> list[tuple[str, float]]:
-        """Take the seconds from asking to the last page of completed transfers."""
+        """Take the seconds from asking to the last page, of completed transfers."""
         waits, self._waits = self._waits, []
         return waits
 
     def _of_link(self, link: int, name: str) -> Transfer | None:
-        """Give the transfer of this name that a prefill engine was asked for: of others' transfers it has nothing to say."""
+        """The transfer of this name that a prefill engine was asked for; None: it has nothing to say of others."""
         transfer = self._transfers.get(name)
         return transfer if transfer is not None and transfer.link == link else None
 
     def _reserved(self, rank: int) -> tuple[int, int]:
-        """Count the requests of a rank that wait for transfers, and the pages that they will need for what has not come."""
+        """The requests of a rank that wait for transfers, and the pages that they will need for what has not come."""
         of_rank = [transfer for transfer in self._transfers.values() if transfer.rank == rank]
         requests = sum(len(transfer.requests) for transfer in of_rank)
         return requests, sum(len(transfer.awaited) for transfer in of_rank) + requests
@@ -372,7 +369,7 @@ class RemotePrefills(PageSource):
         self.awaits(rank, request, rest[0])
 
     def _links(self, request: Request, now: float) -> list[int]:
-        """List the prefill engines that may be asked for a request now."""
+        """The prefill engines that may be asked for a request now."""
         named = self._links_of.get(request)
         links = self._any if named is None else (named,)
         return [link for link in links if not self._backoffs[link].holds(now)]
@@ -396,7 +393,7 @@ class RemotePrefills(PageSource):
 
     def _pull(self, transfer: Transfer, offer: ChunkReady, now: float) -> bool:
         """Pull what an offer has; False where there is no room for it."""
-        rank, (pool, landing, _) = transfer.rank, self.ranks[transfer.rank]
+        rank, (pool, landing) = transfer.rank, self.ranks[transfer.rank]
         wanted = []
         for place in range(offer.count):
             page = offer.first - transfer.first + place
@@ -422,7 +419,7 @@ class RemotePrefills(PageSource):
         return True
 
     def _names_wanted(self, rank: int) -> set[bytes]:
-        """Pages that are on their way, and those that have all come and that a request has not taken yet."""
+        """Pages on their way, and those that have come and that a request has not taken yet."""
         transfers = {*self._transfers.values(), *self._of.values()}
         return {name for transfer in transfers if transfer.rank == rank for name in transfer.names}
 

@@ -1,4 +1,4 @@
-"""`SendBuffers`: the chunks that a prefill engine keeps for others, each until it was pulled, nobody wants it, or its time is over."""
+"""`SendBuffers`: chunks that a prefill engine keeps for others, until they are pulled, cancelled or expired."""
 
 import itertools
 import secrets
@@ -19,8 +19,8 @@ class PageSend:
     """A transfer that is computed for another engine.
 
     Attributes:
-        receive: takes what its decode engine is told; None until that one has asked.
-        first, end: pages [first, end) are wanted. next: the first of them that has not been handed to be sent.
+        receive: tells its decode engine; None until that one has asked.
+        first, end: pages [first, end) are wanted. next: the first of them that was not handed over.
         cached: tokens that its first admission found cached; None before.
     """
 
@@ -34,17 +34,17 @@ class PageSend:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every page is sent, or is about to be."""
+        """Whether every page is sent, or about to be."""
         return self.next >= self.end
 
     def tell(self, message: ToDecode) -> None:
-        """Send a message to the decode engine that has asked, if one has yet."""
+        """Tell the decode engine, if one has asked."""
         if self.receive is not None:
             self.receive(message)
 
 
 class Keeper(NamedTuple):
-    """Which process keeps the chunks of a rank. address: where others pull from it; empty in one process. elsewhere: not this one."""
+    """The process that keeps a rank's chunks: its address (empty in one process), and whether it is another one than this."""
 
     address: str = ""
     elsewhere: bool = False
@@ -61,15 +61,13 @@ class _Buffer:
 
 
 class SendBuffers:
-    """Counts a rank's chunks, from the plan that has their pages gathered until the chunk goes.
+    """Counts a rank's chunks, from the plan that gathers their pages until the chunk goes.
 
-    The engine's thread begins, cancels and expires; the executor's thread says what is ready; those who pull take and release from threads
-    of their own.
+    The engine's thread begins, cancels and expires; the executor's says what is ready; pullers take and release in their own.
 
     Args:
         timeout: seconds. offer: told of each chunk that can be pulled, and of its transfer.
-        first_number: of the chunks. None: a random one, so that the numbers of a side that was started again are not those of before, and
-            a process that was not offered a chunk has to guess 31 bits.
+        first_number: of the chunks. None: random, so that a restarted side has other numbers, and none can be guessed.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class SendBuffers:
         self.reset([])
 
     def reset(self, keepers: Sequence[Keeper]) -> None:
-        """Keep no chunk any longer: another executor is to make them, on ranks with these keepers."""
+        """Forget all chunks: another executor makes them, on ranks with these keepers."""
         with self._lock:
             self._keepers, self._room = list(keepers), [MOST_KEPT // CHUNK_PAGES] * len(keepers)
             self._buffers.clear()
@@ -95,21 +93,21 @@ class SendBuffers:
 
     @property
     def num_kept(self) -> int:
-        """Chunks that have not gone."""
+        """Chunks that are kept."""
         return len(self._buffers)
 
     @property
     def num_pages_kept(self) -> int:
-        """Pages of all ranks in chunks that have not gone."""
+        """Their pages, of all ranks."""
         with self._lock:
             return sum(buffer.offer.count for buffer in self._buffers.values())
 
     def room(self, rank: int) -> int:
-        """Count the further chunks of a rank that may be made now. One with a single page takes as much memory as a full one."""
+        """Further chunks of a rank that may be made now; full or not, each takes the same memory."""
         return self._room[rank]
 
     def begin(self, rank: int, send: PageSend, first: int, count: int) -> int:
-        """Have pages go into a new chunk, and return its number."""
+        """Have pages go into a new chunk; return its number."""
         with self._lock:
             number = next(self._numbers) % _NUMBERS
             self._room[rank] -= 1
@@ -120,7 +118,7 @@ class SendBuffers:
         return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
-        """Offer a chunk that is complete, and begin its time, unless nobody wants it any more. None: another process keeps it."""
+        """Offer a complete chunk, and begin its time, unless it was dropped. None: another process keeps it."""
         with self._lock:
             buffer = self._buffers.get(number)
             if buffer is None:
@@ -130,42 +128,35 @@ class SendBuffers:
         self._offer(buffer.send, buffer.offer)
 
     def take(self, number: int) -> Chunk:
-        """Give a chunk that was offered. It is kept until it is released.
-
-        Raises:
-            ChunkGoneError: it is not kept any more.
-        """
-        with self._lock:
-            buffer = self._buffers.get(number)
-            if buffer is None or buffer.chunk is None:
-                raise ChunkGoneError(f"chunk {number} is not kept any more")
-            return buffer.chunk
+        """Give an offered chunk, which stays until it is released; raise a `ChunkGoneError` where it is not kept."""
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.chunk is None:
+            raise ChunkGoneError(f"chunk {number} is not kept any more")
+        return buffer.chunk
 
     def open(self, number: int, take: Callable[[Chunk | None], object]) -> None:
-        """Call `take` with a chunk that another process pulls; with None where it is not kept any more."""
-        with self._lock:
-            buffer = self._buffers.get(number)
+        """Call `take` with a chunk that another process pulls; None: it is not kept."""
+        buffer = self._buffers.get(number)
         take(None if buffer is None else buffer.chunk)
 
     def transfer_of(self, number: int) -> PageSend | None:
-        """Give the transfer that a chunk is of; None where it is not kept any more."""
-        with self._lock:
-            buffer = self._buffers.get(number)
-            return None if buffer is None else buffer.send
+        """The transfer of a chunk; None: it is not kept."""
+        buffer = self._buffers.get(number)
+        return None if buffer is None else buffer.send
 
     def release(self, number: int) -> None:
-        """Keep a chunk no longer."""
+        """Drop a chunk."""
         with self._lock:
             self._drop(number)
 
     def cancel(self, send: PageSend) -> None:
-        """Keep no chunk of a transfer any longer."""
+        """Drop all chunks of a transfer."""
         with self._lock:
             for number in [number for number, buffer in self._buffers.items() if buffer.send is send]:
                 self._drop(number)
 
     def expire(self) -> list[PageSend]:
-        """List the transfers of which a chunk was not pulled in time. Whoever asks cancels them."""
+        """Transfers of which a chunk was not pulled in time; the caller cancels them."""
         now = time.monotonic()
         with self._lock:
             late = [buffer for buffer in self._buffers.values() if buffer.until < now]
@@ -173,18 +164,18 @@ class SendBuffers:
         return list(dict.fromkeys(buffer.send for buffer in late))
 
     def offers(self, send: PageSend) -> list[ChunkReady]:
-        """List what can be pulled of a transfer now."""
+        """What can be pulled of a transfer now."""
         with self._lock:
             return [buffer.offer for buffer in self._buffers.values() if buffer.send is send and buffer.is_ready]
 
     def take_gone(self) -> list[int]:
-        """Take the chunks that other processes keep and need not keep any more; each is told of once."""
+        """Take the dropped chunks that other processes keep, each once."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
     def kept_for(self, send: PageSend) -> bool:
-        """Say whether a chunk of a transfer is kept."""
+        """Whether a chunk of a transfer is kept."""
         with self._lock:
             return any(buffer.send is send for buffer in self._buffers.values())
 

@@ -23,26 +23,23 @@ def shapes_of(chunk: Chunk) -> Shapes:
 
 
 class Transport(ABC):
-    """Moves transfer chunks from the process that keeps them to the one that needs them. Its methods are called from any thread.
-
-    address: the name by which other processes' transports know this one.
-    """
+    """Moves chunks from the process that keeps them to the one that needs them. Any thread may use it. address: for other processes."""
 
     address: str
 
     @abstractmethod
     def publish(self, number: int, chunk: Chunk) -> bytes:
-        """Let another process pull a complete chunk, once, under a positive number. Return the ticket that it pulls by."""
+        """Let another process pull a complete chunk, once, under a positive number. Return the ticket for it."""
 
     @abstractmethod
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
-        """End what `publish` began, and free what it took: the chunk was pulled, or nobody will pull it any more."""
+        """End what `publish` began, and free what it took."""
 
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
-        """Return a chunk that the process at this address has published, complete, on this device. It may hang.
+        """Return a published chunk, complete, on this device. It may hang.
 
         Raises:
-            ConnectionError: the chunk was withdrawn before it was here. Whatever the transport raises: nothing is kept of the process then.
+            ConnectionError: the chunk was withdrawn meanwhile. Others: the transport's, which then forgets the process.
         """
         try:
             chunk = self.read(address, number, ticket, shapes, device)
@@ -55,19 +52,17 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk | None:
-        """Do what `pull` does; None: the chunk was withdrawn. It may raise anything, and may hang."""
+        """Do what `pull` does; None: the chunk was withdrawn."""
 
     @abstractmethod
     def disconnect(self, address: str) -> None:
-        """Keep nothing for the process at this address, which has gone."""
+        """Forget the process at this address, which has gone."""
 
 
 class Backend(NamedTuple):
-    """A row of the table.
+    """A row of the table. package: that it needs; extra: what installs it.
 
-    Attributes:
-        implementation: `module:class`, called with a device of this process and the address by which others reach this host.
-        package: module that must be installed. extra: what installs it.
+    implementation: `module:class`, called with a device of this process and this host's address.
     """
 
     implementation: str
@@ -83,11 +78,7 @@ BACKENDS = {
 
 
 def check_installed(name: str) -> None:
-    """Check that a transport's package is installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a transport's package is installed; a `UserError` where it is not."""
     backend = BACKENDS[name]
     if importlib.util.find_spec(backend.package) is None:
         raise UserError(
@@ -96,10 +87,6 @@ def check_installed(name: str) -> None:
 
 
 def open_transport(name: str, device: Any, host: str) -> Transport:
-    """Start a transport of the table in this process.
-
-    Raises:
-        UserError: it cannot run here.
-    """
+    """Start a transport of the table in this process; a `UserError` where it cannot run here."""
     module, _, implementation = BACKENDS[name].implementation.partition(":")
     return getattr(importlib.import_module(module), implementation)(device, host)

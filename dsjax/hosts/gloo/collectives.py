@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 Endpoint = tuple[str, int]
@@ -23,11 +23,7 @@ _SOCKETS = "/proc/self/fd"
 
 
 class Collectives:
-    """Belongs to a process. Any thread may use it.
-
-    Attributes:
-        endpoint: where this process listens for the others' connections; None: it is not known.
-    """
+    """Belongs to a process; any thread may use it. endpoint: where it listens for the others' connections; None: it is not known."""
 
     def __init__(self):
         self.endpoint: Endpoint | None = None
@@ -47,7 +43,7 @@ class Collectives:
             self.endpoint = new_listeners.pop()
         return made
 
-    def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Endpoint | None]) -> None:
+    def begin(self, generation: int, order: Iterable[int], endpoints: Iterable[Sequence | None]) -> None:
         """A generation begins: nothing of it is connected yet.
 
         order: its devices. endpoints: of its processes. gloo keeps a group of devices in one order for ever, and with it connections.

@@ -20,11 +20,7 @@ Group = tuple[int, ...]
 
 
 class DeviceOrders:
-    """Remembers what was formed and what broke.
-
-    Args:
-        process_of: of each device's id, the process that it belongs to.
-    """
+    """Remembers what was formed and what broke. process_of: of each device's id, the process that it belongs to."""
 
     def __init__(self, process_of: Mapping[int, int]):
         self._process_of = dict(process_of)

@@ -49,7 +49,7 @@ def engine(tmp_path_factory):
 def program_of(executor, step):
     """The compiled program that serves the full batch of a step."""
     decode, prefill = (STEPS[step] if step == name else None for name in ("decode", "prefill"))
-    return executor.programs.step(executor.programs.shape(decode, prefill))
+    return executor.programs.get("step", executor.programs.shape(decode, prefill), False)
 
 
 def test_the_running_demo_holds_and_runs_what_its_dry_run_says(engine):

@@ -10,7 +10,7 @@ from dsjax.dynamo.kv_events import KvEvents, signed
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
-from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored, EventSinks
+from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
@@ -53,7 +53,7 @@ def engine_of(ranks: int, **sizes):
     for rank, router in enumerate(routers):
         events.connect(rank, router)
     return (
-        EngineCore(executor, config, attachments=attachments_of(config, sink=EventSinks((told, events)))),
+        EngineCore(executor, config, attachments=attachments_of(config, sinks=[told, events])),
         routers,
         told,
     )

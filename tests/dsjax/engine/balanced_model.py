@@ -103,6 +103,12 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[path], values)
 
 
+def failing_to(kind: str, programs, lost: int = 0) -> Callable:
+    """`programs.get`, but for a program of this kind, which fails."""
+    get = programs.get
+    return lambda wanted, *arguments: failing(lost) if wanted == kind else get(wanted, *arguments)
+
+
 def failing(lost: int = 0) -> Callable:
     """A program that fails, and takes its first ``lost`` arguments with it."""
 

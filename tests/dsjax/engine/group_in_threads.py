@@ -153,9 +153,10 @@ class Pair(Following):
 class Group(Following):
     """Process 1 of a group that it follows through generations, in a thread; process 0 is the test."""
 
-    def __init__(self, **options):
+    def __init__(self, regroups: bool = True):
         super().__init__()
-        self.options, self.loaded, self.released = options, [], []
+        self.follower.regroups = regroups
+        self.loaded, self.released, self.dropped = [], [], []
         self.leader, self.second = self.groups
         self.thread.start()
 
@@ -165,8 +166,14 @@ class Group(Following):
         self.loaded.append(executor)
         return executor
 
+    def _release(self, executor):
+        if executor is None:
+            self.dropped.append(self.second.generation)
+        else:
+            self.released.append(executor)
+
     def follow(self):
-        self.follower.run(self._load, self.released.append, seconds=1.0, **self.options)
+        self.follower.run(self._load, self._release, seconds=1.0)
 
     def announce(self, number: int, *process_ids: int):
         self.leader.announce(Announcement(number, list(process_ids), [0], {"mesh": "dp=1"}, "dp=1", "a test"))

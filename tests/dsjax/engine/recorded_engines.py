@@ -81,7 +81,7 @@ def make_core(
     **options,
 ) -> "Engine":
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
-    parts = attachments_of(config, sink=EventStream(run, name) if events else None)
+    parts = attachments_of(config, sinks=[EventStream(run, name)] if events else ())
     if links is not None:
         dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
         parts.append(PolledLinks(links, dialer, local_tokens=local_tokens, timeout=timeout))
@@ -124,7 +124,7 @@ def make_prefill(
         ranks = range(executor.limits.num_ranks)
         return [Keeper(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else Keeper() for rank in ranks]
 
-    parts = attachments_of(config, sink=EventStream(run, name) if events else None)
+    parts = attachments_of(config, sinks=[EventStream(run, name)] if events else ())
     if balancer is not None:
         parts.append(balancer)
     options = {"keepers": keepers, "first_number": 1, "generations": Successors()}

@@ -99,7 +99,7 @@ def test_a_question_of_one_generation_is_not_answered_by_what_was_said_in_anothe
 def test_who_is_in_no_group_is_not_heard(two):
     from dsjax.messaging import Endpoint, RefusedError
 
-    stranger = Endpoint("127.0.0.1", two[0].credentials)
+    stranger = Endpoint("127.0.0.1", two[0].endpoint.credentials)
     peer = stranger.connect(two[0].endpoint.address, "member")
     with pytest.raises(RefusedError, match="not in the group"):
         peer.request("gather", (0, "pages", 0)).result(60)

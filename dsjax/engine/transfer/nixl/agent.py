@@ -53,8 +53,7 @@ class Agent:
     Raises:
         UserError: NIXL cannot run here.
 
-    Attributes:
-        name: unique among all processes.
+    name: unique among all processes.
     """
 
     def __init__(self):

@@ -13,8 +13,8 @@ def test_a_command_is_carried_out_by_the_part_of_its_kind_and_a_custom_one_by_th
     table = CommandTable()
     table.add(Copy, handler("copies"))
     table.add(Flush, handler("flushes"))
-    table.add_custom("here", handler("here"))
-    table.add_custom("there", handler("there"))
+    table.add("here", handler("here"))
+    table.add("there", handler("there"))
     commands = (Flush(), Copy([b""]), Custom("there", b""), Custom("here", b""))
     said = [list(table.launch(command).running) for command in commands]
     assert said == [[("flushes", True)], [("copies", True)], [("there", True)], [("here", True)]]

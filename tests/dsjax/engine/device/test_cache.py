@@ -73,7 +73,7 @@ def test_a_decode_step_updates_the_cache_in_place(rows):
     step, limits = tiny("dp=1"), dataclasses.replace(limits_of(1), max_rows_decode=8, pages_per_rank=32768)
     state = device_state.describe(step, limits)
     programs = Programs(step, step.abstract_parameters(), state, limits)
-    memory = programs.step(programs.shape(Rectangle(rows, 1), None)).memory_analysis()
+    memory = programs.get("step", programs.shape(Rectangle(rows, 1), None), False).memory_analysis()
     size = lambda arrays: sum(np.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))  # noqa: E731
     assert memory.alias_size_in_bytes >= size(state)
     assert memory.temp_size_in_bytes < size(state.cache) / 4

@@ -9,6 +9,7 @@ from published_logits import published
 
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.device.buckets import padded_pieces
 from dsjax.engine.device.logit_edits import (
     BIASES_PER_POSITION,
     add_biases,
@@ -16,7 +17,6 @@ from dsjax.engine.device.logit_edits import (
     bias_width,
     counts_along_drafts,
     mask_words,
-    padded_pieces,
     penalise,
 )
 from dsjax.engine.text.logit_rules import LogitRules

@@ -56,14 +56,13 @@ def test_a_follower_goes_from_generation_to_generation_and_stands_by_in_one_with
 
 
 def test_weights_are_dropped_for_a_mesh_without_this_process():
-    dropped = []
-    group = Group(drop=lambda: dropped.append(group.second.generation))
+    group = Group()
     until(lambda: group.loaded)
     group.announce(1, 0, 1)
     group.announce(2, 0)
-    until(lambda: dropped)
+    until(lambda: group.dropped)
     group.end()
-    assert dropped == [2]
+    assert group.dropped == [2]
 
 
 def test_the_record_is_read_everywhere_when_as_many_results_are_collected(group):

@@ -183,16 +183,16 @@ def test_a_second_rebalance_is_refused_in_the_middle_of_one(llm, expected):
 
 def test_a_failure_in_the_middle_gives_the_rebalance_up_and_serving_goes_on(llm, expected, monkeypatch, caplog):
     failed, before = threading.Event(), stats(llm)
-    original = llm.executor.programs.place_experts
+    original = llm.executor.programs.get
 
-    def place_experts(layers):
-        if failed.is_set():
-            return original(layers)
+    def get(kind, *arguments):
+        if kind != "place experts" or failed.is_set():
+            return original(kind, *arguments)
         failed.set()
         return failing(lost=1)
 
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(llm.executor.programs, "place_experts", place_experts)
+        patch.setattr(llm.executor.programs, "get", get)
         llm.engine.flush_prefix_cache()
         assert generate(llm, TOKENS) == expected
     assert failed.is_set()

@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 import pytest
-from balanced_model import assert_same, by_expert, failing, generate, load, move, move_all, random_row, slots_of
+from balanced_model import assert_same, by_expert, failing_to, generate, load, move, move_all, random_row, slots_of
 from layouts import TINY, prompts
 
 from dsjax import LLM
@@ -103,13 +103,13 @@ def test_loads_are_counted_under_the_placement_that_was_in_force(llm):
     assert not read_loads(llm).logical.any()
 
 
-@pytest.mark.parametrize(("program", "lost"), [("stage_experts", 0), ("place_experts", 0), ("place_experts", 1)])
+@pytest.mark.parametrize(("program", "lost"), [("stage experts", 0), ("place experts", 0), ("place experts", 1)])
 def test_a_layer_that_cannot_be_moved_is_as_it_was(llm, expected, monkeypatch, caplog, program, lost):
     before, slots = experts(llm), slots_of(llm).physical_to_logical
     row = random_row(np.random.default_rng(40), slots.shape[1])
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(llm.executor.programs, program, lambda layers: failing(lost))
-        errors = move(llm, 1, row) if program == "place_experts" else [stage_one(llm, row)]
+        patch.setattr(llm.executor.programs, "get", failing_to(program, llm.executor.programs, lost))
+        errors = move(llm, 1, row) if program == "place experts" else [stage_one(llm, row)]
     assert errors[-1] == "RuntimeError: the device said no"
     assert ("read again from the checkpoint" in caplog.text) == bool(lost)
     np.testing.assert_array_equal(slots_of(llm).physical_to_logical, slots)

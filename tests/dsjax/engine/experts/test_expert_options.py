@@ -1,4 +1,4 @@
-"""How many copies of experts are asked for, and whether they move: the tests of `experts/options.py`."""
+"""How many copies of experts are asked for, and whether they move: tests of `experts/eplb.py`."""
 
 import pytest
 

@@ -15,7 +15,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from balanced_model import assert_same, by_expert, experts_stay, failing, generate, loads_of, move, random_row, slots_of
+from balanced_model import (
+    assert_same,
+    by_expert,
+    experts_stay,
+    failing_to,
+    generate,
+    loads_of,
+    move,
+    random_row,
+    slots_of,
+)
 from layouts import TINY, answer, prompts
 from links_in_threads import links_of
 from staged_model import assert_same_answer, follow_load, load_stages
@@ -99,11 +109,11 @@ def test_a_layer_whose_stage_fails_is_as_it_was_and_its_experts_are_read_again(l
     first, second = llm.executor.stages[1:]
     row = random_row(np.random.default_rng(4), placed.shape[1])
     with monkeypatch.context() as patch:
-        patch.setattr(first.programs, "place_experts", lambda layers: failing(lost=1))
+        patch.setattr(first.programs, "get", failing_to("place experts", first.programs, lost=1))
         assert not any(move(llm, 1, row))
         assert move(llm, 0, row)[-1] == "RuntimeError: the device said no"
         patch.undo()
-        patch.setattr(second.programs, "place_experts", lambda layers: failing(lost=1))
+        patch.setattr(second.programs, "get", failing_to("place experts", second.programs, lost=1))
         assert move(llm, 2, row)[-1] == "RuntimeError: the device said no"  # the MTP module's
     np.testing.assert_array_equal(slots_of(llm).physical_to_logical, [placed[0], row, placed[2]])
     assert_same(experts(llm), before)

@@ -1,5 +1,5 @@
-"""Stages change no bit of what one device gives: the tests of `pipeline/pipeline_executor.py`, `pipeline/stage_executor.py`,
-`pipeline/stage_programs.py` and `setup/stages.py`."""
+"""Stages change no bit of what one device gives: the tests of `pipeline/pipeline_executor.py`, `pipeline/stage_executor.py` and
+`setup/stages.py`."""
 
 import dataclasses
 import itertools
@@ -173,7 +173,9 @@ def test_on_accelerators_a_launch_that_did_not_reach_all_stages_is_the_last_one(
     calls, mesh = [], SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3))
     first, last = (
-        SimpleNamespace(model=model, programs=SimpleNamespace(rows=None), leaving=deque(), launch=calls.append)
+        SimpleNamespace(
+            model=model, limits=None, programs=SimpleNamespace(rows=None), leaving=deque(), launch=calls.append
+        )
         for _ in range(2)
     )
     executor = PipelineExecutor([first, last])

@@ -96,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.executor,
             self.config,
             async_scheduling=asynchronous,
-            attachments=attachments_of(self.config, sink=self.subscriber),
+            attachments=attachments_of(self.config, sinks=[self.subscriber]),
         )
         self.scheduler = self.core.scheduler
         self.alive: dict[str, Request] = {}

@@ -1,6 +1,6 @@
 """Pages survive on the disk, a file that is not what its name says is never read, and trouble with the disk is a report.
 
-These are the tests of `tiers/page_files.py` too.
+These are the tests of `PageFiles` too.
 """
 
 import errno
@@ -16,8 +16,7 @@ from waits import until
 
 from dsjax.engine.tiers import disk_pages
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.page_files import PageFileError, PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder
+from dsjax.engine.tiers.page_folder import PageFileError, PageFiles, PageFolder
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((2, 4, 6), np.dtype(np.uint16)), "filled": ((4,), np.dtype(bool))}

@@ -9,8 +9,7 @@ from test_disk_pages import SHAPES, SPACE, name, page, same
 
 from dsjax.engine.tiers.disk_pages import DiskPages
 from dsjax.engine.tiers.divided_pages import DividedPages
-from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import PageFolder
+from dsjax.engine.tiers.page_folder import PageFiles, PageFolder
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 
 
@@ -122,7 +121,7 @@ def test_a_number_that_is_forgotten_and_used_again_brings_the_new_page_to_all(di
 
 def test_every_executor_looks_after_its_own_part_when_reports_are_asked_for(disk):
     reporters = [Mock(**{"page_reports.return_value": PageReports([], [])}) for _ in range(2)]
-    disk.pages.report_through(reporters)
+    disk.pages.reporters = reporters
     assert disk.pages.extension(PageReporter) is disk.pages
     assert disk.pages.extension(DiskPages) is None
     disk.write(1)

@@ -65,7 +65,7 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 def core(publisher, **sizes):
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, **sizes)
-    return EngineCore(executor, executor.config, attachments=attachments_of(executor.config, sink=publisher))
+    return EngineCore(executor, executor.config, attachments=attachments_of(executor.config, sinks=[publisher]))
 
 
 def run(engine, *prompts, together=False):

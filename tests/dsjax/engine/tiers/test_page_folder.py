@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.page_files import PageFiles
-from dsjax.engine.tiers.page_folder import MARK, PageFolder, space_name
+from dsjax.engine.tiers.page_folder import MARK, PageFiles, PageFolder, space_name
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((8,), np.dtype(np.uint16))}
@@ -76,17 +75,9 @@ def test_an_empty_folder_becomes_ours_and_stays_it(tmp_path):
     assert PageFolder(tmp_path / "made" / "with parents").lock().path.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_of_an_earlier_version_is_recognised_by_its_space(tmp_path):
+def test_a_folder_without_the_mark_is_refused_though_it_has_pages(tmp_path):
     written(tmp_path, FIRST)
     (tmp_path / MARK).unlink()
-    (tmp_path / "lock").write_text("4711\n")
-    assert PageFiles(PageFolder(tmp_path).lock(), SPACE, SHAPES).list().names == [FIRST]
-    assert (tmp_path / MARK).exists()
-    for name in (MARK, "lock"):  # somebody has tidied up
-        (tmp_path / name).unlink()
-    assert PageFiles(PageFolder(tmp_path).lock(), SPACE, SHAPES).list().names == [FIRST]
-    (tmp_path / MARK).unlink()
-    (tmp_path / "lock").write_text("somebody else's")
     with pytest.raises(UserError, match="holds files that are not dsjax's"):
         PageFolder(tmp_path).lock()
 

@@ -21,7 +21,7 @@ from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.engine.setup.loading import load_model, page_space
-from dsjax.engine.tiers import page_files
+from dsjax.engine.tiers import page_folder
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.tiers.page_folder import PageFolder
 from dsjax.errors import UserError
@@ -111,7 +111,7 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
         hosts, disk = sum(host.counts().fetched for host in source.host), source.disk.counts()
         assert (hosts or disk.fetched) > 20
         assert disk.stored > 20
-        assert first.executor.limits.disk_page_bytes == page_files.bytes_on_disk(first.facts.page_bytes)
+        assert first.executor.limits.disk_page_bytes == page_folder.bytes_on_disk(first.facts.page_bytes)
         with pytest.raises(UserError, match="in use by another engine"):
             load(checkpoint, **on_disk, **options)
     finally:

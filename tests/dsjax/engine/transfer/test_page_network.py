@@ -480,11 +480,10 @@ def test_an_engine_that_is_reached_beyond_loopback_needs_a_key_before_it_loads_a
 def test_a_process_alone_and_one_with_an_address_for_its_transfers_have_an_endpoint_for_them():
     group = SimpleNamespace(
         options=SimpleNamespace(address="127.0.0.1", heartbeat_timeout=7),
-        endpoint="the group's",
-        credentials=local_credentials(),
+        endpoint=SimpleNamespace(credentials=local_credentials()),
     )
     args = EngineArgs(disaggregation_mode="prefill", heartbeat_timeout=8)
-    assert endpoint_of(args, group) == "the group's"
+    assert endpoint_of(args, group) is group.endpoint
     alone, of_address = endpoint_of(args, None), endpoint_of(replace(args, transfer_host="localhost"), group)
     assert (alone.silence, of_address.silence) == (8, 7)
     with pytest.raises(UserError, match=f"the address 127.0.0.1:{alone.port} for pages cannot be used: "):

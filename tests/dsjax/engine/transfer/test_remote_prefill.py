@@ -1,6 +1,6 @@
 """Prompts computed by one engine and decoded by another make the tokens of one, and whatever goes wrong between them costs no page.
 
-These are the tests of `transfer/page_sends.py` and `transfer/prefill_service.py` too.
+These are the tests of `transfer/prefill_service.py` too.
 """
 
 import time

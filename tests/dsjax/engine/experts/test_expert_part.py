@@ -1,6 +1,6 @@
 """Experts that follow the load on devices of their own: in this process and in others, each slot holds what its table says.
 
-These are the tests of `afd/expert_slots.py` and `experts/expert_part.py`, and of experts' load as it is counted there.
+These are the tests of `afd/expert_slots.py` too, and of experts' load as it is counted there.
 """
 
 import numpy as np
