@@ -187,6 +187,11 @@ class ModelConfig:
         return self.num_hidden_layers - self.num_dense_layers
 
     @property
+    def residual(self) -> str:
+        """How layers add to what passes through them: a name in `dsjax.model.residual.RESIDUALS`."""
+        return "addition"
+
+    @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
         """The main model's layers, by kind."""
         dense, moe = LayerKind("dense_layers", "dense"), LayerKind("moe_layers", "moe")

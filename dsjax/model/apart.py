@@ -165,7 +165,7 @@ class LayerPass:
         with jax.default_matmul_precision("highest"):
             of = self._layer(params, tokens, copies, index)
             x, cache = parts.attend(of, x, cache)
-            normed, routing = parts.choose(of, x)
+            normed, _, routing = parts.choose(of, x)
             with jax.named_scope("experts"):
                 slots, weights = parts.experts.assign(of, routing)
                 rows, counts = self.between().pack(whole(normed.reshape(B * T, D)), slots, weights)
@@ -193,13 +193,18 @@ class LayerPass:
         """Each token with the sum of what came back in the one round added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add(returned, slots).reshape(x.shape)
-        return self.step.parts.add_sum(x, y, shared)
+        return self._added(x, y, shared)
 
     def receive_kept(self, x: Array, shared: Array | None, slots: Array, kept: Array) -> Array:
         """Each token with the sum of what came back in all rounds added to it."""
         with jax.default_matmul_precision("highest"), jax.named_scope("experts"):
             y = self.between().add_kept(kept, slots).reshape(x.shape)
-        return self.step.parts.add_sum(x, y, shared)
+        return self._added(x, y, shared)
+
+    def _added(self, x: Array, y: Array, shared: Array | None) -> Array:
+        """The residual is plain addition here: experts apart know of no other."""
+        parts = self.step.parts
+        return parts.sharding.whole(x + parts.add_shared(y, shared))
 
     def _layer(
         self, params: Mapping[str, Array], tokens: Tokens | None, copies: CopyTables | None, index: Array

@@ -91,7 +91,7 @@ class ExpertDispatch:
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
         products, spec, mesh = self.products, self.sharding.spec, self.sharding.mesh
-        (_, T, D), K = x.shape, products.config.num_experts_per_tok
+        T, D, K = x.shape[1], x.shape[-1], products.config.num_experts_per_tok
         tokens = spec.dp_size * T
         experts = of.block.moe.experts
         stack = experts.stored()

@@ -66,20 +66,21 @@ class LayerParts:
         """What stands before attention's heads: its projections, and the entries that it writes to the cache."""
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
-        p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
-        return Projected(x, p), self.attention.write(of.block.attn, cache, of.layer, of.tokens.slots, p)
+        mix, p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
+        return Projected(x, mix, p), self.attention.write(of.block.attn, cache, of.layer, of.tokens.slots, p)
 
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T D"]:
         """The rest of ``attend``."""
-        x, p = projected.x, projected.projections
-        return if_any(of.tokens.active, lambda: self.add_heads(of, x, self.heads(of, p, cache)), lambda: x)
+        x, mix, p = projected.x, projected.mix, projected.projections
+        return if_any(of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x)
 
-    def _project(self, of: Layer, x: Float[Array, "B T D"]) -> Projections:
+    def _project(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Any, Projections]:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
-        normed = self.sharding.whole(normalise(of.block.attn_norm, x))
+        read, mix = of.block.attn_residual.pre(x)
+        normed = self.sharding.whole(normalise(of.block.attn_norm, read))
         query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.products.native
         options = {"query_heads": query_heads, "multiply": self.products.multiply(of.index), "normalise": normalise}
-        return self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
+        return mix, self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
 
     def heads(self, of: Layer, p: Projections, cache: Cache) -> list[Array]:
         """What attention gives of each row group, before its output projection."""
@@ -96,7 +97,9 @@ class LayerParts:
             start += R * C
         return found
 
-    def add_heads(self, of: Layer, x: Float[Array, "B T D"], found: Sequence[Array]) -> Float[Array, "B T D"]:
+    def add_heads(
+        self, of: Layer, x: Float[Array, "B T *n D"], mix: Any, found: Sequence[Array]
+    ) -> Float[Array, "B T *n D"]:
         """The output projection of what ``heads`` gave, added to the tokens."""
         of = of.here()
         index, tokens, by_data = of.index, of.tokens, self.by_data(of, x)
@@ -112,7 +115,8 @@ class LayerParts:
             outs.append(out.reshape(B, R * C, -1))
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
-        return self.sharding.split(x + attended) if by_data else x + attended
+        x = of.block.attn_residual.post(x, mix, attended)
+        return self.sharding.split(x) if by_data else x
 
     def _spread_heads(self, p: Projections) -> Projections:
         """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
@@ -129,16 +133,18 @@ class LayerParts:
 
         def multiplied() -> Float[Array, "B T D"]:
             here, multiply = of.here(), self.products.multiply(of.index, by_data=self.by_data(of, x))
-            y = here.block.mlp(self._normed(here, x), multiply)
-            return self.sharding.whole(x + y)
+            normed, mix = self._normed(here, x)
+            y = here.block.mlp(normed, multiply)
+            return self.sharding.whole(here.block.mlp_residual.post(x, mix, y))
 
         return if_any(of.tokens.active, multiplied, lambda: x)
 
-    def _normed(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What attention left, normalised for the MLP or the experts."""
+    def _normed(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
+        """What attention left, normalised for the MLP or the experts; and what ``Residual.post`` is given."""
         by_data = self.by_data(of, x)
-        normed = self.products.normalise(of.block.mlp_norm, x, by_data=by_data)
-        return self.sharding.split(normed) if by_data else self.sharding.whole(normed)
+        read, mix = of.block.mlp_residual.pre(x)
+        normed = self.products.normalise(of.block.mlp_norm, read, by_data=by_data)
+        return (self.sharding.split(normed) if by_data else self.sharding.whole(normed)), mix
 
     # The second part.
 
@@ -148,31 +154,33 @@ class LayerParts:
 
     def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
         """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
-        (B, T, D), by_data, spec = x.shape, self.by_data(of, x), self.sharding.spec
+        (B, T, *_, D), by_data, spec = x.shape, self.by_data(of, x), self.sharding.spec
         exchange, _ = self.experts.exchange(of, x)
 
         def routed() -> Sent:
             here = of.here()
-            normed, routing = self.choose(here, x)
+            normed, mix, routing = self.choose(here, x)
             with jax.named_scope("experts"):
                 axes = spec.token_axes if by_data else spec.batch_axes
                 rows = self.sharding.constrain(normed.reshape(B * T, D), axes)
-                return Sent(x, normed, exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data)))
+                transit = exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data))
+                return Sent(x, mix, normed, transit)
 
         def nowhere() -> Sent:
-            choices, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros_like(x)
+            choices, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
             transit = exchange.prepare(zeros.reshape(B * T, D), jnp.full(choices, -1), jnp.zeros(choices))
-            return Sent(x, zeros, transit)
+            mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
+            return Sent(x, mix, zeros, transit)
 
         return if_any(of.tokens.active, routed, nowhere)
 
-    def choose(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Routing]:
-        """The tokens as experts read them, and the experts of each."""
-        normed, by_data = self._normed(of, x), self.by_data(of, x)
+    def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
+        """The tokens as experts read them, what ``Residual.post`` is given, and the experts of each."""
+        (normed, mix), by_data = self._normed(of, x), self.by_data(of, x)
         multiply = self.products.multiply(of.index, split_tokens=True, by_data=by_data)
         spread = partial(self.sharding.on_each_rank, by_data=by_data)
         choose = native_choice(self.products.kernels, self.products.config)
-        return normed, of.block.moe.router(normed, spread, multiply, choose)
+        return normed, mix, of.block.moe.router(normed, spread, multiply, choose)
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
@@ -196,7 +204,7 @@ class LayerParts:
         exchange, experts = self.experts.exchange(of, sent.normed)
         with jax.named_scope("experts"):
             transit = exchange.compute(sent.transit, experts)
-        return Computed(sent.x, transit, None)
+        return Computed(sent.x, sent.mix, transit, None)
 
     def share(self, of: Layer, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"] | None:
         """What the shared experts add, where they are not among the routed ones."""
@@ -228,24 +236,18 @@ class LayerParts:
         exchange, experts = self.experts.exchange(of, computed.x)
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
-        y, by_data = y.reshape(computed.x.shape), self.by_data(of, computed.x)
-        return self.add_sum(computed.x, y, computed.shared, by_data=by_data), report or {}
+        x, by_data = computed.x, self.by_data(of, computed.x)
+        y = self.add_shared(y.reshape(*x.shape[:2], -1), computed.shared, by_data=by_data)
+        return self.sharding.whole(of.block.mlp_residual.post(x, computed.mix, y)), report or {}
 
-    def add_sum(
-        self,
-        x: Float[Array, "B T D"],
-        y: Float[Array, "B T D"],
-        shared: Float[Array, "B T D"] | None,
-        *,
-        by_data: bool = False,
+    def add_shared(
+        self, y: Float[Array, "B T D"], shared: Float[Array, "B T D"] | None, *, by_data: bool = False
     ) -> Float[Array, "B T D"]:
-        """Tokens with the sums of their routed and of the shared experts added. by_data: all three are split over ``tp``."""
+        """The sums of the routed and of the shared experts. by_data: both are split over ``tp``."""
         # Where the shared experts' sum comes split, too, the two are added before they are gathered.
         if self.products.kernels.name("other products") != "pallas" and not by_data:
             y = self.sharding.whole(y)
-        if shared is not None:
-            y += shared
-        return self.sharding.whole(x + y)
+        return y if shared is None else y + shared
 
 
 def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Layer, Any], Any]:

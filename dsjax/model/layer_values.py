@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -51,9 +52,13 @@ class Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projected:
-    """Tokens before attention's heads. x: as the layer got them; projections: queries, and what was written to the cache."""
+    """Tokens before attention's heads.
 
-    x: Float[Array, "B T D"]
+    x: as the layer got them; mix: what ``Residual.pre`` gave for ``post``; projections: queries, and what was written to the cache.
+    """
+
+    x: Float[Array, "B T *n D"]
+    mix: Any
     projections: Projections
 
 
@@ -62,10 +67,12 @@ class Projected:
 class Sent:
     """Tokens on their way to their experts: what ``send`` gives, and ``compute`` takes.
 
-    x: the tokens after attention; normed: normalised, as experts read them; transit: the same, packed or arrived.
+    x: the tokens after attention; mix: as of ``Projected``, of the MLP; normed: normalised, as experts read them; transit: the same, packed
+    or arrived.
     """
 
-    x: Float[Array, "B T D"]
+    x: Float[Array, "B T *n D"]
+    mix: Any
     normed: Float[Array, "B T D"]
     transit: Transit
 
@@ -75,9 +82,10 @@ class Sent:
 class Computed:
     """What experts gave for tokens, on its way back to them: what ``compute`` gives, and ``receive`` takes.
 
-    x: the tokens after attention; transit: the routed experts' sums, where these are or returned; shared: the shared experts', if any.
+    x, mix: as of ``Sent``; transit: the routed experts' sums, where these are or returned; shared: the shared experts', if any.
     """
 
-    x: Float[Array, "B T D"]
+    x: Float[Array, "B T *n D"]
+    mix: Any
     transit: Transit
     shared: Float[Array, "B T D"] | None

@@ -57,9 +57,9 @@ class ModelStep(StepDescription):
             model: Transformer = self.table.bind(params)
             tokens = self.tokens(groups)
             if x is None:
-                x = self.embed(model, tokens.ids)
+                x = model.residual.enter(self.embed(model, tokens.ids))
                 if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
-                    x = jnp.where(tokens.active[..., None], x, 0)
+                    x = jnp.where(jnp.expand_dims(tokens.active, range(2, x.ndim)), x, 0)
             x = self.sharding.whole(x)
             layer, row, reports = 0, 0, []
             for run in self.config.layer_runs:
@@ -72,7 +72,7 @@ class ModelStep(StepDescription):
             reports = one_after_the_other(reports) or {}
             if not self.ends:
                 return self.sharding.whole(x), cache, reports
-            normed = self.in_place.normalise(model.final_norm, self.sharding.whole(x))
+            normed = self.in_place.normalise(model.final_norm, self.sharding.whole(model.residual.leave(x)))
             return self.sharding.whole(normed), cache, reports
 
     def logits(self, params: Mapping[str, Array], hidden: Float[Array, "B J D"]) -> Float[Array, "B J V"]:

@@ -26,6 +26,7 @@ from dsjax.kernels.gate import gated
 from dsjax.model.fp4_matrix import FP4Matrix
 from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, reinterpret, value_of
+from dsjax.model.residual import RESIDUALS
 from dsjax.model.rope import Rotation
 from dsjax.model.sparse.choose import choose, index_scores
 from dsjax.model.sparse.indexer import Indexer, IndexProjections
@@ -413,13 +414,14 @@ class Output(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input.
+    """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input (``residual.py``).
 
     Declared with a leading ``layers`` axis.
     """
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int = 0, materialise: bool = False):
-        D = config.hidden_size
+        D, residual = config.hidden_size, RESIDUALS[config.residual]
+        self.attn_residual, self.mlp_residual = residual(declare, config), residual(declare, config)
         self.attn_norm = RMSNorm(declare, D, config.rms_norm_eps)
         self.attn = MLA(declare, config, materialise=materialise)
         self.mlp_norm = RMSNorm(declare, D, config.rms_norm_eps)
@@ -428,16 +430,19 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MLP(declare, D, config.intermediate_size, "mlp_width")
 
-    def __call__(self, x: Float[Array, "B S D"], rotation: Rotation, how: Pass = Pass()):
+    def __call__(self, x: Float[Array, "B S *n D"], rotation: Rotation, how: Pass = Pass()):
         """One layer's hidden states, its routing (None in a dense one) and what was observed."""
         products = how.products
-        attended, observed = self.attn(products.normalise(self.attn_norm, x), rotation, products, how.observe)
-        x = x + attended
-        normed = products.normalise(self.mlp_norm, x)
+        read, mix = self.attn_residual.pre(x)
+        y, observed = self.attn(products.normalise(self.attn_norm, read), rotation, products, how.observe)
+        x = self.attn_residual.post(x, mix, y)
+        read, mix = self.mlp_residual.pre(x)
+        normed, routing = products.normalise(self.mlp_norm, read), None
         if hasattr(self, "mlp"):
-            return x + self.mlp(normed, products.multiply), (None, observed)
-        y, routing = self.moe(normed, products, how.experts)
-        return x + y, (routing, observed)
+            y = self.mlp(normed, products.multiply)
+        else:
+            y, routing = self.moe(normed, products, how.experts)
+        return self.mlp_residual.post(x, mix, y), (routing, observed)
 
 
 class Embedding(nnx.Module):
@@ -497,6 +502,7 @@ class Transformer(nnx.Module):
         ends: bool = True,
     ):
         self.config = config
+        self.residual = RESIDUALS[config.residual](declare, config)
         mtp = mtp and config.num_nextn_predict_layers > 0
         if begins or (ends and (mtp or config.tie_word_embeddings)):
             self.embed = Embedding(declare, config)
@@ -516,7 +522,7 @@ class Transformer(nnx.Module):
         """Logits of every position. how: fields of ``Pass``."""
         how = Pass(**how)
         rotation = self._rotation(tokens)
-        x, routings, observed = self.embed(tokens, dtype), [], []
+        x, routings, observed = self.residual.enter(self.embed(tokens, dtype)), [], []
         for run in self.config.layer_runs:
             graphs, weights = zip(*(nnx.split(getattr(self, kind.stack)) for kind in run.kinds), strict=True)
 
@@ -532,7 +538,7 @@ class Transformer(nnx.Module):
                 routings.append(by_layer(routing))
             if how.observe is not None:
                 observed.append(by_layer(own))
-        hidden = how.products.normalise(self.final_norm, x)
+        hidden = how.products.normalise(self.final_norm, self.residual.leave(x))
         return Output(how.products.project(self, hidden), hidden, *map(one_after_the_other, (routings, observed)))
 
     def predict_further(

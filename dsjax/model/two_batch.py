@@ -173,10 +173,10 @@ def _beside(ways: Sequence[Callable[[Any], Any]], travels: Any, works: tuple[Wor
 def _attention(parts: LayerParts, of: Layer, *, heads_first: bool) -> tuple[Work, Work]:
     """Attention and routing of a half. heads_first: attention's heads are in the first work, beside its projections, else in the second."""
 
-    def attend(projected: Projected, cache: Cache) -> tuple[tuple[Array, list[Array]], Cache]:
-        return (projected.x, parts.heads(of, projected.projections, cache)), cache
+    def attend(projected: Projected, cache: Cache) -> tuple[tuple[Array, Any, list[Array]], Cache]:
+        return (projected.x, projected.mix, parts.heads(of, projected.projections, cache)), cache
 
-    def route(attended: tuple[Array, list[Array]], cache: Cache) -> tuple[Sent, Cache]:
+    def route(attended: tuple[Array, Any, list[Array]], cache: Cache) -> tuple[Sent, Cache]:
         return parts.route(of, parts.add_heads(of, *attended)), cache
 
     project = partial(parts.project, of)

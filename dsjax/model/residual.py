@@ -1,0 +1,45 @@
+"""What passes from layer to layer, and how attention and the MLP read it and add to it: by plain addition, or in a way of a family's own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsjax.config import ModelConfig
+from dsjax.model.parameters import Declaration
+
+
+class Residual(nnx.Module):
+    """Plain addition; and what another residual connection inherits and overrides.
+
+    Each of a layer's two blocks has one, ``attn_residual`` and ``mlp_residual``, with parameters of its own if it declares any; the model
+    has one, ``residual``, for where tokens enter and leave. X is the stream between layers: ``[B, T, D]`` here, ``[B, T, n, D]`` of n
+    streams.
+    """
+
+    streams: ClassVar[int] = 1
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        pass
+
+    def enter(self, x: Float[Array, "B T D"]) -> Float[Array, "B T *n D"]:
+        """The stream that the first layer reads."""
+        return x
+
+    def pre(self, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any]:
+        """What a block reads of the stream, before its norm; and a pytree that ``post`` is given, whose leaves lead with B and T."""
+        return x, None
+
+    def post(self, x: Float[Array, "B T *n D"], mix: Any, y: Float[Array, "B T D"]) -> Float[Array, "B T *n D"]:
+        """The stream after a block that gave ``y``."""
+        return x + y
+
+    def leave(self, x: Float[Array, "B T *n D"]) -> Float[Array, "B T D"]:
+        """What the final norm reads of the last layer's stream."""
+        return x
+
+
+RESIDUALS: dict[str, type[Residual]] = {"addition": Residual}
+"""By ``ModelConfig.residual``."""
