@@ -1,4 +1,4 @@
-"""What passes from layer to layer, and how attention and the MLP read it and add to it: by plain addition, or in a way of a family's own."""
+"""What passes from layer to layer, and how attention and the MLP read it and add to it: by addition, or in a way of a family's own."""
 
 from __future__ import annotations
 
