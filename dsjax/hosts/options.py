@@ -23,7 +23,10 @@ COORDINATOR_PORT = 8476
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions(Checked):
-    """Many hosts: the same command on each. `HostOptions.find` looks elsewhere for those that are None."""
+    """Many hosts: the same command on each.
+
+    `HostOptions.find` looks elsewhere for those that are None.
+    """
 
     coordinator_address: str | None = option(
         None,
