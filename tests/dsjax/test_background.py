@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("engine", "hosts")]
 
 from fake_executor import FakeExecutor
 from group_in_threads import close_groups, enter, groups

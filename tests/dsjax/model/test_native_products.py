@@ -54,7 +54,7 @@ def engine(tmp_path_factory):
                 of_prompt = scored(output.prompt_logprobs[1:], output.prompt_token_ids[1:])
                 logprobs = np.concatenate([of_prompt, scored(completion.logprobs, completion.token_ids)])
                 found.append((output.prompt_token_ids + list(completion.token_ids), logprobs, len(of_prompt)))
-            return found, {name: jnp.asarray(array) for name, array in llm.executor.params.items()}, llm.config
+            return found, {name: jnp.array(array) for name, array in llm.executor.params.items()}, llm.config
         finally:
             llm.shutdown()
 
