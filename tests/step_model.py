@@ -51,10 +51,12 @@ def pack_rows(lead, chunk, table_width, rows):
 class Model:
     """A tiny model on a mesh, and its cache as one array after the other."""
 
-    def __init__(self, mesh, config, report=False, **options):
+    def __init__(self, mesh, config, report=False, rules=None, **options):
         spec = MeshSpec.parse(mesh)
         args = EngineArgs(mesh=mesh, page_size=G, **({"dtype": "float32"} | options))
         self.step = make_step(args, config, spec, spec.build())
+        if rules:
+            self.step = dataclasses.replace(self.step, rules=self.step.rules.replace(**rules))
         if report:
             self.step = dataclasses.replace(self.step, dispatch=dataclasses.replace(self.step.dispatch, report=True))
         weights = options.get("weights", "f32" if self.step.dtype == np.float32 else "bf16")

@@ -224,8 +224,6 @@ class _Reader:
             platform=side.mesh.devices.flat[0].platform,
             mean_load=tokens * top_k / physical,
             count=physical // devices,
-            top_k=top_k,
-            width=config.hidden_size,
             kernels=step.kernels.name("experts") == "pallas",
         )
         trips = step_trip_counts(step, shape.groups, self.args.row_tokens, even)

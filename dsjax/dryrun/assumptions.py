@@ -11,7 +11,7 @@ from dsjax.dryrun.program.text import Operation
 from dsjax.dryrun.program.walk import TripCount
 from dsjax.kernels.pallas.cost import expected_tiles
 from dsjax.kernels.pallas.experts import ROUND_PAIRS, round_pairs
-from dsjax.model.experts import choose_implementation, default_block, default_capacity, default_tile
+from dsjax.model.experts import default_capacity, default_tile
 
 TEXT = {
     "attention": "every row attends to its whole context",
@@ -26,30 +26,23 @@ class EvenExperts:
     """The expert product of a device under even routing.
 
     platform: where it runs, which chooses the implementation. mean_load: pairs of one of its physical experts; count: how many
-    it has; top_k: experts of a row, width: values of one. kernels: whether the Pallas kernels compute it.
+    it has. kernels: whether the Pallas kernels compute it.
     """
 
     platform: str
     mean_load: float
     count: int
-    top_k: int
-    width: int
     kernels: bool = False
 
-    def turns(self, loop: Operation) -> float:
-        """Turns of the product's loop: expected tiles in use, rounds beyond the first, or blocks."""
+    def turns(self) -> float:
+        """Turns of the product's loop: expected tiles in use, or rounds beyond the first."""
         if self.kernels:
             pairs = self.mean_load * self.count
             return max(0, math.ceil(pairs / round_pairs(self.mean_load, self.count, ROUND_PAIRS)) - 1)
-        chosen = choose_implementation(self.platform, self.mean_load)
-        if chosen == "einsum":
-            needed = self.mean_load + 4 * self.mean_load**0.5
-            return math.ceil(needed / default_capacity(self.mean_load, self.count)) - 1
-        if chosen == "tiles":
+        if self.platform == "cpu":
             return self.count * expected_tiles(self.mean_load, default_tile(self.mean_load))
-        rows = next(shape.dims[0] for shape in loop.shapes if shape.dtype == "f32" and shape.dims[1:] == (self.width,))
-        block = min(default_block((rows, self.top_k)), rows * self.top_k)
-        return math.ceil(self.mean_load * self.count / block)
+        needed = self.mean_load + 4 * self.mean_load**0.5
+        return math.ceil(needed / default_capacity(self.mean_load, self.count)) - 1
 
 
 def trip_counts(
@@ -70,7 +63,7 @@ def trip_counts(
         if attention:
             return turns.get(attention[1], max(turns.values()))
         if experts and loop.op_name.endswith("/experts/while"):
-            return experts.turns(loop)
+            return experts.turns()
         return 0 if "/dispatch/" in loop.op_name else None
 
     return count

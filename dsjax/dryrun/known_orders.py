@@ -112,7 +112,7 @@ KNOWN_ORDERS: tuple[KnownOrder, ...] = (
     ),
     KnownOrder(
         "compiled-products",
-        ("product", "reduce"), "dot|convolution|ragged-dot|terms of a product",
+        ("product", "reduce"), "dot|convolution|terms of a product",
         r"(router|head|mla_project|mla_output|mlp|attend_\w+)/dot_general|dot_general",
         "The compiler chooses tiles and splits of the depth by the shape, and on a GPU that is there it chooses by timing, cuBLAS's "
         "products among others.",

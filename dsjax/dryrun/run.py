@@ -270,13 +270,11 @@ def expert_flops(config: ModelConfig, tokens: float, moe_layers: int) -> float:
 
 def even_experts(step: ModelStep, tokens: int) -> EvenExperts:
     """What one device's experts have to do under even routing, for a DP rank's ``tokens``."""
-    config, spec = step.config, step.spec
+    spec = step.spec
     return EvenExperts(
         platform=step.mesh.devices.flat[0].platform,
         mean_load=step.experts.mean_load(tokens * spec.dp_size),
         count=step.placement.n_physical // spec.ep_size,
-        top_k=config.num_experts_per_tok,
-        width=config.hidden_size,
         kernels=step.kernels.name("experts") == "pallas",
     )
 

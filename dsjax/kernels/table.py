@@ -56,7 +56,7 @@ TABLE = (
     Implementation(
         "router", "native", ("cpu",), "C++, the choice among scores: greedy, group_limited_greedy, noaux_tc"
     ),
-    Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (GPU), einsum or ragged_dot (TPU)"),
+    Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (accelerators)"),
     Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16, FP8 and FP4 weights widened in registers"),
     Implementation(
         "experts",

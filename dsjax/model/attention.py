@@ -33,7 +33,7 @@ from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
 from dsjax.model.transformer import MLA, Projections, expand, with_rotary
-from sharding import MeshSpec, fp8
+from sharding import Rules, fp8
 from sharding.indices import cut
 from sharding.on_ranks import on_ranks
 from sharding.sums import pieces_here, tree_sum
@@ -42,13 +42,15 @@ SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
 """Most bytes of a block's float32 scores on a device."""
 
+MeshAxes = tuple[str, ...] | None
+
 
 @dataclass(frozen=True)
 class PagedAttention:
     """Attention of one layer against the cache, for a mesh and a cache layout."""
 
     mesh: Mesh
-    spec: MeshSpec
+    rules: Rules
     config: ModelConfig
     layout: Layout
     cache_dtype: jnp.dtype
@@ -56,6 +58,16 @@ class PagedAttention:
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
     kernels: Kernels = Kernels()
     index_scores: IndexScores = IndexScores()
+
+    @property
+    def batch(self) -> MeshAxes:
+        """The mesh axes that DP ranks lie over."""
+        return self.rules.spec(("ranks",))[0]
+
+    @property
+    def heads(self) -> MeshAxes:
+        """The mesh axes that heads are split over."""
+        return self.rules.spec(("heads",))[0]
 
     @property
     def arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
@@ -82,7 +94,7 @@ class PagedAttention:
             return self.block_tokens
         if self.mesh.devices.flat[0].platform == "cpu":
             return SHORTEST_BLOCK
-        scores = 4 * rows * chunk * -(-self.config.num_attention_heads // self.spec.tp_size)
+        scores = 4 * rows * chunk * -(-self.config.num_attention_heads // self.rules.ways(self.mesh, "heads"))
         longest = max(BLOCK_BYTES // scores, 1)
         return min(max(1 << (longest.bit_length() - 1), SHORTEST_BLOCK), LONGEST_BLOCK)
 
@@ -94,8 +106,7 @@ class PagedAttention:
                 values = {name: widen(value, arrays[name][0][-1]) for name, value in values.items()}
             if p.index is not None:
                 values["index"] = self.index_scores.rotate(p.index.key)
-            heads = self.spec.head_axes if self.layout == "decompressed" else None
-            batch = self.spec.batch_axes
+            batch, heads = self.batch, self.heads if self.layout == "decompressed" else None
 
             def local(cache, layer, slots, values):
                 values = {name: array[0] for name, array in values.items()}
@@ -169,7 +180,7 @@ class PagedAttention:
 
     def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, chosen=None):
         """``attend`` by the native kernels: the same five forms' results from two ways of computing them."""
-        config, batch, heads = self.config, self.spec.batch_axes, self.spec.head_axes
+        config, batch, heads = self.config, self.batch, self.heads
         native = self.kernels.native
         kernel = native.expanded_attention if form in ("CC", "CD") else native.absorbed_attention
         settings = {
@@ -209,12 +220,12 @@ class PagedAttention:
             out = self.kernels.native.dense(weight.reshape(1, -1, H * M), None, jnp.int32(0), rows)
             return out.reshape(*x.shape[:-1], H, M)
 
-        batch, heads = self.spec.batch_axes, self.spec.head_axes
+        batch, heads = self.batch, self.heads
         return self._shard_map(local, (P(batch), P(None, heads)), P(batch, None, None, heads))(x, weight)
 
     def _over_heads(self, x: Float[Array, "B R C H M"], weight: Float[Array, "H M D"]) -> Float[Array, "B R C D"]:
         """The sum over heads of ``x`` times each head's matrix, natively, in an order that no mesh changes (``sharding.sums``)."""
-        shares = self.spec.tp_size
+        shares = self.rules.ways(self.mesh, "heads")
         depth = x.shape[3] * x.shape[4]
 
         def local(x, weight):
@@ -224,12 +235,12 @@ class PagedAttention:
             )
             return tree_sum(out, heads, shares).reshape(*x.shape[:3], D)
 
-        batch, heads = self.spec.batch_axes, self.spec.head_axes
+        batch, heads = self.batch, self.heads
         return self._shard_map(local, (P(batch, None, None, heads), P(heads)), P(batch))(x, weight)
 
     def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, index):
         """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
-        config, batch, heads, dtype = self.config, self.spec.batch_axes, self.spec.head_axes, p.latent.dtype
+        config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
         interpret, fixed = own.interpret, own.fixed
         q, weights, up_value = p.q_nope, {}, None
@@ -315,7 +326,7 @@ class PagedAttention:
 
         chosen: as of ``attend``, where heads come first.
         """
-        batch, heads = self.spec.batch_axes, self.spec.head_axes
+        batch, heads = self.batch, self.heads
         G = next(iter(cache.values())).shape[2]
         _, R, C = rows.positions.shape
         pages = rows.tables.shape[-1]

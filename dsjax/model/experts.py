@@ -49,7 +49,7 @@ With an int32 scalar ``layer`` in it, the others are whole stacks, with a leadin
 each layer first (on CPU a third of the time of a decode step's experts).
 """
 
-IMPLEMENTATIONS = ("auto", "tiles", "einsum", "ragged_dot")
+IMPLEMENTATIONS = ("auto", "tiles", "einsum")
 ROUND_ROWS = 32_768
 """Most rows of one ``einsum`` round, over all experts of a device; in DeepSeek-V3 a row takes 60 kB of buffers."""
 
@@ -58,25 +58,22 @@ ROUND_ROWS = 32_768
 class ExpertProduct:
     """The grouped expert product as a callable, with the choices that shape its program.
 
-    implementation: ``tiles`` (CPU), ``einsum`` (GPU, and elsewhere few rows per expert), ``ragged_dot`` (TPU, many rows), or
-        ``auto``, which decides by ``platform`` and static shapes, and takes a faster kernel of ``kernels`` before any of them.
+    implementation: ``tiles`` (CPU), ``einsum`` (accelerators), or ``auto``, which takes a faster kernel of ``kernels`` before either.
     weight_dtype: what the stored weights mean; they are stored as unsigned integers on the CPU platform.
     platform: where the product runs (``cpu``, ``gpu``, ``tpu``).
     mean_load: pairs of one expert under even routing. None takes every place in ``ids_NK`` for a pair, which is many times
         too much after a dispatch with room to spare.
-    tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). block: pairs of a round
-        (``ragged_dot``). None: ``default_tile``, ``default_capacity``, ``default_block``.
-    scheme: whether FP8 weights are multiplied with quantised rows. ``ragged_dot`` only widens.
+    tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). None: ``default_tile``, ``default_capacity``.
+    scheme: whether FP8 weights are multiplied with quantised rows.
     width_shares: devices that share each expert's width. The native kernel cuts its sums accordingly (``sharding.sums``).
     """
 
-    implementation: Literal["auto", "tiles", "einsum", "ragged_dot"] = "auto"
+    implementation: Literal["auto", "tiles", "einsum"] = "auto"
     weight_dtype: np.dtype = np.dtype(np.float32)
     platform: str = "cpu"
     mean_load: float | None = None
     tile: int | None = None
     capacity: int | None = None
-    block: int | None = None
     kernels: Kernels = Kernels()
     scheme: ActivationScheme = WIDEN
     width_shares: int = 1
@@ -84,10 +81,6 @@ class ExpertProduct:
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"expert product {self.implementation!r}; expected one of {IMPLEMENTATIONS}")
-        if self.implementation == "ragged_dot" and self.scheme.dynamic:
-            raise ValueError(
-                "ragged_dot multiplies with widened weights only; choose tiles or einsum for quantised rows"
-            )
 
     def __call__(
         self, params: Params, rows_ND: Float[Array, "N D"], ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"]
@@ -112,16 +105,13 @@ class ExpertProduct:
                 if experts.fp4 is not None or all(map(addressable, stack.values())):
                     return self._pallas(experts, stack, rows_ND, ids_NK, weights_NK, mean_load)
             pairs = sort_pairs(ids_NK, weights_NK, experts.count)
-            chosen = self.implementation
-            if chosen == "auto":
-                chosen = choose_implementation(self.platform, 0 if self.scheme.dynamic else mean_load)
-            if chosen == "tiles":
+            # On a CPU a copy of each expert in use is cheapest (``docs/dispatch.md``); elsewhere one product over all.
+            as_tiles = self.platform == "cpu" if self.implementation == "auto" else self.implementation == "tiles"
+            if as_tiles:
                 out = tiles(experts, rows_ND, pairs, self.tile or default_tile(mean_load))
-            elif chosen == "einsum":
+            else:
                 capacity = self.capacity or default_capacity(mean_load, experts.count)
                 out = einsum(experts, rows_ND, pairs, min(capacity, rows_ND.shape[0]))
-            else:
-                out = ragged_dot(experts, rows_ND, pairs, min(self.block or default_block(ids_NK.shape), ids_NK.size))
             return out.astype(rows_ND.dtype)
 
     def terms(
@@ -450,49 +440,6 @@ def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, c
     return lax.fori_loop(1, rounds, one_round, out_ND)
 
 
-def ragged_dot(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, block: int) -> Float[Array, "N D"]:
-    """``lax.ragged_dot`` over ``block`` sorted pairs at a time: accelerators have kernels for it (CPU computes a dense masked product).
-
-    Blocks bound the buffers: all P pairs at once would be K times the rows that arrived, most of them unused.
-    """
-    gate_up, down = experts.matrices()
-    end_X = pairs.start_X + pairs.count_X
-    row_P = jnp.pad(pairs.row_P, (0, block))  # so that the slice of the last block is not shifted back
-    weight_P = jnp.pad(pairs.weight_P, (0, block))
-
-    # TPU's kernel refuses bf16 operands under the step's "highest" precision, which asks nothing of them.
-    exact = lax.Precision.HIGHEST if rows_ND.dtype == jnp.float32 else lax.Precision.DEFAULT
-    grouped = partial(lax.ragged_dot, precision=exact, preferred_element_type=jnp.float32)
-
-    def one_block(b: Array, out_ND: Array) -> Array:
-        at = b * block
-        sizes_X = jnp.clip(end_X, at, at + block) - jnp.clip(pairs.start_X, at, at + block)
-        row_C = lax.dynamic_slice_in_dim(row_P, at, block)
-        x_CD = rows_ND.take(row_C, axis=0, mode="clip")
-        hidden = grouped(x_CD, gate_up, sizes_X)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        hidden_CF = gated(gate, up).astype(x_CD.dtype)
-        y_CD = grouped(hidden_CF, down, sizes_X)
-        y_CD = y_CD * lax.dynamic_slice_in_dim(weight_P, at, block)[:, None]
-        used_C = jnp.arange(block) < jnp.sum(sizes_X)
-        return out_ND.at[row_C].add(jnp.where(used_C[:, None], y_CD, 0), mode="promise_in_bounds")
-
-    return lax.fori_loop(0, -(-end_X[-1] // block), one_block, jnp.zeros(rows_ND.shape, jnp.float32))
-
-
-def choose_implementation(platform: str, mean_load: float) -> str:
-    """``auto``: on CPU always ``tiles``; on GPU always ``einsum``; on TPU ``einsum`` up to 64 pairs an expert (decode), then
-    ``ragged_dot``.
-
-    The CPU choice is measured (``docs/dispatch.md``). On GPUs XLA has no grouped kernel: it multiplies every row of a
-    ``ragged_dot`` by every expert and masks (``docs/dryrun.md``). On TPU, where it has one, the choice follows the work: a batched
-    product wastes its padding, which matters once an expert has more rows than a matrix unit takes at a time.
-    """
-    if platform == "cpu":
-        return "tiles"
-    return "einsum" if platform == "gpu" or mean_load <= 64 else "ragged_dot"
-
-
 def default_tile(mean_load: float) -> int:
     """Rows of a tile: 4 to 64, by the pairs that an expert has on average (measured on CPU: ``docs/dispatch.md``).
 
@@ -510,8 +457,3 @@ def default_capacity(mean_load: float, experts: int) -> int:
     """
     enough = 8 * math.ceil((mean_load + 4 * mean_load**0.5) / 8)
     return min(enough, max(8, ROUND_ROWS // experts))
-
-
-def default_block(shape: tuple[int, int]) -> int:
-    """Pairs of a ``ragged_dot`` round: as many as there are rows, and at least 4,096 (K blocks if every pair is used)."""
-    return max(shape[0], 4096)

@@ -102,7 +102,7 @@ class StepDescription:
         layout = common_layout(self.prefill_form, self.decode_form)
         return PagedAttention(
             self.mesh,
-            self.spec,
+            self.rules,
             self.config,
             layout,
             self.cache_dtype,

@@ -39,7 +39,7 @@ class AttentionShape:
     def attention(self) -> PagedAttention:
         """The step's, with the cache in the layout that the form reads."""
         step, layout = self.setting.step, common_layout(self.form, self.form)
-        at = (step.mesh, step.spec, self.setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels)
+        at = (step.mesh, step.rules, self.setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels)
         return PagedAttention(*at)
 
     @property

@@ -68,7 +68,7 @@ def program_costs(program: Program, *, trip_count: TripCount = lambda loop: None
         size = one.times * bytes_moved(program, one.computation, one.operation)
         moved += size
         bytes_assumed += size if assumed else 0.0
-        known = told or gemm_dimensions(one.computation, one.operation) or grouped_product(one.operation)
+        known = told or gemm_dimensions(one.computation, one.operation)
         if one.operation.opcode == "custom-call" and not known:
             name = call_target(one.operation)
             if name not in ORDERING:
@@ -156,8 +156,6 @@ def products(program: Program, computation: Computation, operation: Operation) -
         yield left.dtype, convolution_flops(operation, left, right)
     elif operation.opcode == "dot":
         contracting = operation.integers("lhs_contracting_dims")
-    elif grouped_product(operation):
-        yield grouped_product(operation)
     elif operation.opcode == "custom-call":
         contracting = gemm_dimensions(computation, operation)
     if contracting is None:
@@ -196,21 +194,6 @@ def call_target(operation: Operation) -> str:
     """What a custom call calls."""
     target = re.search(r'custom_call_target="([^"]*)"', operation.attributes)
     return target.group(1) if target else "custom-call"
-
-
-def grouped_product(operation: Operation) -> tuple[str, int] | None:
-    """Dtype and operations of XLA's own grouped product for TPUs (``lax.ragged_dot``), as if all its rows belonged to a group: the
-    last two operands are rows ``[M, K]`` and groups ``[X, K, N]``. What makes its tables of tiles has none."""
-    if operation.opcode != "custom-call" or "ragged" not in operation.attributes:
-        return None
-    if operation.op_name.endswith("ragged-dot-metadata"):
-        return "bf16", 0
-    layouts = re.search(r"operand_layout_constraints=\{(.*?)\}\}.*ragged_dot_tiling=", operation.attributes)
-    if not layouts:
-        return None
-    (dtype, rows), (_, groups) = re.findall(r"(\w+)\[([\d,]+)\]", layouts.group(1))[-2:]
-    (M, K), N = map(int, rows.split(",")), int(groups.split(",")[-1])
-    return dtype, 2 * M * K * N
 
 
 def gemm_dimensions(computation: Computation, operation: Operation) -> tuple[int, ...] | None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from dsjax.dryrun.program.asynchronous import collective_of
 from dsjax.dryrun.program.carried import carried_sums, is_float
-from dsjax.dryrun.program.costs import ORDERING, call_target, gemm_dimensions, grouped_product
+from dsjax.dryrun.program.costs import ORDERING, call_target, gemm_dimensions
 from dsjax.dryrun.program.groups import mesh_axes, replica_groups
 from dsjax.dryrun.program.loops import known_trip_count
 from dsjax.dryrun.program.text import Computation, Operation, Program, Shape
@@ -172,7 +172,7 @@ def _plain(
 
 
 def _traced_as_product(operation: Operation) -> bool:
-    return operation.op_name.rpartition("/")[2].startswith(("dot_general", "ragged_dot"))
+    return operation.op_name.rpartition("/")[2].startswith("dot_general")
 
 
 def _scatter(program: Program, one: Executed, operation: Operation, platform: Platform):
@@ -288,13 +288,6 @@ def _call(one: Executed) -> Iterator[Reduction]:
             *where, "library", target, dtype, depth, "", False, (LIBRARY, ROWS),
             "the library chooses an algorithm, which may split the depth, for this shape and by timing", times=one.times,
         )  # fmt: skip
-    elif grouped_product(operation):
-        if grouped_product(operation)[1]:
-            tiles = re.search(r'ragged_dot_tiling=\\?"?([\w,x]+)', operation.attributes)
-            yield Reduction(
-                *where, "product", "ragged-dot", dtype, None, f"tiles {tiles.group(1)}" if tiles else "", bool(tiles), (COMPILER,),
-                "the compiler tiles it for this shape", times=one.times,
-            )  # fmt: skip
     else:
         yield Reduction(
             *where, "unknown", _kernel_name(operation) or target, dtype, None, "", False, (ROWS, MESH),

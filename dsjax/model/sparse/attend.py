@@ -30,7 +30,7 @@ from dsjax.model.parameters import reinterpret
 from dsjax.model.sparse.choose import choose, index_scores, pack, positions_of
 from dsjax.model.sparse.indexer import IndexProjections
 from dsjax.model.sparse.precision import IndexScores
-from sharding import MeshSpec, fp8
+from sharding import fp8
 from sharding.on_ranks import on_ranks
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DenseAttention(Protocol):
     """Attention to all tokens of a paged cache: what is used here of ``PagedAttention``."""
 
     mesh: Mesh
-    spec: MeshSpec
+    batch: tuple[str, ...] | None
     config: ModelConfig
     kernels: Kernels
     index_scores: IndexScores
@@ -204,7 +204,7 @@ class Choice:
 
     def words(self, positions: Int[Array, "B R C"], index: IndexProjections) -> UInt32[Array, "B R C N"]:
         """The choice of queries at ``positions`` as bits, one for each position of the context."""
-        return self._on_each_rank(lambda found, *_: found.words[None], P(self.dense.spec.batch_axes), positions, index)
+        return self._on_each_rank(lambda found, *_: found.words[None], P(self.dense.batch), positions, index)
 
     def entries(
         self, positions: Int[Array, "B R C"], index: IndexProjections
@@ -219,8 +219,8 @@ class Choice:
                 read = {name: paging.read_tokens(array, layer, tables, at) for name, array in latents.items()}
                 return {name: array.reshape(1, -1, G, *array.shape[2:]) for name, array in read.items()}, count[None]
 
-        by_rank = P(self.dense.spec.batch_axes)
-        specs = {name: P(None, self.dense.spec.batch_axes) for name in self.cache if name not in INDEX_ARRAYS}
+        by_rank = P(self.dense.batch)
+        specs = {name: P(None, self.dense.batch) for name in self.cache if name not in INDEX_ARRAYS}
         return self._on_each_rank(copy, (specs, by_rank), positions, index)
 
     def _on_each_rank(self, finish: Callable, out_specs, positions: Int[Array, "B R C"], index: IndexProjections):
@@ -244,7 +244,7 @@ class Choice:
                 chosen = choose(scores, k, 1 if self._on_cpu else 4)
             return finish(_Marked(chosen, k), latents, layer, tables[0])
 
-        by_rank = P(dense.spec.batch_axes)
+        by_rank = P(dense.batch)
         in_specs = ({name: P(None, *by_rank) for name in self.cache}, P(), *[by_rank] * 4)
         run = on_ranks(local, dense.mesh, in_specs, out_specs)
         return run(self.cache, self.layer, rows.tables, rows.filled, positions, index)

@@ -172,19 +172,6 @@ def test_a_tpu_kernels_metadata_is_read_over_its_lines_and_custom_calls_that_ord
     assert program.entry.operations["k"].op_name == "jit(run)/attend/pallas_call"
 
 
-def test_a_tpus_ragged_dot_counts_its_rows_by_its_groups_matrices():
-    program = entry(
-        ["bf16[64,16]{1,0}", "bf16[4,16,32]{2,1,0}"],
-        '%t = s32[5]{0} custom-call(), custom_call_target="tpu_custom_call", metadata={op_name="ragged-dot-metadata"}',
-        'ROOT %k = f32[64,32]{1,0} custom-call(%t, %p0, %p1), custom_call_target="tpu_custom_call", '
-        "operand_layout_constraints={s32[5]{0}, bf16[64,16]{1,0}, bf16[4,16,32]{2,1,0}}, "
-        'frontend_attributes={mosaic_fusion_entry_point="true",ragged_dot_tiling="64,16,32"}, '
-        'metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}',
-    )
-    costs = program_costs(program)
-    assert (costs.flops_by_dtype, costs.uncounted) == ({"bf16": 2 * 64 * 16 * 32}, {})
-
-
 def test_cudnns_block_scaled_product_counts_in_fp4_and_its_operands_have_half_a_byte_a_value():
     values = [f"f4e2m1fn[4,{rows},64]{{2,1,0:E(4)}}" for rows in (128, 32)]
     program = entry(

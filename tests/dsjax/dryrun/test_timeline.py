@@ -251,8 +251,8 @@ def test_even_routing_fills_the_tiles_that_chance_leaves():
     assert expected_tiles(1e-6, 4) == pytest.approx(1e-6, rel=1e-5)  # hardly ever a pair, never two
     # The last tile is half full on the mean.
     assert expected_tiles(2000, 64) == pytest.approx(2000 / 64 + 0.5, rel=2e-3)
-    assert EvenExperts("cpu", 4.0, 8, 8, 7168).turns(None) == pytest.approx(8 * expected_tiles(4.0, 8))
-    assert EvenExperts("gpu", 4.0, 8, 8, 7168).turns(None) == 0  # one round holds the mean and four standard deviations
-    assert EvenExperts("gpu", 512.0, 256, 8, 7168).turns(None) == 4  # 603 rows in rounds of 128
+    assert EvenExperts("cpu", 4.0, 8).turns() == pytest.approx(8 * expected_tiles(4.0, 8))
+    assert EvenExperts("gpu", 4.0, 8).turns() == 0  # one round holds the mean and four standard deviations
+    assert EvenExperts("gpu", 512.0, 256).turns() == 4  # 603 rows in rounds of 128
     assert even_ragged_share(2, 1) == 1
     assert even_ragged_share(2, 2) == pytest.approx(1.5 / 2)

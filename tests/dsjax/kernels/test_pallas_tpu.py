@@ -101,7 +101,7 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
     slots = jnp.take_along_axis(tables, positions // G, axis=2) * G + positions % G
 
     def attended(kernels):
-        attention = PagedAttention(spec.build(), spec, config, "split", jnp.float32, kernels=kernels)
+        attention = PagedAttention(spec.build(), Rules.for_mesh(spec), config, "split", jnp.float32, kernels=kernels)
         cache = {name: jnp.zeros((1, 4, G, *width)) for name, (width, _) in attention.arrays.items()}
         flat = jax.tree.map(lambda array: array.reshape(1, R * C, *array.shape[3:]), p)
 

@@ -8,12 +8,13 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.model.attention import BLOCK_BYTES, LONGEST_BLOCK, SHORTEST_BLOCK, PagedAttention
-from sharding.mesh import MeshSpec
+from sharding import MeshSpec, Rules
 
 
 def attention(platform: str, mesh: str, **options) -> PagedAttention:
-    devices = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
-    return PagedAttention(devices, MeshSpec.parse(mesh), load_config("deepseek-v3"), "joined", jnp.bfloat16, **options)
+    spec, devices = MeshSpec.parse(mesh), np.array([SimpleNamespace(platform=platform)])
+    built = SimpleNamespace(devices=devices, shape=dict(zip(spec.axes, spec.shape, strict=True)))
+    return PagedAttention(built, Rules.for_mesh(spec), load_config("deepseek-v3"), "joined", jnp.bfloat16, **options)
 
 
 @pytest.mark.parametrize(

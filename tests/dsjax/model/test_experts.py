@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from kernel_cases import STORED, ExpertsCase
 
-from dsjax.model.experts import ROUND_ROWS, ExpertProduct, choose_implementation, default_capacity
+from dsjax.model.experts import ROUND_ROWS, ExpertProduct, default_capacity
 
-IMPLEMENTATIONS = ("tiles", "einsum", "ragged_dot")
+IMPLEMENTATIONS = ("tiles", "einsum")
 SMALL = {"X": 5, "D": 16, "F": 8, "N": 24, "K": 3}
 
 
@@ -20,11 +20,10 @@ def run(case, implementation, params):
     [
         *(("tiles", 1, 4), ("tiles", 80, 2), ("tiles", None, 1)),
         *(("einsum", 1, 4), ("einsum", 4, 1), ("einsum", None, 2)),
-        *(("ragged_dot", 4, 4), ("ragged_dot", 4, 1), ("ragged_dot", None, 2)),
     ],
 )
 def test_equals_the_loop_for_every_routing_tile_size_and_format_of_weights(implementation, size, stored):
-    product = jax.jit(ExpertProduct(implementation, weight_dtype=STORED[stored], tile=size, capacity=size, block=size))
+    product = jax.jit(ExpertProduct(implementation, weight_dtype=STORED[stored], tile=size, capacity=size))
     for routing in ("all", "some", "one expert", "none"):
         case = ExpertsCase.drawn(0, X=5, D=150, F=140, N=24, K=3, stored=stored, routing=routing)
         expected, total = case.expected()
@@ -58,11 +57,6 @@ def test_a_round_holds_the_load_and_no_more_rows_than_fit():
     assert default_capacity(2048, experts=256) * 256 == ROUND_ROWS
 
 
-def test_the_choice_follows_platform_and_load():
-    assert choose_implementation("cpu", mean_load=32) == "tiles"
-    assert choose_implementation("gpu", mean_load=32) == "einsum"
-    assert choose_implementation("tpu", mean_load=32) == "einsum"
-    assert choose_implementation("gpu", mean_load=4096) == "einsum"
-    assert choose_implementation("tpu", mean_load=4096) == "ragged_dot"
+def test_a_choice_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="'fastest'; expected one of"):
         ExpertProduct("fastest")

@@ -156,3 +156,14 @@ def test_the_expert_product_is_chosen_for_the_pairs_that_even_routing_brings(mes
     spec = MeshSpec.parse(mesh)
     step = make_step(EngineArgs(mesh=mesh, **options), ModelConfig.from_dict(TINY), spec, spec.build())
     assert step.experts.mean_load(8 * spec.dp_size) == load
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_a_rule_that_a_user_changes_changes_the_program_and_not_its_numbers(kernels):
+    """Heads whole on every device, in place of split over ``tp``: attention reads the rule, as its weights do."""
+    usual, whole = (Model("dp=2,tp=2", CONFIG, kernels=kernels, rules=rules) for rules in (None, {"heads": ()}))
+    logits = [one.run(one.empty_cache(), [one.prefill(*PROMPTS)])[0] for one in (usual, whole)]
+    np.testing.assert_allclose(*logits, atol=1e-5)
+    output = [one.params["moe_layers.attn.o.weight"] for one in (usual, whole)]
+    shards = [array.sharding.shard_shape(array.shape)[1] for array in output]
+    assert shards[1] == 2 * shards[0]

@@ -37,7 +37,8 @@ def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **op
     spec = MeshSpec.parse("dp=1")
     fields = {"index_topk": None if dense else topk}
     config = dataclasses.replace(CONFIG, **fields) if not dense else ModelConfig.from_dict(TINY)
-    return PagedAttention(spec.build(jax.devices()[:1]), spec, config, LAYOUTS[form], np.dtype(cache_dtype), **options)
+    mesh, rules = spec.build(jax.devices()[:1]), Rules.for_mesh(spec)
+    return PagedAttention(mesh, rules, config, LAYOUTS[form], np.dtype(cache_dtype), **options)
 
 
 @functools.cache
