@@ -19,7 +19,8 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("engine", "hosts")]
+sys.path.insert(0, str(Path(__file__).parent / "hosts"))
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
 
 from fake_executor import FakeExecutor
 from group_in_threads import close_groups, enter, groups

@@ -28,7 +28,7 @@ from dsjax.model.forms import cache_arrays
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.paging import Rows
 from dsjax.model.transformer import Projections
-from sharding import MeshSpec, fp8
+from sharding import MeshSpec, Rules, fp8
 
 pytestmark = pytest.mark.slow  # all together
 

@@ -22,7 +22,7 @@ from dsjax.model.parameters import storage_dtype
 from dsjax.model.sparse import IndexProjections, IndexScores
 from dsjax.model.sparse import attend as sparse_attend
 from dsjax.model.transformer import Projections
-from sharding import MeshSpec, fp8
+from sharding import MeshSpec, Rules, fp8
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -177,8 +177,8 @@ def test_scores_in_fp8_are_those_of_rounded_queries_and_keys():
 
 def test_scores_of_a_long_prompt_are_never_there_all_at_once():
     """The largest array of a program for 512 queries and 32,768 positions holds a fraction of the 16 M scores."""
-    spec, C, pages = MeshSpec.parse("dp=1"), 512, 32768 // 16
-    paged = dataclasses.replace(attention("A_CC_ME", topk=512), spec=spec)
+    C, pages = 512, 32768 // 16
+    paged = attention("A_CC_ME", topk=512)
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)  # noqa: E731
     index = IndexProjections(shape(1, 1, C, I, A), shape(1, 1, C, I), shape(1, 1, C, A))
     p = Projections(
