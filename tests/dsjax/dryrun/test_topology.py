@@ -157,7 +157,7 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, options, fo
 def test_a_step_compiles_for_gpus_other_than_hopper(target, options):
     report = dry_run(f"dryrun {options} --target {target} --json -")
     assert report["platform"] == "gpu"
-    assert set(report["kernels"].values()) == {"pallas"}
+    assert {name for operation, name in report["kernels"].items() if operation != "router"} == {"pallas"}
     assert report["costs"]["uncounted"] == {}
 
 
