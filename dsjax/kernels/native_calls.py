@@ -207,7 +207,7 @@ class NativeKernels:
         shape = scores_NE.shape[0], k
         outs = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
         counts = {"groups": groups, "kept": kept, "best": best, "threads": self.threads}
-        return self._call("router", outs, ())(
+        return self._call("router", outs, (scores_NE.shape[1], groups))(
             scores_NE,
             jnp.zeros((1,), jnp.float32) if bias_E is None else bias_E,
             biased=bias_E is not None,

@@ -170,10 +170,13 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
     at, kind = list(METRICS).index(metric), METRICS[metric]
     value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    by, distances = f"{len(ratios)} draws of all assumptions", {distance_of(first), distance_of(other)}
+    by, distances = (
+        f"{len(ratios)} draws, without the model's own error",
+        {distance_of(first), distance_of(other)},
+    )
     known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
     if known and known.high / known.low > high / low:
-        by, ratios = f"ratios of {known.count} blind runs", value * np.exp(known.errors)
+        by, ratios = f"how far ratios of {known.count} blind pairs were off", value * np.exp(known.errors)
         low, high = value * known.low, value * known.high
     better = float(np.mean(ratios > 1 if metric == "throughput" else ratios < 1))
     return Ratio(metric, Figure(value, min(low, value), max(high, value), first.throughput.kinds), better, by)
@@ -182,20 +185,25 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
 def settling(name: str) -> str:
     """The command that measures an input, and the option that takes the measurement."""
     found = (command for command, words in _SETTLED_BY.items() if any(word in name for word in words))
-    return next(found, "dsjax bench serve of both layouts")
+    return next(found, "dsjax bench serve of both layouts: the ratio itself")
 
 
 def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
     """Bytes that a device sends in one decode step over its scale-up link, and through its share of the network.
 
-    Experts' rows there and back in all layers, with even routing, and the sums over `tp` as rings send them.
+    Experts' rows there and back in all layers, with even routing, and the sums over `tp`: as a ring inside a scale-up domain sends them,
+    and over several as NCCL's trees of hosts do, of which each device carries its part.
     """
     config, mesh, cluster = instance.config, instance.layout.unit.mesh, instance.cluster
     model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
     sent = {"scale_up": 0.0, "network": 0.0}
     if mesh.tp_size > 1:
-        summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16 * (mesh.tp_size - 1) / mesh.tp_size
-        sent["network" if mesh.tp_size > cluster.domain else "scale_up"] += summed
+        summed, near = (
+            4 * config.num_hidden_layers * tokens * config.hidden_size * BF16,
+            min(cluster.domain, mesh.tp_size),
+        )
+        sent["scale_up"] += summed * (near - 1) / near
+        sent["network"] += summed / near * (1 - near / mesh.tp_size)
     ranks = instance.layout.experts or mesh.ep_size
     if ranks > 1 and config.is_moe and not model.sums_experts:
         rows, top_k = tokens / mesh.tp_size, config.num_experts_per_tok
@@ -210,25 +218,45 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
 
 def show(console: Console, comparison: Comparison) -> None:
     """Print the layouts beside each other, and for each pair the ratios and what decides them."""
-    table = Table("", title=f"{comparison.question.cluster.name}, {comparison.question.words}", title_justify="left")
+    question = comparison.question
+    table = Table("", title=f"{question.cluster.name}, {question.words}", title_justify="left")
     for at, candidate in enumerate(comparison.candidates):
         table.add_column(f"{chr(ord('A') + at)}: {candidate.name()}", justify="right")
     for title, text in _ROWS.items():
         table.add_row(title, *map(text, comparison.candidates))
     console.print(table)
+    console.print(f"[low … high]: 90 % of {DRAWS} draws of all assumptions", style="dim", markup=False)
+    if len({round(one.concurrency) for one in comparison.candidates}) > 1:
+        console.print(
+            "their loads differ, each has as many requests as pay: --max-concurrency gives all the same", style="dim"
+        )
     for letter, pair in zip("BCDEFGHIJ", comparison.pairs, strict=False):
-        lines = []
-        for ratio in pair.ratios:
-            name = {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
-            better = f"A is better with {ratio.better:.0%}" + ("" if ratio.told_apart else ", not told apart")
-            lines.append(f"  {name:9} {ratio.value.text(digits=2)}; {better} ({ratio.by})")
-        lines.append("  the inputs that move the ratio of tokens/s most, with it at either end of their ranges:")
-        for one in pair.deciding:
-            ends = f"{amount(one.figure.low, one.figure.unit)} … {amount(one.figure.high, one.figure.unit)}"
-            lines.append(f"    {one.low:.2f} … {one.high:.2f}  {one.figure.name} ({ends})")
-            lines.append(f"      measure it: {one.command}")
-        console.print(f"A ÷ {letter}, 90 % intervals:", style="bold")
-        console.print(Text("\n".join(lines)))
+        console.print(f"A ÷ {letter}, with 90 % intervals:", style="bold")
+        console.print(Text("\n".join([*(_ratio_line(one, letter) for one in pair.ratios), *_inputs(pair)])))
+
+
+def _ratio_line(ratio: Ratio, letter: str) -> str:
+    better = max(("A", ratio.better), (letter, 1 - ratio.better), key=lambda side: side[1])
+    sure = "> 99 %" if better[1] > 0.99 else f"{better[1]:.0%}".replace("%", " %")
+    said = f"{better[0]} is better, {sure} sure" if ratio.told_apart else f"undecided ({better[0]} with {sure})"
+    name = {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
+    return f"  {name:9} {ratio.value.text(digits=2)}  {said}; {ratio.by}"
+
+
+def _inputs(pair: Pair) -> list[str]:
+    """The inputs that decide a pair, and whether one of them could reverse it."""
+    ends = [end for one in pair.deciding for end in (one.low, one.high)]
+    reverses = ends and min(ends) < 1 < max(ends)
+    lines = [
+        "  an input reverses the order of tokens/s; those that move the ratio most:"
+        if reverses
+        else "  no input alone reverses the order of tokens/s; those that move the ratio most:"
+    ]
+    for one in pair.deciding:
+        low, high = (amount(end, one.figure.unit) for end in (one.figure.low, one.figure.high))
+        lines.append(f"    {one.figure.name}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
+        lines.append(f"      measure it: {one.command}")
+    return lines
 
 
 def _megabytes(candidate: Candidate, link: str) -> str:
@@ -237,15 +265,15 @@ def _megabytes(candidate: Candidate, link: str) -> str:
 
 _ROWS: dict[str, Callable[[Candidate], str]] = {
     "devices": lambda c: str(c.devices),
-    "batch of a DP rank": lambda c: "{:g} of at most {:g}".format(
-        *map(c.decode.requests, (c.batch, c.decode.max_batch))
-    ),
-    "tokens/s": lambda c: c.throughput.text(),
+    "requests in flight": lambda c: f"{c.concurrency:,.0f}",
+    "of a DP rank, of at most": lambda c: "{:g} of {:g}".format(*map(c.decode.requests, (c.batch, c.decode.max_batch))),
+    "output tokens/s": lambda c: c.throughput.text(),
+    "a device": lambda c: c.per_device.text(),
     "TPOT ms": lambda c: c.tpot.text(1e3, 1),
     "TTFT s": lambda c: c.ttft.text(digits=2),
     "weights, GB a device": lambda c: f"{c.decode.memory.weights_total / 1e9:.1f}",
-    "cached tokens a DP rank": lambda c: c.decode.cache_tokens.text(),
-    "MB a decode step, scale-up link": lambda c: _megabytes(c, "scale_up"),
-    "MB a decode step, network": lambda c: _megabytes(c, "network"),
+    "KV cache, tokens of a DP rank": lambda c: c.decode.cache_tokens.text(),
+    "MB sent a decode step, scale-up": lambda c: _megabytes(c, "scale_up"),
+    "MB sent a decode step, network": lambda c: _megabytes(c, "network"),
 }
 """Lines of the table: what they are called, and their text for a layout."""

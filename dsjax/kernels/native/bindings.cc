@@ -435,7 +435,11 @@ extern "C" int64_t dsjax_exchange_scratch(int64_t) { return 0; }
 extern "C" int64_t dsjax_experts_together_scratch(int64_t N, int64_t K, int64_t D, int64_t) { return sizeof(float) * N * K * D; }
 extern "C" int64_t dsjax_experts_together_desks() { return dsjax::desks_of_experts(); }
 extern "C" int64_t dsjax_norm_scratch(int64_t) { return static_cast<int64_t>(dsjax::Norm{}.scratch_bytes()); }
-extern "C" int64_t dsjax_router_scratch(int64_t) { return static_cast<int64_t>(dsjax::Router{}.scratch_bytes()); }
+extern "C" int64_t dsjax_router_scratch(int64_t E, int64_t groups, int64_t threads) {
+  dsjax::Router kernel{};
+  kernel.E = E, kernel.groups = groups, kernel.threads = static_cast<int>(threads);
+  return static_cast<int64_t>(kernel.scratch_bytes());
+}
 
 template <class Kernel>
 static int64_t attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M, int64_t bytes,

@@ -1,9 +1,8 @@
-// Which experts a token uses, and with what weights, from its scores of all experts (dsjax/model/router.py `route`, to the bit).
+// Which experts a token uses, and with what weights, from its scores of all experts (dsjax/model/transformer.py `route`, to the bit).
 #pragma once
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
 #include "phases.h"
 #include "simd.h"
@@ -22,21 +21,25 @@ struct Router {
   float* weights;   // [N, K]
   int threads;
 
-  size_t scratch_bytes() const { return 64; }
+  size_t scratch_bytes() const { return sizeof(float) * (whole_vectors(E) + whole_vectors(groups)) * threads; }
 
-  void run(char*, const Schedule& schedule) const {
-    const long rows = 64, items = (N + rows - 1) / rows;
+  // Nothing is allocated here: in a thread of the pool there would be nobody to tell that it failed.
+  void run(char* scratch, const Schedule& schedule) const {
+    const long rows = 64, items = (N + rows - 1) / rows, size = whole_vectors(E);
     Phases::run(
         1, [&](int) { return items; },
-        [&](int, long item, int) {
+        [&](int, long item, int worker) {
+          float* choice = reinterpret_cast<float*>(scratch) + (size + whole_vectors(groups)) * worker;
           // Behind the scores of all experts stands what is never chosen, up to a whole vector.
-          std::vector<float> choice((E + kLanes - 1) / kLanes * kLanes, kTaken), of_groups(groups);
-          for (long n = item * rows; n < N && n < (item + 1) * rows; n++) route(n, choice.data(), static_cast<long>(choice.size()), of_groups.data());
+          std::fill(choice + E, choice + size, kTaken);
+          for (long n = item * rows; n < N && n < (item + 1) * rows; n++) route(n, choice, size, choice + size);
         },
         N * E < kLeastWork / 8 ? 1 : threads, schedule);
   }
 
  private:
+  static long whole_vectors(long count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
   static constexpr float kTaken = -std::numeric_limits<float>::infinity(), kLeftOut = -std::numeric_limits<float>::max();
 
   void route(long n, float* choice, long size, float* of_groups) const {

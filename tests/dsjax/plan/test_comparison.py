@@ -1,6 +1,7 @@
 """Two layouts side by side: what they share cancels, what decides is named, and the command line and Python say the same. Also `api`."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -98,9 +99,19 @@ def test_the_command_shows_both_and_writes_json():
     words = ["plan", "compare", "tp=8", "dp=8", "--cluster", "h200-8", "--input", "1000", "--output", "100"]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0
-    assert "A ÷ B, 90 % intervals" in shown.output
-    assert "A is better with" in shown.output
+    assert "A ÷ B, with 90 % intervals" in shown.output
+    assert re.search(r"(A|B) is better, (\d+|> 99) % sure|undecided \((A|B) with \d+ %\)", shown.output)
+    assert "order of tokens/s; those that move the ratio most:" in shown.output
     found = json.loads(CliRunner().invoke(app, [*words, "--json", "-"]).stdout)
     assert [one["mesh"] for one in found["layouts"]] == ["tp=8", "dp=8"]
     assert set(found["pairs"][0]["ratios"]) == {"throughput", "tpot", "ttft"}
     assert len(found["pairs"][0]["deciding"]) == 3
+
+
+def test_sums_over_two_hosts_travel_inside_them_and_once_between(ask):
+    """NCCL adds inside a host, between hosts, and hands out inside: 7/8 there and back over NVLink, 1/8 × 1/2 over each card."""
+    instance = estimate(ask("h200-16"), "tp=16,ep=1").decode
+    sent, config = link_bytes(instance, 1.0), instance.config
+    whole = 4 * config.num_hidden_layers * config.hidden_size * 2
+    assert sent["scale_up"] == pytest.approx(whole * 7 / 8)
+    assert sent["network"] == pytest.approx(whole / 8 / 2)
