@@ -1,5 +1,7 @@
 """Real processes of this project, started again where they have ended; and those of a group, each with two emulated devices."""
 
+import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -24,10 +26,16 @@ def _flags(stuck: int) -> str:
     )
 
 
+# Of each pytest process its own, below those that the system gives out itself: nobody takes one between its choice and its use.
+_FIRST = 20_000 + 1_500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+_PORTS = itertools.cycle(range(_FIRST, _FIRST + 1_500, 7))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Processes:
