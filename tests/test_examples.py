@@ -11,6 +11,7 @@ from goldens.random_weights import RandomWeights
 from layouts import TINY, answer, hf_tensors, prompts, write_checkpoint
 
 from dsjax.config import ModelConfig
+from sharding import MeshError
 from sharding.dispatch import DispatchConfig, dispatch_collectives
 
 sys.path.insert(0, str(Path(__file__).parent / "sharding"))
@@ -72,3 +73,9 @@ def test_an_engine_serves_with_it_and_has_one_devices_bits(checkpoint, plain):
     np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
     assert found.tokens == one.tokens
     assert found.logprobs == one.logprobs
+
+
+@pytest.mark.parametrize("wrong", [int, "ring"])
+def test_what_is_no_method_is_refused_with_what_a_method_is(wrong):
+    with pytest.raises(MeshError, match=r"expected one of .* or a class that inherits sharding\.dispatch\.Method"):
+        DispatchConfig(method=wrong)

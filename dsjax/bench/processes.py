@@ -68,10 +68,10 @@ def as_flags(options: Any) -> dict[str, Any]:
 
 
 class Processes:
-    """What a benchmark needs to know of the processes that take part. group: None for one that is alone.
+    """The processes that take part in a benchmark. group: None where there is only one.
 
-    leads: whether this is process 0, or the only one: it prints and writes. agree: as of `Agree`; all ask the same in the same order.
-    Where another process is gone, or has ended with an error, it raises a `GroupError` that says so.
+    leads: whether this process prints and writes: process 0, or the only one. agree: an `Agree`, which all processes call with the same
+    questions in the same order; it raises `GroupError` if another process has left or failed.
     """
 
     def __init__(self, group: HostGroup | None = None):
@@ -100,7 +100,7 @@ class Processes:
         """Have process 0 print and write, while the others wait; what goes wrong there is an error in all.
 
         Raises:
-            GroupError, KeyboardInterrupt: a group's run has ended early; process 0 has written what there is.
+            GroupError, KeyboardInterrupt: the run of a group ended early. Process 0 has written the results until then.
         """
         if self._group is None:
             write()

@@ -63,8 +63,10 @@ class DispatchConfig:
         )
 
     def __post_init__(self):
-        if isinstance(self.method, str) and self.method not in METHODS:
-            raise MeshError(f"dispatch method {self.method!r}; expected one of {METHODS}")
+        if self.method not in METHODS and not hasattr(self.method, "keeps_choices"):
+            raise MeshError(
+                f"dispatch method {self.method!r}; expected one of {METHODS}, or a class that inherits sharding.dispatch.Method"
+            )
         if self.wire not in WIRES:
             raise MeshError(f"dispatch wire {self.wire!r}; expected one of {WIRES}")
         if self.in_memory is not None and (self.overlapped or not self.by_choice):

@@ -130,7 +130,7 @@ class TestBed:
 
     @staticmethod
     def why_none(figures: Mapping[str, Any]) -> str:
-        """Why a load has no latencies. figures: as of `statistics.figures`."""
+        """Say why a load has no latencies. figures: what `statistics.figures` gave for it."""
         for message, number in figures["error_counts"].items():
             return f"none of {figures['failed']} requests was answered: {number} × {message}"
         return "no answer had a second token" if figures["completed"] else "no request was answered"

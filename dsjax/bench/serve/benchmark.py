@@ -71,7 +71,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Point:
-    """A point: the fields of its JSON that hang on neither date nor server's name, and what came of its requests."""
+    """One measured load. body: its JSON without the date and the server's name; records: its requests."""
 
     body: dict[str, Any]
     records: list[RequestRecord]

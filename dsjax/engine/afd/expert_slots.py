@@ -62,7 +62,7 @@ class SlotWriter:
         self._write = jax.jit(_write, donate_argnums=0)
 
     def take(self, row: int, slot: int) -> Expert:
-        """A copy of the expert in a slot of these devices."""
+        """Copy the expert out of a slot that these devices hold."""
         stack, layer = self.stack_rows[row]
         device, place = divmod(slot - self.own.start, self._per_device)
         return {

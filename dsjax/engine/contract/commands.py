@@ -180,8 +180,8 @@ class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send_pages"):
 class PullPages(msgspec.Struct, frozen=True, array_like=True, tag="pull_pages"):
     """Begin to pull other engines' chunks; the executor reports later which pages have come (`Executor.page_reports`).
 
-    ranks: of each rank int32 quadruples (source, chunk, place in the chunk, number under which that page lands, as of `ReadPages`). Those
-    of a chunk follow one another. sources: (number of the prefill side, address of its chunks), named by their places.
+    ranks: for each rank, int32 quadruples (source, chunk, place in the chunk, number that the page gets, as in `ReadPages`), chunk after
+    chunk. sources: (number of the prefill side, address of its chunks); a quadruple's source is an index into it.
     """
 
     ranks: list[bytes]

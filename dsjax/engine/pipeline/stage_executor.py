@@ -24,8 +24,8 @@ class PendingStages:
     """A command on its way through the stages of one process.
 
     Attributes:
-        parts: of it at each stage that has begun; None: nothing of it is that stage's. passed: stages that it has gone through.
-        hidden: hidden states of its launches that have left the last of these, on the devices of the next one.
+        parts: its part at each stage that has begun; None where that stage has nothing to do. passed: how many stages it has gone through.
+        hidden: hidden states that the last of those stages gave, by launch, on the devices of the next one.
         results: what came of it; from another process as `ProcessLinks.hear` gives it. told: stages that know it.
         number: under which the process with the last stage publishes what came of it; None: it publishes nothing.
     """

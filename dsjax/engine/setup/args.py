@@ -83,7 +83,10 @@ class BasicOptions:
         True, "share the cache's pages between requests that begin alike", of_host=True
     )
     dispatch: str = option(
-        "auto", "how tokens reach their experts", choices=("auto", "gather", "padded", "ragged", "hierarchical")
+        "auto",
+        "how tokens reach their experts",
+        choices=("auto", "gather", "padded", "ragged", "hierarchical"),
+        classes=True,
     )
     devices_per_host: int | None = option(
         None,
@@ -269,8 +272,8 @@ def _check(field: dataclasses.Field, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise UserError(f"{flag} is {value!r}, expected a number above 0 and at most 1")
         return
-    if field.name == "dispatch" and isinstance(value, type):
-        return  # a method of the caller's own: `sharding.dispatch.Method`
+    if field.metadata.get("classes") and isinstance(value, type):
+        return  # whoever takes it says what it must inherit
     if choices is not None and value not in choices:
         raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
     if least is None:
