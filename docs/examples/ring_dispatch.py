@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding import MeshError
-from sharding.dispatch import Collective, ExpertGroup, Method, Transit, WireFormat, sent_to_experts
+from sharding.dispatch import Collective, ExpertGroup, Method, Transit, WireFormat, over_width, sent_to_experts
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ class Ring(Method):
     def collectives(cls, group, wire, plan, rounds):
         steps, rows = plan.chunks * group.size, plan.rows * group.width
         sizes = (("dispatch", wire.row_bytes), ("combine", 4 * wire.width))
-        return [
+        ring = [
             Collective("collective_permute", purpose, group.axes, group.size, rows * size, rows * size, steps)
             for purpose, size in sizes
         ]
+        pooled = over_width(group, plan.rows, wire.row_bytes, 4 * wire.width, plan.chunks)
+        return (ring if group.size > 1 else []) + pooled
 
     def prepare(self, x_TD, slots_TK, weights_TK):
         return Transit(self.wire.pack(x_TD, slots_TK, weights_TK, jnp.int32(0)), slots_TK)

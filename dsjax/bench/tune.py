@@ -80,7 +80,7 @@ def find_products(
     found: list[Product] = []
     for path, info in infos.items():
         name = path.split(".")[-2]
-        wanted = path.startswith(("dense_layers.", "moe_layers.")) and path.endswith(".weight")
+        wanted = path.partition(".")[0] not in ("mtp", "head", "embed") and path.endswith(".weight")
         # A packed format's kernels have no table.
         if not wanted or info.packed > 1 or name not in ("q", "q_a", "q_b", "kv_a", "o", "gate_up", "down"):
             continue

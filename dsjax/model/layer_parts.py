@@ -260,5 +260,5 @@ def _travelling(exchange: Callable[[Transit], Transit]) -> Callable[[Layer, Any]
     return travel
 
 
-def _zeros(described: Projections) -> Projections:
+def _zeros(described: Any) -> Any:
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), described)

@@ -68,7 +68,7 @@ def further(
         normalise = products.normalise
         halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, sharding.whole(hidden))]
         x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
-        x = sharding.whole(x)
+        x = sharding.whole(module.residual.enter(x))
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
             x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)
@@ -79,7 +79,7 @@ def further(
             of = Layer(module.layers, jnp.int32(0), jnp.int32(layers), tokens, own_copies)
             x, cache, report = step.run_layer(of, x, cache)
             reports = jax.tree.map(lambda array: array[None], report)
-        return normalise(module.final_norm, x), cache, filled, reports
+        return normalise(module.final_norm, module.residual.leave(x)), cache, filled, reports
 
 
 def mark(step: ModelStep, filled: Bool[Array, "P G"], slots: Int[Array, "B T"], value: bool) -> Bool[Array, "P G"]:

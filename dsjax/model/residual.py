@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -15,11 +15,9 @@ class Residual(nnx.Module):
     """Plain addition; and what another residual connection inherits and overrides.
 
     Each of a layer's two blocks has one, ``attn_residual`` and ``mlp_residual``, with parameters of its own if it declares any; the model
-    has one, ``residual``, for where tokens enter and leave. X is the stream between layers: ``[B, T, D]`` here, ``[B, T, n, D]`` of n
-    streams.
+    and the MTP module have one, ``residual``, for where tokens enter and leave. X is the stream between layers: ``[B, T, D]`` here,
+    ``[B, T, n, D]`` of n streams.
     """
-
-    streams: ClassVar[int] = 1
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         pass

@@ -470,6 +470,7 @@ class MTP(nnx.Module):
         self.hidden_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
         self.layers = DecoderLayer(stacked, config, num_physical=num_physical, materialise=materialise)
+        self.residual = RESIDUALS[config.residual](stacked, config)
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
     def __call__(self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], rotation: Rotation, how: Pass):
@@ -480,8 +481,8 @@ class MTP(nnx.Module):
         normalise = how.products.normalise
         joined = [normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)]
         x = how.products.multiply(self.eh_proj, jnp.concatenate(joined, axis=-1))
-        x, seen = self.layers(x, rotation, how)
-        return normalise(self.final_norm, x), seen
+        x, seen = self.layers(self.residual.enter(x), rotation, how)
+        return normalise(self.final_norm, self.residual.leave(x)), seen
 
 
 class Transformer(nnx.Module):

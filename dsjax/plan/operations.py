@@ -22,7 +22,7 @@ from dsjax.plan.figure import assumed, measured
 from dsjax.plan.precision import TABLED
 
 H800_BF16_FLOPS = 989e12
-NORMAL_SMS, H800_SMS = 24, 132
+H800_SMS = 132
 
 DEEPGEMM = "DeepGEMM README, April 2025 (H800)"
 # (N, K) -> M -> TFLOP/s of a dense FP8 product with bf16 results. These are V3's own shapes.

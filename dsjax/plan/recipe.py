@@ -27,7 +27,7 @@ from dsjax.plan.question import Question
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
 _MOST = 0.98
-"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers (`memory.memory`)."""
+"""Share of a device's memory that an engine may be given: about 2 % are a CUDA context and communication buffers."""
 _EXPERTS_AT = "EXPERTS"
 """In a recipe: the host of a process with experts, with a number behind it where there are several."""
 _BESIDE_DECODES = EngineArgs.prefill_chunk

@@ -155,7 +155,7 @@ def _point(question: Question, winner: Candidate, value: float, users: float | N
 def _same(question: Question, winner: Candidate, there: Question) -> Candidate | None:
     """The winner's deployment: on fewer hosts with as many of its instances as fit, the requests of lost ones being lost; on a multiple
     of the hosts as many times."""
-    cluster, users, count = there.cluster, there.workload.concurrency, winner.count
+    cluster, users = there.cluster, there.workload.concurrency
     times = 1 if cluster.prefill is not None else max(1, there.devices // question.devices)
     count, first = winner.count * times, winner.prefill_count * times
     if winner.mode == "separated":

@@ -30,6 +30,7 @@ __all__ = [
     "further_together",
     "host_capacity",
     "hosts_of_a_token",
+    "over_width",
     "resolved_method",
     "sent_to_experts",
 ]
@@ -46,6 +47,7 @@ _WITH_JAX = {
     "dispatch": "entry",
     "dispatch_collectives": "cost",
     "further_together": "entry",
+    "over_width": "collectives",
     "resolved_method": "entry",
     "sent_to_experts": "local",
 }

@@ -12,8 +12,9 @@ from sharding.dispatch.group import ExpertGroup
 class Collective:
     """One collective operation of a layer's dispatch.
 
-    kind: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``ragged_all_to_all``. axes, ranks: over which mesh axes, and
-        how many ranks meet: all that these have, or as ``meet`` says those ``inside`` a host, or one of each ``between`` hosts.
+    kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``ragged_all_to_all`` or another of a user's method.
+    axes, ranks: over which mesh axes, and how many ranks meet: all that these have, or as ``meet`` says those ``inside`` a host, or one
+        of each ``between`` hosts.
         purpose: ``dispatch``, ``combine`` or ``sizes``.
     operand_bytes: size of a device's operand. bytes_sent: bytes that leave a device each time, padding included (a
         ring or a direct exchange sends the same); of ``ragged_all_to_all`` the mean under even routing.

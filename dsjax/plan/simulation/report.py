@@ -49,7 +49,7 @@ def simulations(
         for load in loads(candidate, burstiness, at_once):
             task = bar.add_task(f"simulating {load}", total=num_requests)
 
-            def progress(done: int, _: int, task=task) -> None:
+            def progress(done: int, task=task) -> None:
                 bar.update(task, completed=done)
 
             seen = simulate(candidate, load, objective, **choices, progress=progress)

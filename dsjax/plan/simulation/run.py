@@ -38,7 +38,7 @@ def simulate(
     seed: int = 0,
     warmup: int | None = None,
     at_once: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> SimulationOutcome:
     """Play requests until `num_requests` after the first `warmup` have finished.
 
@@ -49,7 +49,7 @@ def simulate(
             state is seen.
         at_once: a fixed number in flight starts all at once, as benchmarks do, and nobody comes after the last; otherwise one after
             the other over a mean stay, and others behind the last all the time.
-        progress: called with the measured requests that have finished, and `num_requests`.
+        progress: called with the measured requests that have finished.
     """
     work, longest = candidate.decode.workload, candidate.decode.config.max_position_embeddings
     instances = candidate.count if candidate.mode == "aggregated" else 1
@@ -85,7 +85,7 @@ def simulate(
             if first <= served.number < last:
                 done += 1
                 if progress:
-                    progress(done, num_requests)
+                    progress(done)
             if users and (coming.number < last or not at_once):
                 arrive(now)
     settled = 2 * users if at_once else None

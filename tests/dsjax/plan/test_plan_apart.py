@@ -1,4 +1,4 @@
-"""Plans with attention and experts apart (`apart.py`, `pools.py`, `moves.py`): two pools, and what travels between them."""
+"""Plans with attention and experts apart (`apart.py`, `moves.py`): two pools, and what travels between them."""
 
 import dataclasses
 import json
