@@ -316,7 +316,7 @@ class IndexCase:
         return found
 
 
-def attention_by(kernel, case, tiles, *, joined=False, spare=0, dtype=np.float32):
+def attention_by(kernel, case, tiles, *, joined=False, spare=0, dtype=np.float32, **options):
     """What a Pallas kernel gives for an ``AttentionCase``, by the interpreter, in float64.
 
     spare: numbers behind each entry of the cache, which hold zeros.
@@ -334,6 +334,7 @@ def attention_by(kernel, case, tiles, *, joined=False, spare=0, dtype=np.float32
         scale=case.scale,
         interpret=True,
         tiles=tiles,
+        **options,
     )
     return np.asarray(found).astype(np.float64)
 

@@ -120,11 +120,13 @@ def candidates(product: Product) -> Iterator[Tiles]:
 
 
 def default_tiles(product: Product) -> Tiles:
-    """The tiles that a product has without a table."""
+    """The tiles that a product has without a table, on the first device."""
     if product.kernel == ATTENTION:
         return attention.default_tiles(product.columns)
     if product.kernel.startswith("dense"):
-        return ProductTiles.dense(int(product.rows), product.depth, product.columns)
+        return ProductTiles.dense(
+            int(product.rows), product.depth, product.columns, Cores.of(jax.local_devices()[0]).count
+        )
     return ProductTiles.for_load(product.rows)
 
 

@@ -29,9 +29,8 @@ from sharding import fp8
 
 NOTHING = -1e30
 """The score of what is not seen: finite, so that the difference of two of them is a number."""
-CORES = 132
-"""Programs that run at once, one on each core of an H100 or H200: what the context is split for."""
-MOST_SPLITS = 16
+LEAST_BLOCKS = 4
+"""Blocks of positions that a split of the context has at least: merging shorter ones moves more bytes than they read."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def latent_attention(
     L, P, G = stored[0].shape[:3]
     pages = tables.shape[1]
     blocks = -(-pages * G // tiles.positions)
-    splits = 1 if fixed else split_context(R * (pairs // tiles.rows), blocks)
+    splits = 1 if fixed else split_context(R * (pairs // tiles.rows), blocks, cores.count)
 
     def by_pair(q, width):
         q = q.reshape(R, C * H, q.shape[-1])
@@ -189,12 +188,16 @@ def _kernel(
         values = values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
         return jnp.where(mask, values.astype(dtype), 0)
 
+    def pages_of(block):
+        column = lax.div(block * positions + jnp.arange(positions), page_slots)
+        return plgpu.load(tables_ref.at[row, jnp.minimum(column, pages - 1)])
+
     def step(block, carry):
-        peak, total, sums = carry
+        peak, total, sums, page = carry
+        next_page = pages_of(block + 1)  # a block ahead, so that no entry waits for its page's number
         at = block * positions + jnp.arange(positions)
         inside = at < jnp.minimum(seen, pages * page_slots)
-        page = plgpu.load(tables_ref.at[row, jnp.minimum(at // page_slots, pages - 1)])
-        index = page * page_slots + at % page_slots
+        index = page * page_slots + lax.rem(at, page_slots)
         where = first_page * page_slots + index
         latent = [entries(cached[0], where, inside, range(p, p + part), widths[0], dtypes[0]) for p in parts]
         rope = entries(cached[1], where, inside, range(*rope_columns), rope_columns[0] + widths[1], dtypes[1])
@@ -219,7 +222,7 @@ def _kernel(
             scaled_weights = weights if factors[i] is None else weights * factors[i]
             product = plgpu.dot(scaled_weights.astype(dtype), context, precision=precision)
             sums = (*sums[:i], sums[i] * shrink[:, None] + product, *sums[i + 1 :])
-        return higher, total * shrink + jnp.sum(weights, axis=1), sums
+        return higher, total * shrink + jnp.sum(weights, axis=1), sums, next_page
 
     rope_columns = (widths[0], widths[0] + narrow) if joined else (0, narrow)
     nothing = (
@@ -228,7 +231,8 @@ def _kernel(
         tuple(jnp.zeros((rows, part), jnp.float32) for _ in parts),
     )
     first = split * share
-    peak, total, sums = lax.fori_loop(first, jnp.minimum(first + share, blocks), step, nothing)
+    start_of = (*nothing, pages_of(first))
+    peak, total, sums, _ = lax.fori_loop(first, jnp.minimum(first + share, blocks), step, start_of)
     held = total > 0
     for at, own_sums in zip(parts, sums, strict=True):
         out_ref[:, at : at + part] = (own_sums / jnp.where(held, total, 1.0)[:, None]).astype(out_ref.dtype)
@@ -251,9 +255,9 @@ def smaller_tiles(pairs: int) -> Iterator[AttentionTiles]:
     yield replace(tiles, positions=16)
 
 
-def split_context(programs: int, blocks: int) -> int:
-    """Parts of each row's context, so that as many programs as a device has cores are busy."""
-    return max(1, min(CORES // programs, MOST_SPLITS, blocks))
+def split_context(programs: int, blocks: int, cores: int) -> int:
+    """Parts of each row's context of so many blocks, so that every core has a program."""
+    return max(1, min(cores // programs, blocks // LEAST_BLOCKS))
 
 
 def attention_cost(

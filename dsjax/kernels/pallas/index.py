@@ -99,13 +99,13 @@ def _kernel(
     scaled, refs = (refs[0], refs[1:]) if stored == fp8.E4M3 else (None, refs)
     *holes, out_ref = refs
     item, block = pl.program_id(0), pl.program_id(1)
-    row, position = item // chunk, positions_ref[item]
+    row, position = lax.div(item, chunk), positions_ref[item]
     query, (_, wide) = query_ref[...], query_ref.shape
     at = block * POSITIONS + jnp.arange(POSITIONS)
     end = pages * page_slots
     visible = (at <= position) & (at < end)
-    page = plgpu.load(tables_ref.at[row, jnp.minimum(at // page_slots, pages - 1)], mask=visible, other=0)
-    slot = page * page_slots + at % page_slots
+    page = plgpu.load(tables_ref.at[row, jnp.minimum(lax.div(at, page_slots), pages - 1)], mask=visible, other=0)
+    slot = page * page_slots + lax.rem(at, page_slots)
     where = layer_ref[0] * pages_of_layer * page_slots + slot
     columns = jnp.arange(wide)
     mask = jnp.broadcast_to(visible[:, None], (POSITIONS, wide))

@@ -27,7 +27,6 @@ from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.activations import quantised_tile
 from dsjax.kernels.pallas.addressing import addressable
-from dsjax.kernels.pallas.attention import CORES
 from dsjax.kernels.pallas.cost import KernelCost, expected_tiles, hlo_dtype, power
 from dsjax.kernels.pallas.order import MESH, ROWS, KernelOrder
 from dsjax.kernels.pallas.shared_memory import Cores, ProductBytes, first_that_fits, shallower
@@ -60,16 +59,16 @@ class ProductTiles:
     pieces: int = 0
 
     @classmethod
-    def fixed(cls, mean_load: float, columns: int = 0, pieces: int = 1) -> ProductTiles:
+    def fixed(cls, mean_load: float, columns: int = 0, pieces: int = 1, cores: int = 132) -> ProductTiles:
         """The sizes of every shape, for ``--batch-invariant``: what depends on rows and columns is in which programs the tiles are.
 
-        columns: of a dense matrix, whose pieces are split over programs where its columns are too few to keep a device busy.
+        columns: of a dense matrix, whose pieces are split over programs where its columns are too few to keep the cores busy.
         """
         tiles = cls(64, 128, 64, 1, 8, 3, pieces=pieces)
         spread = max(1, math.ceil((mean_load if columns else mean_load + 2 * mean_load**0.5) / tiles.rows))
         programs = spread * -(-columns // tiles.columns)
         splits = 1
-        while columns and splits < pieces and 2 * splits * programs <= CORES:
+        while columns and splits < pieces and 2 * splits * programs <= cores:
             splits *= 2
         return replace(tiles, spread=spread, splits=splits)
 
@@ -83,13 +82,13 @@ class ProductTiles:
         return cls(rows, 128, 64, spread, 8, 3)
 
     @classmethod
-    def dense(cls, rows: int, depth: int, columns: int) -> ProductTiles:
-        """For a matrix ``[depth, columns]`` and so many rows."""
+    def dense(cls, rows: int, depth: int, columns: int, cores: int) -> ProductTiles:
+        """For a matrix ``[depth, columns]`` and so many rows, on a device of so many cores."""
         tile = min(128, (power(rows)))
         tiles = cls(tile, 64, 128, 1, 4, 4) if tile < 128 else cls(tile, 128, 64, 1, 8, 3)
         spread = -(-rows // tile)
         programs = spread * -(-columns // tiles.columns)
-        splits = max(1, min(CORES // programs, depth // (4 * tiles.depth)))
+        splits = max(1, min(cores // programs, depth // (4 * tiles.depth)))
         return replace(tiles, spread=spread, splits=splits)
 
     def tuned(self, table: TileTable | None, product: Product) -> ProductTiles:
@@ -204,17 +203,17 @@ def dense(
     flat = weight.reshape(weight.shape[0], 1, K, -1)
     scales = None if scale is None else scale.reshape(scale.shape[0], 1, scale.shape[1], -1)
     if pieces:
-        tiles, reckoned = ProductTiles.fixed(T, flat.shape[-1], pieces), False
+        tiles, reckoned = ProductTiles.fixed(T, flat.shape[-1], pieces, cores.count), False
     elif reckoned:
         kind = Product("dense" + "_fp8" * quantised, K, flat.shape[-1], np.dtype(weight_dtype).name, T)
-        default = ProductTiles.dense(T, K, flat.shape[-1])
+        default = ProductTiles.dense(T, K, flat.shape[-1], cores.count)
         tiles = default.chosen(tiles, kind, _taken(False, x_TK, weight_dtype), cores)
     x = jax.tree.map(lambda array: jnp.pad(array, ((0, -T % tiles.rows), (0, 0))), x_TK)
     dtype = dtype if quantised or pieces else x.dtype
     one = Groups(jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), T)
     out = _product(
         flat, scales, weight_dtype, layer, x, one, fused=False, dtype=dtype, interpret=interpret, tiles=tiles, name="dense",
-        reckoned=reckoned,
+        reckoned=reckoned, cores=cores,
     )  # fmt: skip
     if tiles.splits > 1:
         with jax.named_scope("dense_splits"):

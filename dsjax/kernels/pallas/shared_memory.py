@@ -21,19 +21,23 @@ _BARRIERS = {"mma": 512, "wgmma": 512, "tcgen05": 2048}
 
 @dataclass(frozen=True)
 class Cores:
-    """A GPU's cores. shared_memory: most bytes that a block may ask for; capability: CUDA's compute capability. The default is Hopper."""
+    """A GPU's streaming multiprocessors. The default is an H100 or H200.
+
+    shared_memory: most bytes that a block may ask for. capability: CUDA's compute capability. count: how many there are.
+    """
 
     shared_memory: int = 232_448
     capability: tuple[int, int] = (9, 0)
+    count: int = 132
 
     @classmethod
     def of(cls, device: Any) -> Cores:
-        """The cores of a JAX device, or of a described one; Hopper's where the device does not say."""
+        """The cores of a JAX device, or of a described one; an H200's where the device does not say."""
         found = getattr(device, "shared_memory_per_block_optin", None)
         major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
         if not found or not major.isdigit():
             return cls()
-        return cls(int(found), (int(major), int(minor or 0)))
+        return cls(int(found), (int(major), int(minor or 0)), int(device.core_count))
 
     def instruction(self, rows: int, operand: np.dtype) -> str:
         """What multiplies a tile of so many rows: ``mma``, ``wgmma`` or ``tcgen05``; the last two take 64 rows and no float32."""

@@ -72,7 +72,7 @@ def test_the_fastest_is_kept_and_an_interrupted_run_goes_on_where_it_stopped(tmp
 
 def test_sizes_serve_products_of_like_rows_and_others_keep_the_default():
     table = TileTable("a GPU", (Tuned(ONE, SIZES, 1.0, 2.0),))
-    default = ProductTiles.dense(40, 256, 512)
+    default = ProductTiles.dense(40, 256, 512, cores=132)
     tuned = default.tuned(table, Product("dense", 256, 512, "bfloat16", 40))
     assert (tuned.rows, tuned.columns, tuned.warps, tuned.spread) == (32, 64, 4, 2)
     for other in (Product("dense", 256, 512, "bfloat16", 65), Product("dense", 256, 512, "float32", 40)):

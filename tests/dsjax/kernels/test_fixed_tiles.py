@@ -12,6 +12,7 @@ from test_kernel_order import BF16, LAYER, shape, stated
 
 from dsjax.kernels.pallas import PallasKernels, attention, products, tpu_attention, tpu_heads, tpu_products
 from dsjax.kernels.pallas.norm import rms_norm
+from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels
 from dsjax.model.experts import ExpertProduct
 from sharding.sums import add_as_tree
@@ -24,10 +25,10 @@ def drawn(seed, *dims, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=dims), jnp.float32).astype(dtype)
 
 
-def dense(x, weight, pieces, scale=None, dtype=jnp.float32):
+def dense(x, weight, pieces, scale=None, dtype=jnp.float32, **options):
     stored = FP8 if scale is not None else np.dtype(weight.dtype)
     return np.asarray(
-        products.dense(weight, scale, stored, LAYER, x, interpret=True, pieces=pieces, dtype=np.dtype(dtype))
+        products.dense(weight, scale, stored, LAYER, x, interpret=True, pieces=pieces, dtype=np.dtype(dtype), **options)
     )
 
 
@@ -51,14 +52,12 @@ def test_devices_that_share_a_depth_give_the_bits_of_one():
     assert not np.array_equal(dense(x, weight, 1), whole)  # as one sum it is another
 
 
-def test_how_many_programs_share_the_pieces_changes_no_bit(monkeypatch):
+def test_how_many_programs_share_the_pieces_changes_no_bit():
     """512 columns are four tiles, of which eight pieces make 32 programs; on a device of four cores each tile has one program."""
     x, weight = drawn(1, 3, 512, dtype=jnp.bfloat16), drawn(2, 1, 512, 512, dtype=jnp.bfloat16)
     assert products.ProductTiles.fixed(3, 512, 8).splits == 8
-    split = dense(x, weight, 8)
-    monkeypatch.setattr(products, "CORES", 4)
-    assert products.ProductTiles.fixed(3, 512, 8).splits == 1
-    np.testing.assert_array_equal(dense(x, weight, 8), split)
+    assert products.ProductTiles.fixed(3, 512, 8, cores=4).splits == 1
+    np.testing.assert_array_equal(dense(x, weight, 8, cores=Cores(count=4)), dense(x, weight, 8))
 
 
 def test_fp8_weights_and_rows_have_whole_tiles_in_their_pieces():

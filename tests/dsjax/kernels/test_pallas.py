@@ -30,6 +30,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
 from dsjax.kernels.pallas import activations, addressing, attention, cost, experts, heads, index, products
+from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme, block_product
@@ -81,13 +82,21 @@ def test_a_row_of_no_queries_reads_nothing_and_gives_zeros():
     assert not found[1].any()
 
 
-def test_splitting_a_row_s_context_changes_a_result_by_rounding_alone(monkeypatch):
-    case = AttentionCase.drawn(5, R=2, C=2, H=2, N=1, O=4, U=1, M=16, G=4, longest=120, absorbs=False)
-    case = dataclasses.replace(case, start=np.array([118, 20], np.int32), length=np.array([2, 1], np.int32))
-    assert attention.split_context(2, 8) == 8  # more parts than the shorter row has blocks
-    split = attention_of(case)
-    monkeypatch.setattr(attention, "CORES", 2)
-    whole = attention_of(case)
+def test_every_core_has_a_part_of_a_context_that_is_long_enough():
+    assert attention.split_context(2, 512, cores=132) == 66  # one user of 128 heads at 32,768 tokens
+    assert attention.split_context(2, 512, cores=78) == 39  # on an H20
+    assert (
+        attention.split_context(2, 64, cores=132) == 16
+    )  # at 4,096 tokens: shorter parts cost more to merge than they save
+    assert attention.split_context(256, 512, cores=132) == 1
+
+
+def test_splitting_a_row_s_context_changes_a_result_by_rounding_alone():
+    case = AttentionCase.drawn(5, R=2, C=2, H=2, N=1, O=4, U=1, M=16, G=4, longest=520, absorbs=False)
+    case = dataclasses.replace(case, start=np.array([518, 20], np.int32), length=np.array([2, 1], np.int32))
+    split, whole = (attention_of(case, cores=Cores(count=count)) for count in (132, 2))
+    assert attention.split_context(2, 33, 132) == 8  # more parts than the shorter row has blocks
+    assert attention.split_context(2, 33, 2) == 1
     np.testing.assert_allclose(split, whole, atol=2e-6)
     np.testing.assert_allclose(whole, case.expected(), atol=2e-4)
 
@@ -140,7 +149,7 @@ def test_a_dense_product_reads_its_layer_of_the_stack(seed, T, K, N, stored, spl
     rng = np.random.default_rng(seed)
     weight, x = rng.normal(size=(3, K, N)).astype(STORED[stored]), rng.normal(size=(T, K)).astype(np.float32)
     scale = rng.uniform(0.5, 2, size=(3, -(-K // 128), -(-N // 128))).astype(np.float32) if stored == 1 else None
-    tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N), splits=splits)
+    tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N, cores=132), splits=splits)
     found = products.dense(
         jnp.asarray(weight), scale, weight.dtype, jnp.int32(1), jnp.asarray(x), interpret=True, tiles=tiles
     )
@@ -307,7 +316,7 @@ def test_quantised_rows_times_fp8_weights_are_the_plain_form_s(seed, T, K, N, sp
     np.testing.assert_allclose(rows.scales, plain.scales, rtol=3e-7)
     steps = [np.asarray(q.values).view(np.int8).astype(int) for q in (rows, plain)]
     assert np.abs(steps[0] - steps[1]).max() <= 1
-    tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N), splits=splits)
+    tiles = dataclasses.replace(products.ProductTiles.dense(T, K, N, cores=132), splits=splits)
     arguments = jnp.asarray(weight), scale, STORED[1], jnp.int32(1)
     found = products.dense(*arguments, rows, dtype=np.dtype(np.float32), interpret=True, tiles=tiles)
     expected = block_product(rows, weight[1].view(STORED[1]), scale[1], jnp.float32)
