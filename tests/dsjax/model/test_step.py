@@ -1,5 +1,6 @@
 """The step: groups, padding and idle ranks change nothing that is not theirs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -167,3 +168,16 @@ def test_a_rule_that_a_user_changes_changes_the_program_and_not_its_numbers(kern
     output = [one.params["moe_layers.attn.o.weight"] for one in (usual, whole)]
     shards = [array.sharding.shard_shape(array.shape)[1] for array in output]
     assert shards[1] == 2 * shards[0]
+
+
+def test_a_tied_head_in_bfloat16_is_read_as_it_lies(kernels):
+    """Widened, it would be written and read again in each step, twice its own bytes and more."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    tied = Model("dp=1", config, weights="fp8")
+    V, D = config.vocab_size, config.hidden_size
+    hidden = np.random.default_rng(0).normal(size=(1, 3, D)).astype(np.float32)
+    assert tied.step.table.infos["embed.weight"].dtype == ml_dtypes.bfloat16
+    logits = jax.jit(tied.step.logits)
+    assert f"{V}x{D}xf32>" not in logits.lower(tied.params, hidden).as_text()
+    embedding = np.asarray(tied.params["embed.weight"]).view(ml_dtypes.bfloat16).astype(np.float64)
+    np.testing.assert_allclose(logits(tied.params, hidden)[0], hidden[0] @ embedding.T, atol=1e-5)
