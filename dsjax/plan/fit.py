@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.figure import Figure, assumed, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
@@ -241,14 +242,12 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
     draft's weights and graphs lie in what the fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them,
     SemiAnalysisAI/InferenceX issue 2128).
     """
-    graphs = "captured decode steps of all batch sizes, with workspaces; 5 to 6 GB with FlashAttention 3 (sgl-project/sglang issue 16143)"
-    ends = (2.2e9, 1.2e9, 4.0e9) if layout.devices > 1 else (1.2e9, 0.7e9, 2.0e9)
-    outside = "the driver keeps 0.5 to 0.8 GB of what it reports; contexts, NCCL and libraries"
+    driver = f"driver, contexts, communication of {'several devices' if layout.devices > 1 else 'one device'}"
     found = {
         "weights": _weights(config, layout, precision, launch.engine, launch.mtp),
         "step": _step(config, layout, launch),
-        "graphs": assumed(1.5e9, 0.5e9, 6e9, "graphs", graphs, "B") if launch.graphs else 0,
-        "outside": assumed(*ends, "driver, contexts, communication", outside, "B"),
+        "graphs": assumption("captured graphs") if launch.graphs else 0,
+        "outside": assumption(driver),
     }
     if launch.deepep:
         experts = config.n_routed_experts + layout.redundant

@@ -34,7 +34,7 @@ def routed_experts(
     split = mesh.expert_width_shards
     alike = mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1
     group = mesh.num_devices // mesh.expert_copies, step.expert_slots, split, step.places_by_load, alike
-    how = step.layout.fused, step.sums_experts, step.gathers
+    how = step.layout.fused, step.sums_experts, step.engine.gathers
     make = partial(_routed, step, tokens / mesh.tp_size, decode, busy, halved)
     if step.dry_runs:
         return make()
@@ -44,7 +44,7 @@ def routed_experts(
 def _routed(step: StepBasis, rank_tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
     mesh, config = step.layout.mesh, step.config
     rows = rank_tokens * busy * config.num_experts_per_tok * mesh.expert_width_shards
-    slowest = step.skew.slowest(step.expert_slots, config.n_routed_experts, rows, step.places_by_load)
+    slowest = step.slowest(rows)
     products = _products(step, rank_tokens * busy, rows * slowest, slowest, decode)
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
     return {"experts": products, "dispatch": there, "combine": back}
@@ -55,20 +55,21 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
     config, mesh, chip, places = step.config, step.layout.mesh, step.chip, step.expert_slots
     experts, top_k, slots = config.n_routed_experts, config.num_experts_per_tok, places.physical // mesh.ep_size
     everyone = rank_tokens * (mesh.num_devices // mesh.expert_copies)
-    touched = partial(step.skew.touched, top_k=top_k, experts=experts)
-    most_touched = partial(step.skew.most_touched, top_k=top_k, experts=experts, slots=slots, ranks=mesh.ep_size)
+    skew = step.options.skew
+    touched = partial(skew.touched, top_k=top_k, experts=experts)
+    most_touched = partial(skew.most_touched, top_k=top_k, experts=experts, slots=slots, ranks=mesh.ep_size)
     used, timed, least = most_touched(everyone), False, None
     if (config.hidden_size, config.moe_intermediate_size, top_k) != _TIMED:
         pass
     elif mesh.splits_expert_width:
-        least = chip.fused_experts(everyone, touched, step.skew, mesh.expert_width_shards, mesh.ep_size)
+        least = chip.fused_experts(everyone, touched, skew, mesh.expert_width_shards, mesh.ep_size)
         timed, of_rank = not (decode and chip.hardware.is_blackwell), touched(everyone)
     elif step.dispatch == "deepep" and mesh.ep_size > 1 and slots * mesh.ep_size == 256:
 
         def more(tokens: float) -> float:
-            return step.skew.slowest(places, experts, tokens * top_k / mesh.ep_size, step.places_by_load)
+            return step.slowest(tokens * top_k / mesh.ep_size)
 
-        about = (step.skew, places.physical), mesh.ep_size, None if decode else more
+        about = (skew, places.physical), mesh.ep_size, None if decode else more
         least, timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
         of_rank = used
     if least is not None and step.layout.fused:
@@ -90,12 +91,12 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
 def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool) -> tuple[float, float]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
     width, top_k, split = config.hidden_size, config.num_experts_per_tok, mesh.expert_width_shards
-    rows = width * step.precision.wire, width * BF16
+    rows = width * step.options.precision.wire, width * BF16
     if step.dispatch != "deepep":
         return _own(step, rank_tokens, decode, slowest, halved)
     if step.sums_experts:
         there = back = 0.0
-    elif step.gathers and mesh.dp_size > 1:
+    elif step.engine.gathers and mesh.dp_size > 1:
         # A gather and scattered sums send half of a sum each.
         size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
         there = back = all_reduce(cluster, mesh.num_devices, size)
@@ -108,7 +109,7 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
         normal, low_latency = (
             [
                 deepep_exchange(
-                    cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.operators, step.shared
+                    cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.options.operators, step.shared
                 )
                 for row, combine in ways
             ]
@@ -154,7 +155,7 @@ def _wire_rows(step: StepBasis) -> tuple[tuple[float, str], tuple[float, str]]:
     Float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py.
     """
     width = step.config.hidden_size
-    there = width * step.precision.wire + 6 * step.config.num_experts_per_tok + 4
+    there = width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4
     return (there, "all_gather"), (width * BF16, "reduce_scatter")
 
 

@@ -104,6 +104,11 @@ class Judged:
         """Which of the plan's further bounds a missed value is beyond."""
         return None if self.verdict != "missed" or self.value is None else self.criterion.grade(self.value)
 
+    @property
+    def said(self) -> str:
+        """The verdict with its grade and reason, for a console."""
+        return self.verdict + (f" ({self.grade})" if self.grade else "") + (f": {self.reason}" if self.reason else "")
+
 
 def judge(criterion: Criterion, result: Result | None) -> Judged:
     """Hold a criterion against what was measured; None: nothing yet."""

@@ -152,10 +152,8 @@ def _engine(
 
 
 def _prices(instance: Instance) -> StepPrices:
-    """Made once for all loads that an instance is played under."""
-    if "prices" not in instance.steps:
-        models = instance.step_models()
-        paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
-        through = instance.staged if instance.layout.mesh.pp_size > 1 else None
-        instance.steps["prices"] = StepPrices(models, instance.options.drafts, paces, through)
-    return instance.steps["prices"]
+    """Prices of an instance's steps, by all models of its steps."""
+    models = instance.step_models()
+    paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
+    through = instance.staged if instance.layout.mesh.pp_size > 1 else None
+    return StepPrices(models, instance.options.drafts, paces, through)

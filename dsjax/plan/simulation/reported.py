@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsjax.plan.assumptions import assumption
 from dsjax.plan.calibration import LEVEL, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99, calibration, distance_of, ends
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import assumed
 from dsjax.plan.simulation.outcome import SimulationOutcome
 
 FIELDS = {
@@ -21,13 +21,6 @@ FIELDS = {
     RATE: "output_tokens_per_s",
 }
 """Names of what is reported, by the kind of blind prediction that calibrates it."""
-WARM = (0.0, 0.0, 1.0)
-"""Seconds that the first request of each user waits longer where the engine was warmed up: SGLang's on H200 still did."""
-
-
-def warm() -> float:
-    """Seconds that the first request of each user waits longer of an engine that was warmed up."""
-    return assumed(*WARM, "a user's first prompt", "point 8, and X26 to X34, of docs/plan-validation.md", "s")
 
 
 def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:
@@ -52,7 +45,7 @@ def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str
     """
     distance = distance_of(candidate)
     users = max(1, round(seen.load.concurrency / (candidate.count if candidate.mode == "aggregated" else 1)))
-    figures = reported(seen, seen.requests / users, warm())
+    figures = reported(seen, seen.requests / users, assumption("a user's first prompt"))
     found = {
         FIELDS[kind]: {"value": value, **ends(calibration(kind, distance), value)} for kind, value in figures.items()
     }

@@ -87,7 +87,7 @@ def test_a_recipe_is_compared_as_it_was_written(ask, tmp_path):
     [
         (["dp=8"], "1 layout given, expected at least two"),
         (["dp=8", "dp=3"], "--mesh dp=3"),
-        (["dp=8", "none.json"], "none.json: .* expected a file that dsjax plan recipe wrote"),
+        (["dp=8", "none.json"], "none.json cannot be read as a recipe: .* expected what dsjax plan recipe wrote"),
     ],
 )
 def test_a_layout_that_cannot_be_is_one_message(ask, layouts, message):

@@ -17,7 +17,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import PUBLISHED, dsjax_engine
+from dsjax.plan.engine import PUBLISHED, find_engine
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
@@ -218,7 +218,7 @@ CLOSED = {
     "separated": {"mesh": "dp=8", "batch": 32, "output": 500, "variation": 0.2, "prefill": "dp=8"},
     "separated, few": {"mesh": "dp=8", "batch": 8, "output": 200, "variation": 0.2, "prefill": "dp=8"},
     # One DP rank that decodes pulls one cache of 0.56 GB after the other.
-    "transfers in turn": {"batch": 16, "prompt": 8000, "prefill": "dp=8", "engine": dsjax_engine()},
+    "transfers in turn": {"batch": 16, "prompt": 8000, "prefill": "dp=8", "engine": find_engine("dsjax")},
 }
 
 
