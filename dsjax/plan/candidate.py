@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
+from dsjax.plan.figure import DRAWS, as_json, assumption, samples, spread, through
 from dsjax.plan.instance import Instance
 from dsjax.plan.memory import cache_bytes_per_token
 from dsjax.plan.network import cache_transfer, exposed_transfer

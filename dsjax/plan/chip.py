@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from dsjax.hardware import Hardware
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.curves import Curve, Grid, doublings
-from dsjax.plan.figure import assumed, measured
+from dsjax.plan.figure import assumed, assumption, measured
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,

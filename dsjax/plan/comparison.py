@@ -22,7 +22,7 @@ from rich.text import Text
 from dsjax.errors import UserError
 from dsjax.plan.calibration import RATE, TPOT, distance_of, ratio_calibration
 from dsjax.plan.candidate import Candidate, moved, with_intervals
-from dsjax.plan.explain import amount, effects
+from dsjax.plan.explain import amount, effects, label
 from dsjax.plan.figure import LEVEL, Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exchanged_rows
@@ -250,7 +250,7 @@ def _inputs(pair: Pair) -> list[str]:
     ]
     for one in pair.deciding:
         low, high = (amount(end, one.figure.unit) for end in (one.figure.low, one.figure.high))
-        lines.append(f"    {one.figure.name}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
+        lines.append(f"    {label(one.figure)}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
         lines.append(f"      measure it: {one.command}")
     return lines
 

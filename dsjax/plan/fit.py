@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsjax.errors import UserError
-from dsjax.plan.assumptions import assumption
-from dsjax.plan.figure import Figure, assumed, spread
+from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
 
 if TYPE_CHECKING:
     from dsjax.config import ModelConfig
-    from dsjax.plan.cluster import Cluster
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.precision import Precision
-    from dsjax.plan.workload import PlanOptions, Workload
+    from dsjax.plan.workload import Asked, PlanOptions
 
 PROFILED, STATIC, FREE = "profiled", "static", "free"
 RULES = {
@@ -155,29 +153,22 @@ def fit(config: ModelConfig, layout: InstanceLayout, precision: Precision, launc
     return Verdict(launch, layout, shown, conditions, tokens, (good[0], good[-1]) if good else None)
 
 
-def asked(
-    config: ModelConfig,
-    cluster: Cluster,
-    options: PlanOptions,
-    workload: Workload,
-    mesh: str,
-    fraction: float | None = None,
-    longest: int | None = None,
-) -> Verdict:
+def asked(question: Asked, mesh: str, fraction: float | None = None, longest: int | None = None) -> Verdict:
     """Judge the layout that `dsjax plan fit` is asked about.
 
     Raises:
         UserError: more devices than the cluster has, a fraction out of range, or what the engine or the model lacks.
         MeshError: a mesh that does not parse, or does not fit the model.
     """
-    options.check_launch(config, workload)
+    config, cluster, options = question.config, question.cluster, question.options
+    options.check_launch(config, question.workload)
     layout = dataclasses.replace(parse_layout(mesh, options.redundant, config), fused=options.fused)
     if layout.devices > cluster.num_devices:
         raise UserError(
             f"--mesh {layout.mesh} has {layout.devices} devices, and {cluster.name} has {cluster.num_devices}; give a smaller mesh, or "
             "--hosts"
         )
-    longest = longest or math.ceil(workload.held)
+    longest = longest or math.ceil(question.workload.held)
     launch = planned_launch(options, cluster.hardware.visible_bytes, layout, longest, fraction)
     return fit(config, layout, options.precision, launch)
 
@@ -242,7 +233,8 @@ def _parts(config: ModelConfig, layout: InstanceLayout, precision: Precision, la
     draft's weights and graphs lie in what the fraction leaves (sgl-project/sglang issue 6875; builds of 2026 count them,
     SemiAnalysisAI/InferenceX issue 2128).
     """
-    driver = f"driver, contexts, communication of {'several devices' if layout.devices > 1 else 'one device'}"
+    several = "driver, contexts, communication of several devices"
+    driver = several if layout.devices > 1 else "driver, contexts, communication of one device"
     found = {
         "weights": _weights(config, layout, precision, launch.engine, launch.mtp),
         "step": _step(config, layout, launch),

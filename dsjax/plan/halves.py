@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from dsjax.plan.assumptions import assumption
+from dsjax.plan.figure import assumption
 from dsjax.plan.network import exchanged_rows
 from dsjax.plan.operations import H800_SMS
 from dsjax.plan.step_basis import StepBasis

@@ -11,12 +11,11 @@ from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.plan.apart import ApartStep
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
-from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
-from dsjax.plan.figure import Draw, Figure, drawing, drawn, spread
+from dsjax.plan.dry_runs import halves_refusal, refusal, wire_refusal
+from dsjax.plan.figure import Draw, Figure, assumption, drawing, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
@@ -101,7 +100,9 @@ class Instance:
         options = self.options
         if self.layout.experts or self.layout.mesh.pp_size > 1:
             return ()
-        return runs_of(options.compiled, self.layout, self.config, self.cluster, options.precision)
+        # Copies of the experts never communicate: a program of one of them is of all.
+        mine = (run for run in options.compiled if refusal(run, self) is None)
+        return tuple(run for run in mine if run.layout(self.config) == self.layout.unit)
 
     @cached_property
     def replicas(self) -> int:
@@ -137,7 +138,7 @@ class Instance:
             return [
                 ApartStep(*about, alone, overlap=n > 1, micro_batches=n, published=not own, **alike) for n in counts
             ]
-        usable = [run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None]
+        usable = [run for run in self.dry_runs if wire_refusal(run, options) is None]
         programs = tuple(run for run in usable if not run.halves)
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
         if own:  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
@@ -222,7 +223,7 @@ class Instance:
         return self.kept(("pace", decode, halves), partial(self._pace, decode, halves))
 
     def _pace(self, decode: bool, halves: bool) -> float:
-        known = (run for run in self.dry_runs if not halves_refusal(run, self.options.overlap))
+        known = (run for run in self.dry_runs if not halves_refusal(run, self.options))
         runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
         own = self.options.engine.name == "dsjax"

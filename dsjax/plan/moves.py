@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import assumption
 from dsjax.plan.network import network_latency
 from dsjax.plan.operations import low_latency_fit
 

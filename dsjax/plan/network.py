@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from dsjax.config import ModelConfig
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import assumed, measured
+from dsjax.plan.figure import assumed, assumption, measured
 from dsjax.plan.operations import (
     ALL_REDUCE,
     ROW_BYTES,
@@ -115,18 +114,33 @@ def own_exchange(
     slowest: float,
     overlapped: bool = False,
     routed_groups: tuple[int, int] | None = None,
+    sharing: int = 1,
+    pooled: str = "all_gather",
 ) -> float:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `StepBasis.own_method`, as XLA's collectives."""
-    if ranks == 1:
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `StepBasis.own_method`, as XLA's collectives.
+
+    `even`: the rows that even routing needs. sharing: neighbouring ranks that share an expert's width, among which rows are pooled by a
+    collective of the kind `pooled`, with the room that was kept for others (`ExpertGroup.pool_width`); `gather` has no such step.
+    """
+    if ranks * sharing == 1:
         return 0.0
-    sent, hosts = exchanged_rows(method, tokens, top_k, ranks, overlapped) * row_bytes, cluster.domains_of(ranks)
+    ragged, whole, of = method == "ragged", max(1, math.ceil(tokens)), ranks * sharing
+    each = exchanged_rows("ragged" if method == "even" else method, tokens, top_k, ranks, overlapped) * row_bytes
+    time, hosts = 0.0, cluster.domains_of(of)
+    if sharing > 1:
+        time = xla_collective(cluster, sharing, ranks * (whole * row_bytes if ragged else each), kind=pooled)
     if method == "hierarchical" and 1 < hosts < ranks:
-        rows = host_capacity(max(1, math.ceil(tokens)), top_k, hosts, overlapped, routed_groups)
-        crossing = xla_collective(cluster, hosts, rows * row_bytes, near=1, of=ranks)
-        return crossing + xla_collective(cluster, ranks // hosts, hosts * sent)
-    if method == "ragged":  # sizes go before rows
-        return xla_collective(cluster, ranks, sent * slowest, 2, "ragged_all_to_all")
-    return xla_collective(cluster, ranks, sent, 1, "all_gather" if method == "gather" else "all_to_all")
+        crossing, near = host_capacity(whole, top_k, hosts, overlapped, routed_groups) * row_bytes, ranks // hosts
+        time += xla_collective(cluster, hosts, crossing, near=1, of=of)
+        return time + xla_collective(cluster, near, hosts * each, near=near, of=near * sharing)
+    if ranks == 1:
+        return time
+    near = max(1, min(ranks, cluster.domain // sharing))
+    if ragged:  # sizes go before rows
+        return time + xla_collective(cluster, ranks, each * slowest, 2, "ragged_all_to_all", near, of)
+    return time + xla_collective(
+        cluster, ranks, each, 1, "all_gather" if method == "gather" else "all_to_all", near, of
+    )
 
 
 def _observed(cluster: Cluster, kind: str, ranks: int, sent: float, among: int | None = None) -> float | None:
@@ -198,7 +212,8 @@ def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = Non
         return time + assumption("all-reduce, fixed part")
     away = size * (2 / near * (domains - 1) / domains) / (normal_network_share() * cluster.network_bandwidth)
     # Ranks of a host that has several go first through its own link, which is the larger part of the fixed time.
-    fixed = assumption(f"all-reduce between hosts of {'several devices' if near > 1 else 'one device'}")
+    several = "all-reduce between hosts of several devices"
+    fixed = assumption(several if near > 1 else "all-reduce between hosts of one device")
     hops = 2 * math.ceil(math.log2(domains))
     latency = network_latency(cluster) * hops - 2 * _REFERENCE_LATENCY
     return time + away + fixed + latency

@@ -17,9 +17,8 @@ import numpy as np
 
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.hardware.description import UNITS
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.curves import Curve
-from dsjax.plan.figure import measured
+from dsjax.plan.figure import assumption, measured
 from dsjax.plan.precision import TABLED
 
 H800_SMS = 132

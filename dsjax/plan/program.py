@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import mla_cost
 from dsjax.model.parameter_counts import expert_parameters
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.figure import assumption
 from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
 
 

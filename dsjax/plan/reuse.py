@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure, assumed, spread
+from dsjax.plan.figure import Figure, assumed, assumption, spread
 
 _ROOM, _WHY = (0.75, 0.9, 1.0), "answers that nobody asks for again are pages, too"
 """Share of the cache beside requests in flight that pages of prompts have: low, middle, high."""

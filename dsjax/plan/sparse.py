@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import index_key_bytes
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.chip import Chip
-from dsjax.plan.figure import assumed
+from dsjax.plan.figure import assumed, assumption
 from dsjax.plan.operations import FLASH_MLA_FLOPS, as_filed
 from dsjax.plan.precision import BF16
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.balancing import STEP_INTERVAL
-from dsjax.plan.figure import measured
+from dsjax.plan.figure import assumption, measured
 from dsjax.plan.halves import HALVES, overlapped_layers, windowed_layers
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes

@@ -25,7 +25,8 @@ class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
     overlap: two-batch overlap. balancing: redundant experts are placed by their load. dry_runs: programs of this layout that price their
-    own exchanges, sums and products. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict
+    own exchanges, sums and products. dispatch: `deepep`, or one of dsjax's own methods. absorbs_below: as of `Engine`, whose kernels on
+    Blackwell have no such rule. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict
     to all.
     """
 
@@ -38,29 +39,20 @@ class StepBasis:
     dry_runs: tuple[DryRun, ...] = ()
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
+    engine: Engine = field(init=False)
+    dispatch: str = field(init=False)
+    absorbs_below: int = field(init=False)
 
     def __post_init__(self):
-        options, engine = self.options, self.engine
-        rate = engine.fp8_rate if self.cluster.hardware.is_blackwell else None
+        options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell
+        rate = engine.fp8_rate if blackwell else None
         tables = self.once(tables_of(options.operators), dict)
         about = self.cluster.hardware, options.precision, options.operators, tables, {}, engine.fp8_mla, rate
         key = ("chip", id(options.operators), engine.fp8_mla, rate)
         object.__setattr__(self, "chip", self.once(key, lambda: Chip(*about)))
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that runs it."""
-        return self.options.engine
-
-    @property
-    def dispatch(self) -> str:
-        """`deepep`, or one of dsjax's own methods."""
-        return self.options.dispatch
-
-    @property
-    def absorbs_below(self) -> int:
-        """As of `Engine`, whose kernels on Blackwell have no such rule."""
-        return 0 if self.cluster.hardware.is_blackwell else self.engine.absorbs_below
+        object.__setattr__(self, "engine", engine)
+        object.__setattr__(self, "dispatch", options.dispatch)
+        object.__setattr__(self, "absorbs_below", 0 if blackwell else engine.absorbs_below)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What is the same for all layouts that give the same key, made once in a draw."""

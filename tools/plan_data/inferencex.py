@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsjax.plan.assumptions import ends
 from dsjax.plan.engine import PUBLISHED, Engine, find_engine
+from dsjax.plan.figure import ends
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, OperatorTables
 

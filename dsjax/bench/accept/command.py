@@ -70,8 +70,7 @@ async def _accept(
 ) -> "Report | None":
     """Measure and report; None where only the list was asked for."""
     from dsjax.bench.accept.report import Report
-    from dsjax.bench.accept.results import read_results
-    from dsjax.bench.accept.run import expected, run_measurements, time_text
+    from dsjax.bench.accept.results import expected, read_results, run_measurements, time_text
     from dsjax.bench.accept.test_bed import TestBed
     from dsjax.bench.serve.client import open_session
     from dsjax.bench.serve.ready_server import ReadyServer

@@ -12,8 +12,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.admission import Lobby
 from dsjax.plan.simulation.load import Served
-from dsjax.plan.simulation.prices import StepPrices
-from dsjax.plan.simulation.service import Decoder, SimulatedEngine
+from dsjax.plan.simulation.service import Decoder, SimulatedEngine, StepPrices
 
 _PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""

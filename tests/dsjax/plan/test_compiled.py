@@ -142,12 +142,12 @@ def test_a_step_that_was_compiled_counts_its_own_sums_and_products(planned):
         ({"kv_cache_dtype": "float32"}, "its cache is float32"),
     ],
 )
-def test_a_dry_run_of_something_else_is_not_used_and_says_why(v3, tmp_path, change, reason):
+def test_a_dry_run_of_something_else_is_not_used_and_says_why(ask, tmp_path, change, reason):
     found = json.loads((FILES / "dp8-decode.json").read_text()) | change
     path = tmp_path / "other.json"
     path.write_text(json.dumps(found))
     run = read_dry_run(path)
-    assert reason in refusal(run, v3, load_cluster("h200-8"), PRECISIONS["fp8"])
+    assert reason in refusal(run, ask())
 
 
 def test_files_that_match_no_layout_or_dispatch_are_said(planned):
@@ -249,11 +249,11 @@ def test_a_dry_run_that_was_edited_by_hand_is_refused_with_the_field(tmp_path, a
 
 
 @pytest.mark.slow
-def test_what_the_dry_run_writes_now_is_read(v3, tmp_path):
+def test_what_the_dry_run_writes_now_is_read(ask, tmp_path):
     report = dry_run(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=4"), batch=2, context=64))
     path = tmp_path / "demo.json"
     path.write_text(json.dumps(report.to_json()))
     run = read_dry_run(path)
     assert (run.rows, run.step_tokens, run.context, run.method) == (2, 2, 64, "gather")
     assert run.weight_bytes == report.memory.weight_bytes
-    assert "parameters" in refusal(run, v3, load_cluster("h200-8"), PRECISIONS["fp8"])
+    assert "parameters" in refusal(run, ask())

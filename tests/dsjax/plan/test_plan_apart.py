@@ -10,10 +10,10 @@ from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import ApartStep, _seconds
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.cold_start import recovery
 from dsjax.plan.engine import PUBLISHED, find_engine
+from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import agreement, connection, moves

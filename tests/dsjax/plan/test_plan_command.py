@@ -81,7 +81,7 @@ def test_explain_shows_the_parts_of_steps_and_how_much_each_input_moves_the_resu
     shares = [int(share) for share in re.findall(r"^ +[\d.]+ [mµ]?s +(\d+)%  ", steps, re.MULTILINE)]
     assert sum(shares) == pytest.approx(200, abs=10), "of a decode and of a prefill step"
     found = re.findall(r"^ +([\d.]+) … ([\d.]+)  (.+?): .+ \((measured|assumption): .+\)$", inputs, re.MULTILINE)
-    assert found[0][2] == "whole engine ÷ its operations"
+    assert found[0][2] == "engine time ÷ sum of kernel times"
     moved = [abs(float(high) - float(low)) for low, high, *_ in found]
     assert all(more >= less - 0.011 for more, less in pairwise(moved))  # ends are rounded
     assert "(measured: operator tables of aiconfigurator" in inputs

@@ -76,7 +76,6 @@ def test_a_plan_has_the_cache_that_fit_gives_at_the_greatest_fraction_that_fits(
     able = find_engine(engine)
     question = ask(cluster, options=PlanOptions(engine=able, dispatch=able.dispatch))
     instance = question.instance(parse_layout(mesh, 0, question.config), {})
-    about = question.config, question.cluster, question.options, question.workload, mesh
-    greatest = asked(*about, asked(*about).fractions[1])
+    greatest = asked(question, mesh, asked(question, mesh).fractions[1])
     apart = instance.memory.cache_tokens - greatest.cache_tokens
     assert 0 <= apart * instance.memory.cache_per_token <= 0.0101 * question.cluster.hardware.visible_bytes

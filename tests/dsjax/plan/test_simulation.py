@@ -14,19 +14,18 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import PUBLISHED, find_engine
+from dsjax.plan.figure import assumption
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.load import OfferedLoad, Served, requests
 from dsjax.plan.simulation.outcome import Spread
-from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Decoder, SimulatedEngine
+from dsjax.plan.simulation.service import Decoder, SimulatedEngine, StepPrices
 from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
