@@ -1,6 +1,7 @@
 """TOML files that a name or a path stands for: those of a folder of `configs/`, and the user's."""
 
 import importlib.resources
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -45,3 +46,14 @@ def check_kind(what: str, name: str, value: Any, kind: type) -> None:
     """
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
         raise UserError(f"{what}: {name} is {value!r}, expected {_WORDS[kind]}")
+
+
+def check_above_zero(what: str, name: str, value: Any) -> float:
+    """Give a field's value as a float.
+
+    Raises:
+        UserError: it is no finite number above 0. what: the file, for the message.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{what}: {name} is {value!r}, expected a number above 0")
+    return float(value)

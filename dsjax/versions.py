@@ -1,6 +1,5 @@
 """Which version of a package there is, and which ones dsjax was declared to work with."""
 
-import importlib.metadata
 import platform
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ _NOT_SERVED_WITH = ("test", "bench", "notebooks")
 
 def installed_version(package: str, missing: str = "not installed") -> str:
     """The version of a package; `missing` where there is none, as for dsjax itself when it runs from its source tree."""
+    import importlib.metadata  # three hundredths of a second, which most commands do without
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -67,6 +68,8 @@ def _declared() -> tuple[str, list[tuple["Requirement", str]]]:
         groups = {"": project["dependencies"]} | project["optional-dependencies"]
         python, lines = project["requires-python"], [(one, extra) for extra, group in groups.items() for one in group]
     else:
+        import importlib.metadata
+
         metadata = importlib.metadata.metadata("dsjax")
         python, lines = metadata["Requires-Python"] or "", list(_of_metadata(metadata.get_all("Requires-Dist") or []))
     parsed = [(Requirement(line), extra) for line, extra in lines if extra not in _NOT_SERVED_WITH]

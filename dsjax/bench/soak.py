@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.errors import UserError
 from dsjax.options import Checked, check_place, option
+from dsjax.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,12 +73,12 @@ def soak(options: SoakOptions) -> None:
     except ImportError as error:
         raise UserError("dsjax bench soak needs aiohttp, which is not installed: pip install 'dsjax[bench]'") from error
     found = run(measure(options))
-    console, table = report_console(stderr=options.json_file == "-"), Table()
-    for name in ("", "claim", "found", "expected"):
-        table.add_column(name)
-    for one in found["claims"]:
-        table.add_row("holds" if one["holds"] else "FAILS", one["claim"], str(one["found"]), str(one["expected"]))
-    console.print(table)
+    console = report_console(stderr=options.json_file == "-")
+    rows = [
+        ("holds" if one["holds"] else "FAILS", one["claim"], str(one["found"]), str(one["expected"]))
+        for one in found["claims"]
+    ]
+    console.print(table(None, ("<<", "<<claim", "<<found", "<<expected"), rows))
     named = ("completed", "disconnected", "aborted", "output_tokens")
     shown = [f"{found[name]:,} {name.replace('_', ' ')}" for name in named]
     shown += [f"ITL {value:.1f} ms ({name})" for name, value in found["itl_ms"].items()]

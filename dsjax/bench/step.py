@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from dsjax.cli.options import options_of
 from dsjax.cli.output import report_console, write_json
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.options import Checked, check_place, option
+from dsjax.tables import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,12 +86,9 @@ def show(body: dict[str, Any], console: Console) -> None:
         f"threads waited {body['thread_waits']:.0f} times",
         highlight=False,
     )
-    table, total = Table(), sum(body["part_seconds"].values())
-    for column in ("part", "ms", "share"):
-        table.add_column(column, justify="left" if column == "part" else "right")
-    for part, seconds in body["part_seconds"].items():
-        table.add_row(part, f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}")
-    console.print(table)
+    parts, total = body["part_seconds"].items(), sum(body["part_seconds"].values())
+    rows = [(part, f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}") for part, seconds in parts]
+    console.print(table(None, ("<part", "ms", "share"), rows))
 
 
 def decode_step(llm: LLM, rows: int, context: int, pages: int, busy: int) -> tuple[Callable[[], None], str]:

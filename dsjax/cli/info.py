@@ -47,7 +47,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     from dsjax.engine.setup.fitting import check_layout
     from dsjax.model.parameter_counts import parameter_counts
     from dsjax.model.stage import stages_of
-    from dsjax.plan.engine import dsjax_engine
+    from dsjax.plan.engine import find_engine
     from dsjax.plan.layout import InstanceLayout
     from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
     from dsjax.plan.precision import PRECISIONS
@@ -75,7 +75,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
             "devices": spec.num_devices,
             "stages": spec.pp_size,
             "weight_bytes": {
-                name: weight_bytes(config, layout, dsjax_engine().precision(PRECISIONS[name]))
+                name: weight_bytes(config, layout, find_engine("dsjax").precision(PRECISIONS[name]))
                 for name, row in WEIGHT_FORMATS.items()
                 if row.listed and (row.packed is None or config.is_moe)
             },

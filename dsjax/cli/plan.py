@@ -167,8 +167,7 @@ def fit(args: FitArgs) -> None:
     from dsjax.plan.fit import DOES_NOT_FIT, asked, show
 
     question = args.question()
-    about = (question.config, question.cluster, question.options, question.workload)
-    verdict = asked(*about, args.mesh or "", args.memory_fraction, args.context)
+    verdict = asked(question, args.mesh or "", args.memory_fraction, args.context)
     if args.json_file is None:
         report_console().print(Text(show(verdict, args.model, question.cluster.name)), soft_wrap=True)
     else:

@@ -99,8 +99,8 @@ class Assumed:
             )
             if cuda
             else assumed(1e-6, 0.2e-6, 2e-6, "a turn of a loop of unknown length", "the core branches itself", "s"),
-            fixed_inside=collective_start(cluster, between=False),
-            fixed_between=collective_start(cluster, between=True),
+            fixed_inside=collective_start(between=False),
+            fixed_between=collective_start(between=True),
             latency=network_latency(cluster),
             hops=_named(torus_hops(cluster), "links that a row crosses"),
             host_link=assumed(25e9, 12e9, 50e9, "bytes a second between a device and its host", "PCIe 5.0 × 16, shared or not"),

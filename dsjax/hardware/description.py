@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,14 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from dsjax.errors import UserError, check_fields
-from dsjax.toml_files import bundled_names, read_toml
+from dsjax.toml_files import bundled_names, check_above_zero, check_kind, read_toml
 
-_KINDS = {
-    "str": (str, "text"),
-    "int": (int, "a whole number above 0"),
-    "float": ((int, float), "a number above 0"),
-    "Mapping": (dict, "a table"),
-}
+_KINDS = {"str": str, "int": int, "float": float, "Mapping": dict}
 """What a field of a file may be, by its type in `Hardware`."""
 UNITS = {4: "fp4_flops", 8: "fp8_flops", 16: "bf16_flops"}
 """Bits of a floating-point number to the field with the rate of the unit that multiplies such numbers."""
@@ -49,7 +43,6 @@ class Hardware:
     bf16_flops: float
     fp8_flops: float
     fp4_flops: float | None = None
-    int8_flops: float | None = None
     scale_up_bandwidth: float
     scale_up_devices: int
     devices_per_host: int
@@ -124,13 +117,10 @@ def _from_fields(key: str, values: Mapping[str, Any]) -> Hardware:
     required = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
     check_fields(f"hardware {key!r}", values, fields, required)
     for name, value in values.items():
-        kind, expected = _KINDS[str(fields[name].type).partition("[")[0].partition(" ")[0]]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, kind)
-            or (isinstance(value, int | float) and not 0 < value < math.inf)
-        ):
-            raise UserError(f"hardware {key!r}: {name} is {value!r}, expected {expected}")
+        kind = _KINDS[str(fields[name].type).partition("[")[0].partition(" ")[0]]
+        check_kind(f"hardware {key!r}", name, value, kind)
+        if kind in (int, float):
+            check_above_zero(f"hardware {key!r}", name, value)
     figures = [n for n in values if n not in ("name", "platform", "sources", "operators", "die")]
     unsourced = [n for n in figures if n not in values["sources"]]
     if unsourced:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import Moves, moves, processes_of, published_moves
 from dsjax.plan.precision import BF16
@@ -25,7 +23,6 @@ IN_TURN = "layers, attention and experts in turn"
 """The part of a step that says that it was priced so."""
 _AHEAD = 3, 6
 """Layers after which turns repeat, and so many are played: the rest is as long as between the two."""
-_OF_ONE_SIDE = ("config", "cluster", "layout", "shared", "overlap", "dry_runs")
 
 
 class ExpertStep(StepModel):
@@ -53,10 +50,9 @@ class ApartStep(StepModel):
         there, known = self.expert_cluster, self.shared
         if there.hardware is not self.cluster.hardware:
             known = self.once(("experts on", there.hardware.key, id(there.hardware)), dict)
-        names = [one.name for one in dataclasses.fields(StepModel) if one.init and one.name not in _OF_ONE_SIDE]
-        alike = {name: getattr(self, name) for name in names}
         layout = InstanceLayout(self.layout.expert_mesh, self.layout.redundant)
-        object.__setattr__(self, "expert_side", ExpertStep(self.config, there, layout, shared=known, **alike))
+        side = ExpertStep(self.config, there, layout, self.options, balancing=self.balancing, shared=known)
+        object.__setattr__(self, "expert_side", side)
 
     @property
     def expert_cluster(self) -> Cluster:
@@ -113,10 +109,10 @@ class ApartStep(StepModel):
         """One exchange of a layer with so many tokens of a DP rank."""
         config, mesh, receivers, side = self.config, self.layout.mesh, self.layout.experts, self.expert_side
         top_k, sides = config.num_experts_per_tok, (self.cluster, self.expert_cluster, mesh.num_devices, receivers)
-        sizes = config.hidden_size * self.precision.wire + 6 * top_k + 4, config.hidden_size * BF16
+        sizes = config.hidden_size * self.options.precision.wire + 6 * top_k + 4, config.hidden_size * BF16
         rows = tokens / mesh.tp_size
         arriving = rows * mesh.num_devices * busy * top_k / receivers
-        slowest = side.skew.slowest(side.expert_slots, config.n_routed_experts, arriving, side.places_by_load)
+        slowest = side.slowest(arriving)
         if self.published:
             return published_moves(*sides, rows, top_k, sizes, slowest)
         needed, room = rows * (1 - (1 - 1 / receivers) ** top_k) * slowest, self._room(rows)
@@ -137,9 +133,3 @@ def _seconds(turn: Turn, batches: int, layers: int, one_call: bool) -> float:
         return play_turns([turn] * batches, layers, one_call=one_call).seconds
     first, then = (play_turns([turn] * batches, n, one_call=one_call).seconds for n in (few, more))
     return then + (then - first) / (more - few) * (layers - more)
-
-
-def apart_models(*about: Any, counts: Sequence[int], **others: Any) -> list[ApartStep]:
-    """A step in each of these numbers of micro-batches; 1: as a whole. about, others: fields of `ApartStep`."""
-    others["shared_beside"] = False  # they are computed while the rows are away
-    return [ApartStep(*about, overlap=count > 1, micro_batches=count, **others) for count in counts]

@@ -16,7 +16,6 @@ from dsjax.hardware import load_hardware
 from dsjax.options import Checked, flag_of, option
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.drafting import read_acceptance
 from dsjax.plan.engine import Engine, find_engine
 from dsjax.plan.explain import EXPLAINED
 from dsjax.plan.measured import Measured, read_measured
@@ -27,7 +26,7 @@ from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
 from dsjax.plan.skew import read_skew
-from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestClass, Workload
+from dsjax.plan.workload import Lengths, Objective, Pins, PlanOptions, RequestClass, Workload, read_acceptance
 from sharding.mesh import MeshSpec
 
 _MODES = {"both": ("aggregated", "separated"), "aggregated": ("aggregated",), "separated": ("separated",)}

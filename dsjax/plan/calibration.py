@@ -194,7 +194,7 @@ def calibrated(candidate: Candidate) -> dict[str, Any]:
     """Stable fields for the winner: its rate and TPOT as `ends` has them, and what it has that no blind prediction had.
 
     Blind rounds played their loops, whose rate and TPOT the mean-value answer has within a few percent. Its TTFT is that of steady state,
-    which no benchmark reports and no blind prediction was of: `simulation/reported.py` has those that are.
+    which no benchmark reports and no blind prediction was of: `simulation/outcome.py` has those that are.
     """
     distance = distance_of(candidate)
     figures = (("output_tokens_per_s", RATE, candidate.throughput), ("tpot_s", TPOT, candidate.tpot))

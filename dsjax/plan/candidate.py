@@ -7,19 +7,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from jaxtyping import Float64
-
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import DRAWS, as_json, samples, spread, through
+from dsjax.plan.figure import DRAWS, as_json, assumption, samples, spread, through
 from dsjax.plan.instance import Instance
 from dsjax.plan.memory import cache_bytes_per_token
 from dsjax.plan.network import cache_transfer, exposed_transfer
 from dsjax.plan.prompts import own_load, own_step, prompts_beside_decodes
 from dsjax.plan.workload import Objective
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float64
 
 _SETTLE = 30
 """Rounds in which a step and what arrives during it settle: at most a few, except near the rate that cannot be kept up with."""
@@ -345,15 +345,17 @@ def first_token(pool: PrefillPool, prefill_count: int, instance: Instance, step:
 
 def transfer_seconds(instance: Instance, prefill: Instance) -> float:
     """Seconds in which one request's cache travels to one replica from where its prompt was computed."""
-    if "transfer" not in instance.steps:
-        options, prompt = instance.options, instance.workload.input.mean
+    options, prompt = instance.options, instance.workload.input.mean
+    sender = prefill.cluster if instance.cluster.prefill is not None else None
+    # In dsjax one device of a replica pulls the pages and hands them to the others.
+    own = options.engine.name == "dsjax"
+    links = 1 if own else instance.layout.mesh.tp_size
+
+    def price() -> float:
         size = cache_bytes_per_token(instance.config, options.precision, options.drafts > 0) * prompt
-        sender = prefill.cluster if instance.cluster.prefill is not None else None
-        # In dsjax one device of a replica pulls the pages and hands them to the others.
-        own = options.engine.name == "dsjax"
-        links = 1 if own else instance.layout.mesh.tp_size
-        instance.steps["transfer"] = cache_transfer(instance.cluster, size / links, sender, own)
-    return instance.steps["transfer"]
+        return cache_transfer(instance.cluster, size / links, sender, own)
+
+    return instance.kept("transfer", price)
 
 
 def transfers_at_once(prefill: Instance, prefill_count: int, instance: Instance, count: int) -> float:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from dsjax.hardware import Hardware
 from dsjax.plan.curves import Curve, Grid, doublings
-from dsjax.plan.figure import assumed, measured
+from dsjax.plan.figure import assumed, assumption, measured
 from dsjax.plan.operations import (
     DEEPGEMM,
     FLASH_MLA,
@@ -345,6 +345,4 @@ class Chip:
     @cached_property
     def _streaming(self) -> float:
         """Bytes a second."""
-        why = "at best a plain copy: 4.3 of 4.8 TB/s, H200"
-        share = assumed(0.75, 0.55, 0.9, "element-wise share of bandwidth", why)
-        return share * self.carried_over * self.hardware.memory_bandwidth
+        return assumption("element-wise share of bandwidth") * self.carried_over * self.hardware.memory_bandwidth

@@ -13,7 +13,7 @@ from dsjax.errors import UserError, check_fields
 from dsjax.hardware import Hardware, load_hardware
 from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
 from dsjax.plan.tiers import Wiring, read_wiring
-from dsjax.toml_files import bundled_names, check_kind, read_toml
+from dsjax.toml_files import bundled_names, check_above_zero, check_kind, read_toml
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
 
@@ -193,7 +193,7 @@ def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:
         if name in _COUNTS and value < 1:
             raise UserError(f"cluster {key!r}: {name} is {value}, expected at least 1")
         if kind is float:
-            _number(key, name, value)
+            check_above_zero(f"cluster {key!r}", name, value)
     try:
         chip = load_hardware(values["hardware"])
     except UserError as error:
@@ -239,12 +239,6 @@ def _prefill(key: str, values: Mapping[str, Any]) -> Cluster:
     return _from_fields(f"{key}, prefill", {**others, **described, **side})
 
 
-def _number(key: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"cluster {key!r}: {name} is {value!r}, expected a number above 0")
-    return float(value)
-
-
 def _table(key: str, name: str, table: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
     unknown = table.keys() - set(known) if isinstance(table, Mapping) else [repr(table)]
     if unknown:
@@ -257,16 +251,19 @@ def _table(key: str, name: str, table: Any, known: tuple[str, ...]) -> Mapping[s
 def _acceptance(key: str, values: Mapping[str, Any]) -> Acceptance:
     """The table `[acceptance]`: `warning`, `failing`, and tables such as `[acceptance.inside_host.all_gather]`: own expectations."""
     _table(key, "acceptance", values, ("warning", "failing", *_PLACES))
-    expected = {}
+    expected, where = {}, f"cluster {key!r}"
     for place in _PLACES:
         known = (*COLLECTIVES, SEND_RECEIVE)
         for collective, bounds in _table(key, f"acceptance.{place}", values.get(place, {}), known).items():
             name = f"acceptance.{place}.{collective}"
             if len(_table(key, name, bounds, ("latency_us", "gb_per_s"))) < 2:
                 raise UserError(f"cluster {key!r}: {name} needs both latency_us and gb_per_s")
-            seconds, rate = (_number(key, f"{name}.{one}", bounds[one]) for one in ("latency_us", "gb_per_s"))
+            seconds, rate = (
+                check_above_zero(where, f"{name}.{one}", bounds[one]) for one in ("latency_us", "gb_per_s")
+            )
             expected[place, collective] = seconds * 1e-6, rate * 1e9
-    ends = {name: _number(key, f"acceptance.{name}", values[name]) for name in ("warning", "failing") if name in values}
+    given = [name for name in ("warning", "failing") if name in values]
+    ends = {name: check_above_zero(where, f"acceptance.{name}", values[name]) for name in given}
     found = Acceptance(**ends, expected=expected)
     if not 1 <= found.warning <= found.failing:
         raise UserError(

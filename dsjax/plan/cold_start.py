@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import Figure, assumed, spread
+from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.memory import expert_side_bytes, weight_bytes

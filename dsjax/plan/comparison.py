@@ -8,8 +8,8 @@ far measured ratios of two runs of one engine were from predicted ones.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +17,25 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from dsjax.errors import UserError, why_unreadable
+from dsjax.errors import UserError
 from dsjax.plan.calibration import RATE, TPOT, distance_of, ratio_calibration
 from dsjax.plan.candidate import Candidate, moved, with_intervals
-from dsjax.plan.explain import amount, effects
+from dsjax.plan.explain import amount, effects, label
 from dsjax.plan.figure import LEVEL, Figure
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exchanged_rows
 from dsjax.plan.precision import BF16
 from dsjax.plan.question import Question
+from dsjax.plan.recipe import read_recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Pins
+from dsjax.tables import table
 from sharding.mesh import MeshSpec
 
 DRAWS = 96
+_LETTERS = string.ascii_uppercase
 METRICS = {"throughput": RATE, "tpot": TPOT, "ttft": None}
 """Figure of a candidate → kind of the blind predictions that tell how far its ratios are off. None was of a TTFT in steady state."""
 _MODULES = "dsjax bench modules --model MODEL --json modules.json; then --measured modules.json"
@@ -133,16 +135,13 @@ def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **
 
 
 def _of_recipe(question: Question, file: Path) -> Candidate:
-    try:
-        told = json.loads(file.read_text(encoding="utf-8"))["expected"]
-        mesh, first, pins = MeshSpec.parse(told["mesh"]), told.get("prefill"), Pins()
-        batch, count, redundant = float(told["batch_per_dp_rank"]), int(told["instances"]), told["redundant_experts"]
-        if first:
-            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], count)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: {why_unreadable(error)}; expected a file that dsjax plan recipe wrote") from error
-    best = _best(question, str(file), pins, None if pins else mesh, redundant=redundant)
-    return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
+    told = read_recipe(file)["expected"]
+    mesh, first, count, pins = MeshSpec.parse(told["mesh"]), told.get("prefill"), told["instances"], Pins()
+    if first:
+        pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], count)
+    best = _best(question, str(file), pins, None if pins else mesh, redundant=told["redundant_experts"])
+    batch = told["batch_per_dp_rank"] / best.decode.layout.mesh.pp_size
+    return moved(dataclasses.replace(best, count=count), batch=batch)
 
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
@@ -219,18 +218,15 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
 def show(console: Console, comparison: Comparison) -> None:
     """Print the layouts beside each other, and for each pair the ratios and what decides them."""
     question = comparison.question
-    table = Table("", title=f"{question.cluster.name}, {question.words}", title_justify="left")
-    for at, candidate in enumerate(comparison.candidates):
-        table.add_column(f"{chr(ord('A') + at)}: {candidate.name()}", justify="right")
-    for title, text in _ROWS.items():
-        table.add_row(title, *map(text, comparison.candidates))
-    console.print(table)
+    names = ["<<", *(f"{letter}: {one.name()}" for letter, one in zip(_LETTERS, comparison.candidates, strict=False))]
+    rows = [(title, *map(text, comparison.candidates)) for title, text in _ROWS.items()]
+    console.print(table(f"{question.cluster.name}, {question.words}", names, rows))
     console.print(f"[low … high]: 90 % of {DRAWS} draws of all assumptions", style="dim", markup=False)
     if len({round(one.concurrency) for one in comparison.candidates}) > 1:
         console.print(
             "their loads differ, each has as many requests as pay: --max-concurrency gives all the same", style="dim"
         )
-    for letter, pair in zip("BCDEFGHIJ", comparison.pairs, strict=False):
+    for letter, pair in zip(_LETTERS[1:], comparison.pairs, strict=False):
         console.print(f"A ÷ {letter}, with 90 % intervals:", style="bold")
         console.print(Text("\n".join([*(_ratio_line(one, letter) for one in pair.ratios), *_inputs(pair)])))
 
@@ -254,7 +250,7 @@ def _inputs(pair: Pair) -> list[str]:
     ]
     for one in pair.deciding:
         low, high = (amount(end, one.figure.unit) for end in (one.figure.low, one.figure.high))
-        lines.append(f"    {one.figure.name}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
+        lines.append(f"    {label(one.figure)}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
         lines.append(f"      measure it: {one.command}")
     return lines
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsjax.config import ModelConfig
 from dsjax.model.parameter_counts import parameter_counts
-from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.precision import BF16, Precision
+from dsjax.plan.precision import BF16
+from dsjax.plan.workload import Asked, PlanOptions
 
 
-def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Precision) -> str | None:
-    """Why a dry run says nothing of this model, device and precision; None where it does."""
-    total, device = parameter_counts(config)["main_model"], cluster.hardware.key
+def refusal(run: DryRun, asked: Asked) -> str | None:
+    """Why a dry run says nothing of a plan's model, device and precision; None where it does."""
+    total, device = parameter_counts(asked.config)["main_model"], asked.cluster.hardware.key
+    precision = asked.options.precision
     if run.parameters != total:
         return f"it is of a model of {run.parameters:,} parameters, the plan's has {total:,}"
     if run.target != device:
@@ -28,30 +28,24 @@ def refusal(run: DryRun, config: ModelConfig, cluster: Cluster, precision: Preci
     return None
 
 
-def wire_refusal(run: DryRun, dispatch: str, precision: Precision) -> str | None:
+def wire_refusal(run: DryRun, options: PlanOptions) -> str | None:
     """Why a plan cannot take a dry run's exchanges; None where it can, or where there are none."""
+    dispatch = options.dispatch
     if dispatch == "deepep":
         return "the plan has DeepEP's kernels (--dispatch deepep), the program dsjax's own"
     if run.method and dispatch not in ("auto", run.method):
         return f"the program's dispatch is {run.method}, the plan's {dispatch}"
-    wire = "compute" if precision.wire == BF16 else "fp8"
+    wire = "compute" if options.precision.wire == BF16 else "fp8"
     if run.method and run.wire != wire:
         return f"the program's wire is {run.wire}, the plan's {wire}: compile with --dispatch-wire {wire}"
     return None
 
 
-def halves_refusal(run: DryRun, overlap: str) -> str | None:
+def halves_refusal(run: DryRun, options: PlanOptions) -> str | None:
     """Why a plan of dsjax cannot take the time of a dry run in two halves; None where it can, or where the step is whole."""
-    if run.halves and overlap != "on":
+    if run.halves and options.overlap != "on":
         return "the program computes the step in two halves, and the plan's does not: give --two-batch-overlap on"
     return None
-
-
-def runs_of(
-    runs: Iterable[DryRun], layout: InstanceLayout, config: ModelConfig, cluster: Cluster, precision: Precision
-) -> tuple[DryRun, ...]:
-    """The dry runs of a layout (of its unit: copies of the experts never communicate)."""
-    return tuple(r for r in runs if refusal(r, config, cluster, precision) is None and r.layout(config) == layout.unit)
 
 
 @dataclass(frozen=True)
@@ -69,24 +63,16 @@ class DryRunUsage:
         return about | {"used": self.used, "what": self.text}
 
 
-def usage(
-    run: DryRun,
-    config: ModelConfig,
-    cluster: Cluster,
-    precision: Precision,
-    dispatch: str,
-    weights: Mapping[InstanceLayout, int],
-    overlap: str = "off",
-) -> DryRunUsage:
+def usage(run: DryRun, question: Asked, weights: Mapping[InstanceLayout, int]) -> DryRunUsage:
     """What a plan over these layouts (of units, with their weights' bytes) takes from a dry run."""
-    reason, layout = refusal(run, config, cluster, precision), run.layout(config)
+    reason, layout = refusal(run, question), run.layout(question.config)
     if reason is None and layout not in weights:
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"
     if reason:
         return DryRunUsage(run, False, reason)
     beyond = weights[layout] - run.weight_bytes
     agree = f"to within {beyond:+,} bytes" if beyond else "to the byte"
-    if other := wire_refusal(run, dispatch, precision) or halves_refusal(run, overlap):
+    if other := wire_refusal(run, question.options) or halves_refusal(run, question.options):
         taken = f"not its exchanges and operations: {other}"
     elif run.halves:
         timed = f"its time, {run.timeline * 1e3:.4g} ms" if run.timeline else "no time: it has no timeline"

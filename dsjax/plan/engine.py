@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
-import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
+from dsjax.toml_files import read_toml
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,7 @@ class Engine:
         return dataclasses.replace(chosen, cache=self.fp8_cache)
 
 
-CREDITS: dict[str, dict[str, str]] = tomllib.loads(
-    (importlib.resources.files("configs") / "engines" / "credits.toml").read_text(encoding="utf-8")
-)
+CREDITS: dict[str, dict[str, str]] = read_toml("credits", "engines", "credits")
 """Engine → capability → the option or file of the engine that has it; `words`: capability → what a page calls it."""
 CAPABILITIES = tuple(CREDITS["words"])
 """Fields of `Engine` that make a plan better, and that something must be named for."""
@@ -143,11 +140,6 @@ _ENGINES = {
     "tensorrt-llm": _engine("tensorrt-llm", CREDITS["tensorrt-llm"], keeps=(1.0, 1.0, 1)),
 }
 ENGINES = tuple(_ENGINES)
-
-
-def dsjax_engine() -> Engine:
-    """What `dsjax serve` of this version can do."""
-    return _ENGINES["dsjax"]
 
 
 def find_engine(name: str) -> Engine:

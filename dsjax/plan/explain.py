@@ -9,6 +9,56 @@ from dsjax.plan.figure import Draw, Figure, Kind, drawing
 
 EXPLAINED = ("plan", "tpot", "ttft", "throughput", "memory")
 """`plan` is `report.details`."""
+LABELS = {
+    "a collective in a scale-up domain, fixed part": "latency of an XLA collective over the scale-up link",
+    "a collective over the network, fixed part": "latency of an XLA collective over the network",
+    "all-reduce between hosts, fixed part": "all-reduce latency between hosts",
+    "all-reduce, fixed part": "all-reduce latency",
+    "all-reduce, share of scale-up link": "all-reduce efficiency on the scale-up link",
+    "attention": "attention kernel time",
+    "bytes a second of dsjax's transfer": "KV transfer bandwidth",
+    "carried over to this device": "kernel efficiency, carried over from another GPU",
+    "combine, fixed part": "DeepEP combine latency",
+    "combine, share of network": "DeepEP combine efficiency on the network",
+    "combine, share of scale-up link": "DeepEP combine efficiency on the scale-up link",
+    "dispatch, fixed part": "DeepEP dispatch latency",
+    "dispatch, share of network": "DeepEP dispatch efficiency on the network",
+    "dispatch, share of scale-up link": "DeepEP dispatch efficiency on the scale-up link",
+    "driver, contexts, communication": "GPU memory of driver, contexts and NCCL",
+    "element-wise share of bandwidth": "memory bandwidth efficiency of element-wise kernels",
+    "experts' products": "grouped GEMM time",
+    "front door": "HTTP and tokenization latency",
+    "fused experts": "fused MoE kernel time",
+    "graphs": "GPU memory of CUDA graphs",
+    "host": "CPU overhead per step",
+    "host, a pass of the MTP module": "CPU overhead per draft",
+    "launches of a layer": "CPU launch overhead per layer, prefill",
+    "low-latency kernels in one host": "DeepEP low-latency kernel time in one host",
+    "normal kernels in one host": "DeepEP normal kernel time in one host",
+    "normal kernels, fixed part": "DeepEP normal kernel latency",
+    "normal kernels, share of network": "DeepEP normal kernel efficiency on the network",
+    "normal kernels, share of scale-up link": "DeepEP normal kernel efficiency on the scale-up link",
+    "products": "GEMM time",
+    "prompts, mean of all steps": "decode stall by prefill",
+    "share of an exchange that is copies": "share of an all-to-all that is copies",
+    "share of the shared experts that is not hidden": "exposed share of the shared experts",
+    "share of the shorter that is hidden": "two-batch overlap efficiency",
+    "share of the transfer that is exposed": "exposed share of the KV transfer",
+    "small kernels of a layer": "time of a small kernel (norm, routing, activation)",
+    "spread experts": "MoE kernel time, whole experts",
+    "step": "peak activation memory",
+    "tokens a step": "tokens per step (draft acceptance)",
+    "uneven prompts": "prefill imbalance over DP ranks",
+    "whole engine ÷ its operations": "engine time ÷ sum of kernel times",
+    "XLA's collectives, share of a link": "XLA collective efficiency on a link",
+    "busiest rank ÷ mean": "expert imbalance (busiest rank ÷ mean)",
+}
+"""Name of an input to what its users call it, where the name does not say it."""
+
+
+def label(figure: Figure) -> str:
+    """What an input's users call it."""
+    return LABELS.get(figure.name, figure.name)
 
 
 def explain(candidate: Candidate, what: str) -> str:
@@ -60,10 +110,10 @@ def _effects(compute: Callable[[], float]) -> list[str]:
     small = []
     for figure, low, high in ranked:
         if max(abs(low - 1), abs(high - 1)) < 0.01:
-            small.append(figure.name)
+            small.append(label(figure))
             continue
         ends = _interval(figure, figure.unit, f": {figure.source}")
-        lines.append(f"  {low:.2f} … {high:.2f}  {figure.name}: {ends}")
+        lines.append(f"  {low:.2f} … {high:.2f}  {label(figure)}: {ends}")
     if small:
         lines.append(f"  within 1 %: {', '.join(sorted(small))}")
     return lines

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import importlib.resources
 import statistics
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -173,6 +175,28 @@ def _input(value: float, low: float, high: float, kind: Kind, name: str, source:
     if draw is None:
         return value
     return draw.of(Figure(value, low, high, kind, name=name, source=source, unit=unit))
+
+
+def assumption(key: str) -> float:
+    """The value of a figure of `configs/assumptions.toml`, in the draw at hand."""
+    return drawn(_table()[key])
+
+
+def ends(key: str) -> tuple[float, float, float]:
+    """(value, low, high) of a figure of the table, whatever the draw."""
+    figure = _table()[key]
+    return figure.value, figure.low, figure.high
+
+
+@functools.cache
+def _table() -> dict[str, Figure]:
+    rows = tomllib.loads((importlib.resources.files("configs") / "assumptions.toml").read_text(encoding="utf-8"))
+    return {key: _of_row(row.get("name", key), row) for key, row in rows.items()}
+
+
+def _of_row(name: str, row: dict[str, Any]) -> Figure:
+    kind = Kind.MEASURED if row.get("measured") else Kind.ASSUMPTION
+    return Figure(*map(float, row["range"]), kind, name=name, unit=row.get("unit", ""), source=row["why"])
 
 
 def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRAWS) -> list[Figure]:

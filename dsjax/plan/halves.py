@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from dsjax.plan.assumptions import assumption
+from dsjax.plan.figure import assumption
 from dsjax.plan.network import exchanged_rows
 from dsjax.plan.operations import H800_SMS
 from dsjax.plan.step_basis import StepBasis
@@ -51,14 +51,14 @@ def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, h
 
 def further_rounds(step: StepBasis, tokens: float) -> int:
     """Rounds to the busiest rank that halves of so many tokens have beyond those of the whole, which are left out of both."""
-    mesh, top_k, experts = step.layout.mesh, step.config.num_experts_per_tok, step.config.n_routed_experts
+    mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     needed = []
     for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
         if step.own_method(each, halved) not in ("padded", "hierarchical"):
             needed.append(1)
             continue
         rows = each * top_k * mesh.expert_width_shards
-        load = step.skew.slowest(step.expert_slots, experts, rows, step.places_by_load)
+        load = step.slowest(rows)
         room = exchanged_rows("padded", each, top_k, mesh.ep_size, halved)
         needed.append(math.ceil(load * exchanged_rows("ragged", each, top_k, mesh.ep_size) / room))
     return max(0, needed[0] - needed[1])

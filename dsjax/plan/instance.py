@@ -10,13 +10,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.plan.apart import apart_models
-from dsjax.plan.assumptions import assumption
+from dsjax.plan.apart import ApartStep
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
-from dsjax.plan.dry_runs import halves_refusal, runs_of, wire_refusal
-from dsjax.plan.figure import Draw, Figure, drawing, drawn, spread
+from dsjax.plan.dry_runs import halves_refusal, refusal, wire_refusal
+from dsjax.plan.figure import Draw, Figure, assumption, drawing, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
@@ -65,7 +64,7 @@ class Instance:
         """Running requests of a DP rank, of all batches that its stages take in turn."""
         return batch * self.layout.mesh.pp_size
 
-    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once for all layouts of the same unit."""
         if key not in self.steps:
             self.steps[key] = make()
@@ -101,7 +100,9 @@ class Instance:
         options = self.options
         if self.layout.experts or self.layout.mesh.pp_size > 1:
             return ()
-        return runs_of(options.compiled, self.layout, self.config, self.cluster, options.precision)
+        # Copies of the experts never communicate: a program of one of them is of all.
+        mine = (run for run in options.compiled if refusal(run, self) is None)
+        return tuple(run for run in mine if run.layout(self.config) == self.layout.unit)
 
     @cached_property
     def replicas(self) -> int:
@@ -124,32 +125,20 @@ class Instance:
 
     def step_models(self) -> list[StepModel]:
         """With and without two-batch overlap, as the options allow; the faster one counts."""
-        return self._kept("models", self._step_models)
+        return self.kept("models", self._step_models)
 
     def _step_models(self) -> list[StepModel]:
-        options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell
-        own, arguments = (
-            engine.name == "dsjax",
-            (self.config, self.cluster, self.layout.unit, options.precision, options.skew),
-        )
-        alike = {
-            "dispatch": options.dispatch,
-            "shared": self.steps.setdefault("shared", {}),
-            "operators": options.operators,
-            "host": options.host,
-            "eager": engine.eager,
-            "shared_beside": engine.shared_beside,
-            "captured": engine.captured,
-            "gathers": engine.gathers,
-            "absorbs_below": 0 if blackwell else engine.absorbs_below,
-            "fp8_mla": engine.fp8_mla,
-            "fp8_rate": engine.fp8_rate if blackwell else None,
-            "balancing": self.places_by_load,
-        }
+        options, engine = self.options, self.options.engine
+        own, about = engine.name == "dsjax", (self.config, self.cluster, self.layout.unit)
+        alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
         if self.layout.experts:
+            # Shared experts are computed while the rows are away.
+            alone = dataclasses.replace(options, engine=dataclasses.replace(engine, shared_beside=False))
             counts = (1, options.afd_stages) if own else (1, 2, 3)
-            return apart_models(*arguments, counts=counts, published=not own, **alike)
-        usable = [run for run in self.dry_runs if wire_refusal(run, options.dispatch, options.precision) is None]
+            return [
+                ApartStep(*about, alone, overlap=n > 1, micro_batches=n, published=not own, **alike) for n in counts
+            ]
+        usable = [run for run in self.dry_runs if wire_refusal(run, options) is None]
         programs = tuple(run for run in usable if not run.halves)
         choices = {"auto": (False, True), "on": (True,), "off": (False,)}[options.overlap]
         if own:  # it has to be asked for, as --enable-dbo; thresholds then choose the faster
@@ -157,8 +146,10 @@ class Instance:
         whole = programs and not any(run.halves for run in usable)
         if self.layout.mesh.ep_size == 1 or whole or not engine.overlaps:
             choices = (False,)  # nothing to overlap; or the program that was compiled does not
-        make = partial(MeasuredStep, measured=options.measured) if options.measured else StepModel
-        return [make(*arguments, overlap=halves, dry_runs=() if halves else programs, **alike) for halves in choices]
+        make = MeasuredStep if options.measured else StepModel
+        return [
+            make(*about, options, overlap=halves, dry_runs=() if halves else programs, **alike) for halves in choices
+        ]
 
     def decode_step(self, batch: float) -> float:
         """Seconds of one decode step, with the overlap that makes it faster."""
@@ -229,10 +220,10 @@ class Instance:
     def pace(self, decode: bool, halves: bool = False) -> float:
         """Timeline of a dry run of such a step ÷ the estimate; 1 without one, or of another engine than dsjax. halves: of a step in two
         halves; where only the other kind was compiled, it tells."""
-        return self._kept(("pace", decode, halves), partial(self._pace, decode, halves))
+        return self.kept(("pace", decode, halves), partial(self._pace, decode, halves))
 
     def _pace(self, decode: bool, halves: bool) -> float:
-        known = (run for run in self.dry_runs if not halves_refusal(run, self.options.overlap))
+        known = (run for run in self.dry_runs if not halves_refusal(run, self.options))
         runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
         own = self.options.engine.name == "dsjax"
@@ -291,7 +282,7 @@ class Instance:
         """Seconds of the attention of a decode step's layers."""
         context, rows = self.workload.context, batch * (1 + self.options.drafts)
         layer = partial(self.step_models()[0].attention, rows, batch * context, context, True)
-        return self._kept(("attention", batch), layer) * self.config.num_hidden_layers
+        return self.kept(("attention", batch), layer) * self.config.num_hidden_layers
 
     def drafting(self, batch: float) -> float:
         """Seconds of a decode step in which it makes its drafts."""
@@ -299,7 +290,7 @@ class Instance:
         if not drafts:
             return 0.0
         parts = partial(self.step_models()[0].decode_parts, batch, work.context, drafts=drafts, uneven=work.uneven)
-        return self._kept(("drafting", batch), lambda: sum(parts().get(name, 0.0) for name in MODULE))
+        return self.kept(("drafting", batch), lambda: sum(parts().get(name, 0.0) for name in MODULE))
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
         """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit; chunks too."""

@@ -11,7 +11,6 @@ import importlib.resources
 import json
 import math
 import shlex
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
+from dsjax.toml_files import read_toml
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
@@ -46,14 +46,10 @@ _template = functools.cache(_JINJA.from_string)
 _expression = functools.cache(functools.partial(_JINJA.compile_expression, undefined_to_none=False))
 
 
-def _read(name: str) -> str:
-    return (importlib.resources.files("configs") / "engines" / name).read_text(encoding="utf-8")
-
-
 @functools.cache
 def documented(engine: str) -> Mapping[str, Any]:
     """`configs/engines/ENGINE.toml`."""
-    return tomllib.loads(_read(f"{engine}.toml"))
+    return read_toml("engine", "engines", engine)
 
 
 def _holds(rule: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
@@ -241,4 +237,5 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
     usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
     asks = "key" in about or any(KEY in flags.values() for one in launches for flags in one.flags)
     given = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
-    return _template(_read("script.sh")).render(command=command, notes=made["notes"], **given)
+    text = (importlib.resources.files("configs") / "engines" / "script.sh").read_text(encoding="utf-8")
+    return _template(text).render(command=command, notes=made["notes"], **given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from dsjax.plan.measured import Measured
 from dsjax.plan.skew import zipf_variation
@@ -18,11 +17,13 @@ _TIMED_SKEW = 0.3
 """How the rows `skewed` were drawn: popularity ∝ rank^-0.3."""
 
 
-@dataclass(frozen=True)
 class MeasuredStep(StepModel):
     """`StepModel` with measured modules. Those of a replica's whole width serve `tp=1`; others keep their published times."""
 
-    measured: Measured | None = None
+    @property
+    def measured(self) -> Measured:
+        """The file of module benchmarks."""
+        return self.options.measured
 
     def decode_parts(self, batch: float, context: float, *, drafts: int = 0, uneven: float = 0.0) -> dict[str, float]:
         """Seconds of the parts of a step; the model's loop over the context runs to the longest of a batch, for all its rows."""
@@ -106,8 +107,7 @@ class MeasuredStep(StepModel):
         """The busiest rank's experts: between the timed even and skewed routing, by the skew that is planned for."""
         config, mesh, top_k = self.config, self.layout.mesh, self.config.num_experts_per_tok
         slots = (config.n_routed_experts + self.layout.redundant) // mesh.ep_size
-        places, rows = self.expert_slots, rank_tokens * top_k
-        slowest = self.skew.slowest(places, config.n_routed_experts, rows, self.places_by_load)
+        slowest = self.slowest(rank_tokens * top_k)
 
         def visits(tokens: float) -> float:
             # Between two sizes a product's time follows the weights that are brought in: of the experts that have a token, and anew
@@ -123,7 +123,7 @@ class MeasuredStep(StepModel):
         skewed = timed(rank_tokens, "skewed") if mesh.ep_size == 1 else None
         if even is None or skewed is None:
             return even
-        share = min(1.0, self.skew.variation / zipf_variation(_TIMED_SKEW, config.n_routed_experts))
+        share = min(1.0, self.options.skew.variation / zipf_variation(_TIMED_SKEW, config.n_routed_experts))
         return (1 - share) * even + share * skewed
 
     def head(self, tokens: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import assumed
+from dsjax.plan.figure import assumption
 from dsjax.plan.network import network_latency
 from dsjax.plan.operations import low_latency_fit
 
@@ -59,19 +59,11 @@ def moves(
     cells: rows of a device with attention that there is room for to one device with experts, all of which travel within a process.
     rows: those that are needed, which alone travel between processes. row_bytes: there, and back.
     """
-    why = (
-        "jax.jit's call on flat leaves: 0.2 ms for 200 parameters on emulated devices, not timed on a GPU; a layer's "
-        "programs take 10 to 40 arrays"
-    )
-    launch = assumed(60e-6, 20e-6, 200e-6, "starting a program from the host", why, "s")
+    launch = assumption("starting a program from the host")
     if in_one_process(attention, experts, senders + receivers):
-        why = "jax.device_put, not timed on a GPU"
-        share = assumed(0.6, 0.35, 0.85, "copies between devices, share of a link", why)
-        fixed = assumed(
-            10e-6, 5e-6, 30e-6, "a move between devices, fixed part", "a small copy and the wait for it", "s"
-        )
-        begin = assumed(10e-6, 3e-6, 30e-6, "beginning a copy from the host", why, "s") * senders * receivers
-        rate = share * attention.hardware.scale_up_bandwidth
+        fixed = assumption("a move between devices, fixed part")
+        begin = assumption("beginning a copy from the host") * senders * receivers
+        rate = assumption("copies between devices, share of a link") * attention.hardware.scale_up_bandwidth
         copied = cells * max(senders, receivers)  # by the device that sends to most, or hears from most
         there, back = (copied * size / rate + fixed for size in row_bytes)
         return Moves(there, back, begin, begin, launch, one_call=False)
@@ -87,20 +79,17 @@ def moves(
 
 def connection(here: Cluster, there: Cluster) -> tuple[float, float]:
     """``(bytes a second, seconds of a message beside its bytes)`` of a connection between processes of two hosts, through their memory."""
-    why = "18 MB there and back in 7.1 ms by ZeroMQ without encryption, over loopback on two shared cores"
-    stream = assumed(5e9, 2.5e9, 6e9, "bytes a second of the connection", why, "B/s")
-    why = "64 B there and back by ZeroMQ take 79 µs; copies to and from a device"
-    fixed = assumed(79e-6, 40e-6, 400e-6, "a message, fixed part", why, "s")
-    return min(stream, *(one.network_gbps * 1e9 / 8 for one in (here, there))), fixed + network_latency(here)
+    rate = min(assumption("bytes a second of the connection"), *(one.network_gbps * 1e9 / 8 for one in (here, there)))
+    return rate, assumption("a message, fixed part") + network_latency(here)
 
 
 def agreement(attention: Cluster, processes: int) -> float:
     """Seconds from a process with attention having its answers of a layer to its knowing that all others have theirs."""
     if processes == 1:
         return 0.0
-    why = "64 B there and back by ZeroMQ, over loopback on two shared cores; a process that is late is waited for"
-    each = assumed(79e-6, 40e-6, 200e-6, "a word to and from another process with attention", why, "s")
-    return each * (processes - 1) + network_latency(attention)
+    return assumption("a word to and from another process with attention") * (processes - 1) + network_latency(
+        attention
+    )
 
 
 # MegaScale-Infer (arXiv 2504.02263), Step-3 with StepMesh (arXiv 2507.19427) and Baidu Baige's AFD send rows from device to device

@@ -6,7 +6,7 @@ import math
 
 from dsjax.config import ModelConfig
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.figure import assumed, measured
+from dsjax.plan.figure import assumed, assumption, measured
 from dsjax.plan.operations import (
     ALL_REDUCE,
     ROW_BYTES,
@@ -21,35 +21,11 @@ from sharding.dispatch import default_capacity, even_routing_rows, host_capacity
 
 _REFERENCE_LATENCY = 2e-6
 """Latency of the network on which the fixed part was measured: InfiniBand, one way."""
-_NCCL_TESTS = (
-    "all_reduce_perf of nccl-tests, up to 16 KB between two hosts of one device each: 31 µs over ConnectX-7 "
-    "(NVIDIA/dgx-spark-playbooks pull request 103), 19 µs of one A100 a host over HDR (NVIDIA/nccl-tests issue 150)"
-)
-_NCCL_TESTS_HOSTS = (
-    "all_reduce_perf of nccl-tests, small sizes over hosts of 8 H100: 75 µs out of place, 62 in place (NVIDIA/nccl issue 1453); low "
-    "end: that of hosts with one device each"
-)
-_COLLECTIVES_INSIDE = (
-    "NCCL's own model of a gather over 8 devices of NVLink is 10.8 µs: 6.6, and 0.6 for each device passed (src/graph/tuning.cc, "
-    "NVIDIA/nccl issue 1334); low end: 3.7 µs of a message between H800s in a CUDA graph (NVIDIA/nccl issue 1984); high end: gathers and "
-    "scattered sums of 2 to 64 KB over 8 H800, most of them 25 to 34 µs without a graph (SGLang, benchmark_symm_mem)"
-)
-_COLLECTIVES_BETWEEN = (
-    "NCCL's own model of a gather over two to four hosts of 8 devices is 24 to 45 µs (src/graph/tuning.cc, NVIDIA/nccl issue 1334); "
-    "the ends hold sums: 19 and 31 µs between two hosts of one device each, 62 to 75 over hosts of 8 (NVIDIA/nccl-tests issue 150, "
-    "NVIDIA/dgx-spark-playbooks pull request 103, NVIDIA/nccl issue 1453)"
-)
 
 
-def collective_start(cluster: Cluster, *, between: bool) -> float:
+def collective_start(*, between: bool) -> float:
     """Seconds of a collective of XLA's that do not grow with its bytes: over the network, or within a scale-up domain."""
-    if between:
-        times, where, why = (30e-6, 15e-6, 80e-6), "over the network", _COLLECTIVES_BETWEEN
-    else:
-        times, where, why = (10e-6, 4e-6, 30e-6), "in a scale-up domain", _COLLECTIVES_INSIDE
-    if cluster.hardware.platform != "cuda":
-        why = "as of NCCL: no times of small messages were found for such links"
-    return assumed(*times, f"a collective {where}, fixed part", why, "s")
+    return assumption(f"a collective {'over the network' if between else 'in a scale-up domain'}, fixed part")
 
 
 def network_latency(cluster: Cluster) -> float:
@@ -138,18 +114,33 @@ def own_exchange(
     slowest: float,
     overlapped: bool = False,
     routed_groups: tuple[int, int] | None = None,
+    sharing: int = 1,
+    pooled: str = "all_gather",
 ) -> float:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `StepBasis.own_method`, as XLA's collectives."""
-    if ranks == 1:
+    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `StepBasis.own_method`, as XLA's collectives.
+
+    `even`: the rows that even routing needs. sharing: neighbouring ranks that share an expert's width, among which rows are pooled by a
+    collective of the kind `pooled`, with the room that was kept for others (`ExpertGroup.pool_width`); `gather` has no such step.
+    """
+    if ranks * sharing == 1:
         return 0.0
-    sent, hosts = exchanged_rows(method, tokens, top_k, ranks, overlapped) * row_bytes, cluster.domains_of(ranks)
+    ragged, whole, of = method == "ragged", max(1, math.ceil(tokens)), ranks * sharing
+    each = exchanged_rows("ragged" if method == "even" else method, tokens, top_k, ranks, overlapped) * row_bytes
+    time, hosts = 0.0, cluster.domains_of(of)
+    if sharing > 1:
+        time = xla_collective(cluster, sharing, ranks * (whole * row_bytes if ragged else each), kind=pooled)
     if method == "hierarchical" and 1 < hosts < ranks:
-        rows = host_capacity(max(1, math.ceil(tokens)), top_k, hosts, overlapped, routed_groups)
-        crossing = xla_collective(cluster, hosts, rows * row_bytes, near=1, of=ranks)
-        return crossing + xla_collective(cluster, ranks // hosts, hosts * sent)
-    if method == "ragged":  # sizes go before rows
-        return xla_collective(cluster, ranks, sent * slowest, 2, "ragged_all_to_all")
-    return xla_collective(cluster, ranks, sent, 1, "all_gather" if method == "gather" else "all_to_all")
+        crossing, near = host_capacity(whole, top_k, hosts, overlapped, routed_groups) * row_bytes, ranks // hosts
+        time += xla_collective(cluster, hosts, crossing, near=1, of=of)
+        return time + xla_collective(cluster, near, hosts * each, near=near, of=near * sharing)
+    if ranks == 1:
+        return time
+    near = max(1, min(ranks, cluster.domain // sharing))
+    if ragged:  # sizes go before rows
+        return time + xla_collective(cluster, ranks, each * slowest, 2, "ragged_all_to_all", near, of)
+    return time + xla_collective(
+        cluster, ranks, each, 1, "all_gather" if method == "gather" else "all_to_all", near, of
+    )
 
 
 def _observed(cluster: Cluster, kind: str, ranks: int, sent: float, among: int | None = None) -> float | None:
@@ -185,12 +176,12 @@ def xla_collective(
     met = cluster.between(of or ranks)
     time = _over_links(met, each * (ranks - 1 - crossing), each * crossing)
     latency = network_latency(met) if ranks > near else 0.0
-    return time + latency + collective_start(cluster, between=ranks > near) * count
+    return time + latency + collective_start(between=ranks > near) * count
 
 
 def _over_links(cluster: Cluster, inside: float, away: float) -> float:
     """Seconds of bytes in XLA's collectives over the scale-up link, beside those that leave its domain."""
-    share = assumed(0.6, 0.35, 0.8, "XLA's collectives, share of a link", "not measured here")
+    share = assumption("XLA's collectives, share of a link")
     time = inside * torus_hops(cluster) / (share * cluster.hardware.scale_up_bandwidth)
     return max(time, away / (share * cluster.network_bandwidth))
 
@@ -203,28 +194,29 @@ def moved_bytes(cluster: Cluster, ranks: int, size: float) -> float:
     return _over_links(cluster.between(ranks), size, size * (1 - min(cluster.domain, ranks) / ranks))
 
 
-def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
-    """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again)."""
+def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = None) -> float:
+    """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again). near: as of `xla_collective`."""
     if ranks == 1:
         return 0.0
     observed = _observed(cluster, "all_reduce", ranks, size * (2 * (ranks - 1) / ranks))
     if observed is not None:
         return observed
-    near = min(cluster.domain, ranks)
+    near = near or min(cluster.domain, ranks)
     if ranks <= near and (cluster.hardware.is_hopper or cluster.hardware.is_blackwell):
         return _timed_sum(cluster, ranks, size)
     cluster = cluster.between(ranks, ring=True)
-    share = assumed(0.7, 0.5, 0.85, "all-reduce, share of scale-up link", "ring or multicast over NVLink or ICI")
+    share = assumption("all-reduce, share of scale-up link")
     time = size * (2 * (near - 1) / near) / (share * cluster.hardware.scale_up_bandwidth)
     domains = -(-ranks // near)
     if domains == 1:
-        return time + assumed(8e-6, 4e-6, 15e-6, "all-reduce, fixed part", "small all-reduces within a host", "s")
+        return time + assumption("all-reduce, fixed part")
     away = size * (2 / near * (domains - 1) / domains) / (normal_network_share() * cluster.network_bandwidth)
     # Ranks of a host that has several go first through its own link, which is the larger part of the fixed time.
-    fixed, source = ((68e-6, 31e-6, 75e-6), _NCCL_TESTS_HOSTS) if near > 1 else ((31e-6, 19e-6, 75e-6), _NCCL_TESTS)
+    several = "all-reduce between hosts of several devices"
+    fixed = assumption(several if near > 1 else "all-reduce between hosts of one device")
     hops = 2 * math.ceil(math.log2(domains))
     latency = network_latency(cluster) * hops - 2 * _REFERENCE_LATENCY
-    return time + away + measured(*fixed, "all-reduce between hosts, fixed part", source, "s") + latency
+    return time + away + fixed + latency
 
 
 def _timed_sum(cluster: Cluster, ranks: int, size: float) -> float:
@@ -250,10 +242,9 @@ def cache_transfer(cluster: Cluster, size: float, sender: Cluster | None = None,
         bandwidth = min(bandwidth, sender.network_bandwidth)
     if not own:
         return size / (normal_network_share() * bandwidth)
-    why = "18.3 MB in 23.2 ms by JAX's transfer server, in 11.2 by NIXL, on two shared cores (docs/disaggregation.md)"
-    return size / min(assumed(0.79e9, 0.4e9, 1.63e9, "bytes a second of dsjax's transfer", why, "B/s"), bandwidth)
+    return size / min(assumption("bytes a second of dsjax's transfer"), bandwidth)
 
 
 def exposed_transfer() -> float:
     """Share of a cache's transfer that is not hidden behind the layers still being computed."""
-    return assumed(0.3, 1 / 61, 1.0, "share of the transfer that is exposed", "layer by layer, or after the last layer")
+    return assumption("share of the transfer that is exposed")

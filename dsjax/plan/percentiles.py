@@ -12,12 +12,12 @@ from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.report import table
 from dsjax.plan.search import Plan
 from dsjax.plan.simulation.load import OfferedLoad
 from dsjax.plan.simulation.outcome import SimulationOutcome
 from dsjax.plan.simulation.run import loads, simulate
 from dsjax.plan.workload import Objective, Workload
+from dsjax.tables import table
 
 METRICS, PERCENTILES = ("ttft", "tpot", "e2e"), ("p50", "p90", "p95", "p99")
 _PLAYED, _HALVINGS = 4, 5

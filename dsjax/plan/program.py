@@ -11,7 +11,7 @@ from dsjax.model.parameter_counts import expert_parameters
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.figure import assumed
+from dsjax.plan.figure import assumption
 from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
 
 
@@ -83,5 +83,4 @@ def excess(chip: Chip, config: ModelConfig, run: DryRun, tokens: float) -> float
     beyond = (sum(run.flops.values()) - needed_flops(config, run)) * tokens / run.tokens
     if beyond <= 0:
         return None
-    share = assumed(0.65, 0.4, 0.8, "XLA's products, share of peak", "at best 800 of 989 TFLOP/s in bf16, H200, 8192³")
-    return beyond / (share * chip.hardware.bf16_flops)
+    return beyond / (assumption("XLA's products, share of peak") * chip.hardware.bf16_flops)

@@ -31,10 +31,12 @@ def prompts_beside_decodes(instance: Instance, batch: float, tokens: float) -> t
     deepest = _fullest(arriving, ranks) / share
     busy = arriving / share / (ranks * deepest)
     depth = max(1.0, min(deepest, most))
-    step = _between_whole(depth, lambda count: _prefill(instance, count * size, busy))
     added = _between_whole(depth, lambda count: _added(instance, batch, count * size, busy))
     steps = share * deepest / depth
-    waited = (added * min(steps, 1.0) + step * max(0.0, steps - 1)) / instance.options.tokens_a_step
+    waited = added * min(steps, 1.0)
+    if steps > 1:
+        waited += (steps - 1) * _between_whole(depth, lambda count: _prefill(instance, count * size, busy))
+    waited /= instance.options.tokens_a_step
     holds = instance.options.engine.holds_prompts and ranks > 1
     if not holds and not is_drawing():
         return waited, added
@@ -88,10 +90,8 @@ def _added(instance: Instance, batch: float, tokens: float, busy: float) -> floa
     alone = _prefill(instance, tokens, busy)
     if not instance.options.engine.mixes:
         return alone
-    key = ("saved", batch, tokens, busy)
-    if key not in instance.steps:
-        instance.steps[key] = _saved(instance, batch, tokens, busy)
-    return alone - max(min(instance.steps[key], alone), 0.0)
+    saved = instance.kept(("saved", batch, tokens, busy), lambda: _saved(instance, batch, tokens, busy))
+    return alone - max(min(saved, alone), 0.0)
 
 
 def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> float:

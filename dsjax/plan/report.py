@@ -19,6 +19,7 @@ from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
 from dsjax.plan.sweep import Sweep
+from dsjax.tables import table
 
 if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
     from dsjax.plan.simulation.outcome import SimulationOutcome
@@ -67,16 +68,6 @@ def to_json(
     }
 
 
-def table(title: str | None, names: Iterable[str], rows: Iterable[Sequence[str]], **how: Any) -> Table:
-    """A table of these columns: text where the name begins with `<`, else figures."""
-    made = Table(title=title, title_justify="left", **how)
-    for name in names:
-        made.add_column(name.lstrip("<"), justify="left" if name.startswith("<") else "right", no_wrap=True)
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
 def show(console: Console, plan: Plan, model: str, rows: int) -> None:
     """The first screen: the question, the best rows, the winner's commands and what limits it; or what forbids a winner."""
     show_usages(console, plan.usages)
@@ -109,16 +100,14 @@ def _first_screen(plan: Plan, model: str, rows: int) -> Iterator[str | Text | Ta
     yield from map(sentence, forbidden(plan))
     if shown := _shown(plan, rows):
         differ = len({one.devices for one in shown}) > 1
-        names = ("<", "<deployment", *[f"{_device(plan)}s"] * differ, "TTFT s", "TPOT ms", "tokens/s", "interval")
+        names = ("<", "<<deployment", *[f"{_device(plan)}s"] * differ, "TTFT s", "TPOT ms", "tokens/s", "interval")
         cells = [
             (mark, one.name() + _compiled(one), *[str(one.devices)] * differ)
             + (f"{one.ttft:,.2f}", f"{one.tpot * 1e3:,.1f}", f"{one.throughput:,.0f}")
             + (f"{one.throughput.low:,.0f}–{one.throughput.high:,.0f}",)
             for mark, one in zip(_marks(plan, shown), shown, strict=True)
         ]
-        made = table(None, names, cells, box=None, padding=(0, 1, 0, 0))
-        made.columns[1].no_wrap, made.columns[1].overflow = False, "fold"
-        yield made
+        yield table(None, names, cells, box=None, padding=(0, 1, 0, 0))
         held = "✓ meets the objectives even at the intervals' ends, ~ in the middle; " if question.bounded else ""
         yield Text(f"{held}≈ as row 1", "dim")
     if any(usage.used for usage in plan.usages) and len(plan.considered) > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.figure import Figure, assumed, spread
+from dsjax.plan.figure import Figure, assumed, assumption, spread
 
 _ROOM, _WHY = (0.75, 0.9, 1.0), "answers that nobody asks for again are pages, too"
 """Share of the cache beside requests in flight that pages of prompts have: low, middle, high."""
@@ -73,9 +73,7 @@ def reuse(candidate: Candidate, working_set: float, host_bytes: float, disk_byte
         cache = ranks * instance.on(instance.cluster, {}).memory.cache_tokens
         beside = (hosts * tier / size for tier in (host_bytes, disk_bytes))
         device, host, disk = tier_shares(working_set, cache, ranks * candidate.batch * work.context, *beside)
-        why = "PCIe 5.0 x16 gives 55 GB/s, pinned copies of pages less"
-        link = assumed(25e9, 8e9, 55e9, "from the host to a device", why, "B/s")
-        reading = assumed(3e9, 1e9, 7e9, "one NVMe disk", "shared by all ranks of a host", "B/s")
-        return device, host, disk, work.input.mean * size * (host / link + disk / reading)
+        loading = host / assumption("from the host to a device") + disk / assumption("one NVMe disk")
+        return device, host, disk, work.input.mean * size * loading
 
     return Reuse(*spread(compute))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from dsjax.plan.figure import assumed
 from dsjax.plan.network import (
     all_reduce,
     deepep_exchange,
-    exchanged_rows,
     own_exchange,
-    xla_collective,
 )
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import exchange_run, exchanges, nearest
 from dsjax.plan.step_basis import StepBasis
-from sharding.dispatch import host_capacity
 
 _TIMED = 7168, 2048, 8
 """V3's hidden size, expert width and experts of a token: kernels of whole layers were timed with these only."""
@@ -34,7 +30,7 @@ def routed_experts(
     split = mesh.expert_width_shards
     alike = mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1
     group = mesh.num_devices // mesh.expert_copies, step.expert_slots, split, step.places_by_load, alike
-    how = step.layout.fused, step.sums_experts, step.gathers
+    how = step.layout.fused, step.sums_experts, step.engine.gathers
     make = partial(_routed, step, tokens / mesh.tp_size, decode, busy, halved)
     if step.dry_runs:
         return make()
@@ -44,7 +40,7 @@ def routed_experts(
 def _routed(step: StepBasis, rank_tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
     mesh, config = step.layout.mesh, step.config
     rows = rank_tokens * busy * config.num_experts_per_tok * mesh.expert_width_shards
-    slowest = step.skew.slowest(step.expert_slots, config.n_routed_experts, rows, step.places_by_load)
+    slowest = step.slowest(rows)
     products = _products(step, rank_tokens * busy, rows * slowest, slowest, decode)
     there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
     return {"experts": products, "dispatch": there, "combine": back}
@@ -55,20 +51,21 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
     config, mesh, chip, places = step.config, step.layout.mesh, step.chip, step.expert_slots
     experts, top_k, slots = config.n_routed_experts, config.num_experts_per_tok, places.physical // mesh.ep_size
     everyone = rank_tokens * (mesh.num_devices // mesh.expert_copies)
-    touched = partial(step.skew.touched, top_k=top_k, experts=experts)
-    most_touched = partial(step.skew.most_touched, top_k=top_k, experts=experts, slots=slots, ranks=mesh.ep_size)
+    skew = step.options.skew
+    touched = partial(skew.touched, top_k=top_k, experts=experts)
+    most_touched = partial(skew.most_touched, top_k=top_k, experts=experts, slots=slots, ranks=mesh.ep_size)
     used, timed, least = most_touched(everyone), False, None
     if (config.hidden_size, config.moe_intermediate_size, top_k) != _TIMED:
         pass
     elif mesh.splits_expert_width:
-        least = chip.fused_experts(everyone, touched, step.skew, mesh.expert_width_shards, mesh.ep_size)
+        least = chip.fused_experts(everyone, touched, skew, mesh.expert_width_shards, mesh.ep_size)
         timed, of_rank = not (decode and chip.hardware.is_blackwell), touched(everyone)
     elif step.dispatch == "deepep" and mesh.ep_size > 1 and slots * mesh.ep_size == 256:
 
         def more(tokens: float) -> float:
-            return step.skew.slowest(places, experts, tokens * top_k / mesh.ep_size, step.places_by_load)
+            return step.slowest(tokens * top_k / mesh.ep_size)
 
-        about = (step.skew, places.physical), mesh.ep_size, None if decode else more
+        about = (skew, places.physical), mesh.ep_size, None if decode else more
         least, timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
         of_rank = used
     if least is not None and step.layout.fused:
@@ -90,17 +87,17 @@ def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: flo
 def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool) -> tuple[float, float]:
     config, cluster, mesh = step.config, step.cluster, step.layout.mesh
     width, top_k, split = config.hidden_size, config.num_experts_per_tok, mesh.expert_width_shards
-    rows = width * step.precision.wire, width * BF16
+    rows = width * step.options.precision.wire, width * BF16
     if step.dispatch != "deepep":
         return _own(step, rank_tokens, decode, slowest, halved)
     if step.sums_experts:
         there = back = 0.0
-    elif step.gathers and mesh.dp_size > 1:
+    elif step.engine.gathers and mesh.dp_size > 1:
         # A gather and scattered sums send half of a sum each.
         size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
         there = back = all_reduce(cluster, mesh.num_devices, size)
     elif "etp" in mesh.axes:
-        return tuple(_in_width(step, "even", rank_tokens, *way, slowest, halved) for way in _wire_rows(step))
+        return _ways(step, "even", rank_tokens, slowest, halved, split)
     else:
         # With one rank the sums over tp are the exchange.
         ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
@@ -108,7 +105,7 @@ def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float
         normal, low_latency = (
             [
                 deepep_exchange(
-                    cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.operators, step.shared
+                    cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.options.operators, step.shared
                 )
                 for row, combine in ways
             ]
@@ -133,57 +130,36 @@ def _own(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halv
     if mesh.ep_size == 1 and compiled:
         return 0.0, 0.0
     run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
-    rows = _wire_rows(step)
     if run:
         there, back = exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
     elif mesh.ep_size == 1 and ranks == mesh.tp_size > 1:
-        there, back = (_half_a_sum(step, rank_tokens * row) for row, _ in rows)
-    elif mesh.splits_expert_width and method != "gather" and ranks > 1:
-        there, back = (_in_width(step, method, rank_tokens, *way, slowest, halved) for way in rows)
+        there, back = (_half_a_sum(step, rank_tokens * row) for row in _wire_rows(step))
     else:
-        about = slowest, halved, step.routed_groups
-        there, back = (own_exchange(cluster, method, ranks, rank_tokens, top_k, row, *about) for row, _ in rows)
+        sharing = 1 if method == "gather" else mesh.expert_width_shards
+        there, back = _ways(step, method, rank_tokens, slowest, halved, sharing)
     if mesh.tp_size > 1 and not compiled:
         back = back + _half_a_sum(step, rank_tokens * config.hidden_size * BF16)
     return there, back
 
 
-def _wire_rows(step: StepBasis) -> tuple[tuple[float, str], tuple[float, str]]:
-    """(bytes of a token's row, collective among ranks that share a width) there and back.
+def _ways(
+    step: StepBasis, method: str, rank_tokens: float, slowest: float, halved: bool, sharing: int
+) -> tuple[float, float]:
+    """There and back by a method of dsjax's own dispatch; sharing: as of `own_exchange`."""
+    mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
+    about = step.cluster, method, mesh.num_devices // mesh.expert_copies // sharing, rank_tokens, top_k
+    how = slowest, halved, step.routed_groups, sharing
+    pooled = zip(_wire_rows(step), ("all_gather", "reduce_scatter"), strict=True)
+    return tuple(own_exchange(*about, row, *how, kind) for row, kind in pooled)
 
-    Float32 weights, 16-bit ids, a spare word: sharding/dispatch/wire.py.
-    """
+
+def _wire_rows(step: StepBasis) -> tuple[float, float]:
+    """Bytes of a token's row there and back: float32 weights, 16-bit ids, a spare word (sharding/dispatch/wire.py)."""
     width = step.config.hidden_size
-    there = width * step.precision.wire + 6 * step.config.num_experts_per_tok + 4
-    return (there, "all_gather"), (width * BF16, "reduce_scatter")
+    return width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4, width * BF16
 
 
 def _half_a_sum(step: StepBasis, each: float) -> float:
     """Seconds of a gather over ``tp``, or of scattered sums: those of a sum that sends as much (as of `tensor_parallel_sums`)."""
     tp = step.layout.mesh.tp_size
     return all_reduce(step.cluster, tp, each * tp / 2)
-
-
-def _in_width(
-    step: StepBasis, method: str, rank_tokens: float, row_bytes: float, kind: str, slowest: float, halved: bool
-) -> float:
-    """One way where ranks share an expert's width: between ranks of one place in it, and among these, which are neighbours.
-
-    method: of dsjax's own dispatch, whose rows are pooled with the room that was kept for others (`ExpertGroup.pool_width`), or `even`:
-    the rows that even routing needs. ``gather`` has no such step: its two collectives are over all ranks.
-    """
-    cluster, mesh, top_k = step.cluster, step.layout.mesh, step.config.num_experts_per_tok
-    ranks, sharing, ragged = mesh.ep_size, mesh.expert_width_shards, method == "ragged"
-    whole, near = max(1, math.ceil(rank_tokens)), max(1, min(ranks, cluster.domain // sharing))
-    each = exchanged_rows("ragged" if method == "even" else method, rank_tokens, top_k, ranks, halved) * row_bytes
-    time = xla_collective(cluster, sharing, ranks * (whole * row_bytes if ragged else each), kind=kind)
-    if method == "hierarchical":
-        hosts = ranks // near
-        crossing = host_capacity(whole, top_k, hosts, halved, step.routed_groups) * row_bytes
-        time = time + xla_collective(cluster, hosts, crossing, near=1, of=ranks * sharing)
-        time = time + xla_collective(cluster, near, hosts * each, near=near, of=near * sharing)
-    elif ranks > 1:
-        # ragged: sizes go before rows
-        sent, count, exchange = (each * slowest, 2, "ragged_all_to_all") if ragged else (each, 1, "all_to_all")
-        time = time + xla_collective(cluster, ranks, sent, count, exchange, near=near, of=ranks * sharing)
-    return time

@@ -163,10 +163,8 @@ def _runnable(question: Question, found: list[InstanceLayout], named: set[MeshSp
 
 def usages(question: Question, among: Sequence[Instance]) -> list[DryRunUsage]:
     """What a plan over these instances takes of each dry run that was given."""
-    options = question.options
     weights = {i.layout.unit: i.memory.weights_total for i in among if i.layout.mesh.pp_size == 1}
-    about = (question.config, question.cluster, options.precision, options.dispatch, weights, options.overlap)
-    return [usage(run, *about) for run in options.compiled]
+    return [usage(run, question, weights) for run in question.options.compiled]
 
 
 def search(question: Question) -> Plan:

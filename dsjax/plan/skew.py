@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from dsjax.errors import UserError, why_unreadable
-from dsjax.plan.assumptions import ends
 from dsjax.plan.balancing import Loads, Placed, Slots, beforehand, busiest, drawn, drifted, moved, quantiles
-from dsjax.plan.figure import assumed, is_drawing, measured
+from dsjax.plan.figure import assumed, ends, is_drawing, measured
 
 DRIFT = ends("drift of the experts' load")
 """Share of the spread of the experts' loads that a balancer has not seen when it places them: value, low, high."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import index_key_bytes
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.chip import Chip
-from dsjax.plan.figure import assumed
-from dsjax.plan.operations import FLASH_MLA_FLOPS, H800_BF16_FLOPS
+from dsjax.plan.figure import assumed, assumption
+from dsjax.plan.operations import FLASH_MLA_FLOPS, as_filed
 from dsjax.plan.precision import BF16
 
 SOURCE = "FlashMLA README (H800): sparse decode 410 TFLOP/s with an FP8 cache, sparse prefill 640, dense decode 660"
@@ -47,7 +46,7 @@ def sparse_attention(
         gathered = assumed((1 + slower) / 2, 1.0, slower, "sparse ÷ dense decode attention", SOURCE)
         return choice + chip.decode_attention(heads, tokens, float(config.index_topk), latent, rank) * gathered
     masked = chip.prefill_attention(heads, tokens, tokens / prompt, context, config.qk_head_dim + config.v_head_dim)
-    best = SPARSE_PREFILL_FLOPS / H800_BF16_FLOPS
+    best = SPARSE_PREFILL_FLOPS / as_filed("h800").bf16_flops
     share = assumed(0.9 * best, 0.6 * best, best, "sparse prefill attention, share of peak", SOURCE)
     chosen = mean_chosen(config.index_topk, context - (prompt + 1) / 2, prompt)
     gathered = 2.0 * heads * (latent + rank) * tokens * chosen / (share * chip.hardware.bf16_flops)

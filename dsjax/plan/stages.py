@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dsjax.config import ModelConfig
 from dsjax.model.stage import layer_work, stages_of
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import Cluster
+from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import connection
 from dsjax.plan.network import network_latency

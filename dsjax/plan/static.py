@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from dsjax.plan.figure import TWO_LINES, as_json, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.search import NO_LAYOUT, Shown
+from dsjax.tables import table
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,17 @@ def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | Non
 def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:
     """The table, or what is missing."""
     rate = ("prompt tokens/s" if mode == "static_ctx" else "tokens/s") + " a device"
-    table = Table("layout", title=f"{mode}: most tokens a second a device first", title_justify="left")
-    for name in ("devices", "batch", "of at most", "TTFT s", "TPOT ms", rate):
-        table.add_column(name, justify="right", no_wrap=True)
-    for result in results[:rows]:
-        instance, layout = result.instance, result.instance.layout
-        table.add_row(
-            f"{layout}\n{layout.kind}",
-            str(layout.devices),
-            str(instance.requests(result.batch)),
-            str(instance.requests(instance.max_batch)),
-            result.ttft.text(1, 2, TWO_LINES) if result.ttft else "",
-            result.tpot.text(1e3, 1, TWO_LINES) if result.tpot else "",
-            result.rate.text(1, 0, TWO_LINES),
+    names = ("<layout", "devices", "batch", "of at most", "TTFT s", "TPOT ms", rate)
+    cells = [
+        (
+            f"{one.instance.layout}\n{one.instance.layout.kind}",
+            str(one.instance.layout.devices),
+            str(one.instance.requests(one.batch)),
+            str(one.instance.requests(one.instance.max_batch)),
+            one.ttft.text(1, 2, TWO_LINES) if one.ttft else "",
+            one.tpot.text(1e3, 1, TWO_LINES) if one.tpot else "",
+            one.rate.text(1, 0, TWO_LINES),
         )
-    console.print(table if results else missing)
+        for one in results[:rows]
+    ]
+    console.print(table(f"{mode}: most tokens a second a device first", names, cells) if results else missing)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.balancing import STEP_INTERVAL
-from dsjax.plan.figure import measured
+from dsjax.plan.figure import assumption, measured
 from dsjax.plan.halves import HALVES, overlapped_layers, windowed_layers
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
@@ -161,16 +160,16 @@ class StepModel(StepBasis):
     def host_of_drafts(self, drafts: int) -> dict[str, float]:
         """What launching the module's passes takes: each of them, or the one program that makes all drafts."""
         passes = assumption("host, a pass of the MTP module") * drafts
-        return {"host, drafts": passes if self.eager else assumption("host, the program of the drafts")}
+        return {"host, drafts": passes if self.engine.eager else assumption("host, the program of the drafts")}
 
     def launches(self, tokens: float) -> float:
         """Seconds in which a prefill step's kernels are started one by one: a graph holds none but those of few tokens, if any."""
         if self.cluster.hardware.platform != "cuda":
             return 0.0
-        config, way = self.config, "a layer, eager" if self.eager else "a layer, compiled"
-        way = "a captured layer" if tokens <= self.captured else way
+        config, way = self.config, "a layer, eager" if self.engine.eager else "a layer, compiled"
+        way = "a captured layer" if tokens <= self.engine.captured else way
         time = assumption(f"launches of {way}") * config.num_hidden_layers
-        if not self.eager and config.is_moe and self.layout.mesh.ep_size > 1:
+        if not self.engine.eager and config.is_moe and self.layout.mesh.ep_size > 1:
             table = self.chip.operators.grouped_prefill("h200")
             least = (table.least if table else 0.37e-3) * config.num_moe_layers
             time += measured(least, 0.8 * least, 1.1 * least, "launches of the experts", AICONFIGURATOR, "s")
@@ -178,7 +177,7 @@ class StepModel(StepBasis):
 
     def beside(self, tokens: float, rows: float, decode: bool) -> dict[str, float]:
         """What a step of so many tokens and requests takes beside its layers and head."""
-        host = assumption(f"host, {'decode' if decode else 'prefill'}, {self.host}")
+        host = assumption(f"host, {'decode' if decode else 'prefill'}, {self.options.host}")
         return {"host": host, **self.moving()}
 
     def moving(self) -> dict[str, float]:
@@ -186,8 +185,8 @@ class StepModel(StepBasis):
         config, mesh, places = self.config, self.layout.mesh, self.expert_slots
         if not (self.places_by_load and mesh.ep_size > 1 and config.is_moe):
             return {}
-        slots = places.physical // mesh.ep_size * self.skew.moved(places, config.n_routed_experts)
-        size = slots * expert_bytes(config, mesh.expert_width_shards, self.precision) * config.num_moe_layers
+        slots = places.physical // mesh.ep_size * self.options.skew.moved(places, config.n_routed_experts)
+        size = slots * expert_bytes(config, mesh.expert_width_shards, self.options.precision) * config.num_moe_layers
         return {"moving experts": moved_bytes(self.cluster, mesh.ep_size, size) / STEP_INTERVAL}
 
     # Layers -------------------------------------------------------------------------------------------------------------------
@@ -226,7 +225,9 @@ class StepModel(StepBasis):
             routed = self.routed(tokens, decode, work.busy, halved)
             parts |= {name: seconds * moe for name, seconds in routed.items()}
             # On a second stream, beside the routed ones.
-            beside = decode and self.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
+            beside = (
+                decode and self.engine.shared_beside and not self.overlap and self.cluster.hardware.platform == "cuda"
+            )
             if beside and "shared experts" in parts:
                 parts["shared experts"] *= assumption("share of the shared experts that is not hidden")
         return parts

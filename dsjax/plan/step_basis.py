@@ -13,10 +13,10 @@ from dsjax.plan.balancing import Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
+from dsjax.plan.engine import Engine
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.operator_tables import BUNDLED, OperatorTables
-from dsjax.plan.precision import Precision
-from dsjax.plan.skew import DEFAULT_SKEW, Skew
+from dsjax.plan.operator_tables import OperatorTables
+from dsjax.plan.workload import PlanOptions
 from sharding.dispatch import choose_method
 
 
@@ -24,38 +24,35 @@ from sharding.dispatch import choose_method
 class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
-    overlap: two-batch overlap. balancing: redundant experts are placed by their load. dispatch: `deepep`, or one of dsjax's own methods.
-    dry_runs: programs of this layout that price their own exchanges, sums and products. host: a step is planned while the one before
-    computes (`overlapped`), or after it (`serial`). eager, shared_beside, absorbs_below, captured, gathers: as of `Engine`; fp8_mla,
-    fp8_rate: as of `Chip`. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict to all.
+    overlap: two-batch overlap. balancing: redundant experts are placed by their load. dry_runs: programs of this layout that price their
+    own exchanges, sums and products. dispatch: `deepep`, or one of dsjax's own methods. absorbs_below: as of `Engine`, whose kernels on
+    Blackwell have no such rule. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict
+    to all.
     """
 
     config: ModelConfig
     cluster: Cluster
     layout: InstanceLayout
-    precision: Precision
-    skew: Skew = DEFAULT_SKEW
+    options: PlanOptions
     overlap: bool = False
     balancing: bool = True
-    dispatch: str = "deepep"
     dry_runs: tuple[DryRun, ...] = ()
-    operators: OperatorTables = BUNDLED
-    host: str = "overlapped"
-    eager: bool = True
-    shared_beside: bool = True
-    absorbs_below: int = 0
-    captured: int = 0
-    gathers: bool = False
-    fp8_mla: bool = False
-    fp8_rate: tuple[float, float, float] | None = None
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
+    engine: Engine = field(init=False)
+    dispatch: str = field(init=False)
+    absorbs_below: int = field(init=False)
 
     def __post_init__(self):
-        tables = self.once(tables_of(self.operators), dict)
-        about = self.cluster.hardware, self.precision, self.operators, tables, {}, self.fp8_mla, self.fp8_rate
-        key = ("chip", id(self.operators), self.fp8_mla, self.fp8_rate)
+        options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell
+        rate = engine.fp8_rate if blackwell else None
+        tables = self.once(tables_of(options.operators), dict)
+        about = self.cluster.hardware, options.precision, options.operators, tables, {}, engine.fp8_mla, rate
+        key = ("chip", id(options.operators), engine.fp8_mla, rate)
         object.__setattr__(self, "chip", self.once(key, lambda: Chip(*about)))
+        object.__setattr__(self, "engine", engine)
+        object.__setattr__(self, "dispatch", options.dispatch)
+        object.__setattr__(self, "absorbs_below", 0 if blackwell else engine.absorbs_below)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What is the same for all layouts that give the same key, made once in a draw."""
@@ -80,6 +77,10 @@ class StepBasis:
         ranks, each = self.layout.mesh.ep_size, self.cluster.devices_per_host
         hosts = ranks // each if ranks == self.layout.mesh.num_devices and ranks % each == 0 else 1
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
+
+    def slowest(self, rows: float) -> float:
+        """Load of the busiest rank ÷ the mean, of so many rows of the mean rank (`Skew.slowest`)."""
+        return self.options.skew.slowest(self.expert_slots, self.config.n_routed_experts, rows, self.places_by_load)
 
     def own_method(self, tokens: float, halved: bool = False) -> str:
         """The method of dsjax's own dispatch for so many tokens of a device (or of its half batch), as the engine resolves it."""

@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
+from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
-from dsjax.plan.drafting import FIRST, check_acceptance, tokens_a_step
 from dsjax.plan.engine import PUBLISHED, Engine
+from dsjax.plan.figure import assumed, ends
 from dsjax.plan.measured import Measured
 from dsjax.plan.operator_tables import BUNDLED, OperatorTables
 from dsjax.plan.precision import PRECISIONS, Precision
 from dsjax.plan.skew import DEFAULT_SKEW, Skew
 from sharding.mesh import MeshSpec
 
+FIRST, _, _ = ends("acceptance of the first draft")
+FADING = ends("acceptance of a further draft")
+"""Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high."""
+_UNSURE = 0.05
+"""How far an acceptance that is given may be off, each way."""
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
@@ -188,6 +197,15 @@ class Pins:
         return any(value is not None for value in given)
 
 
+class Asked(Protocol):
+    """What is asked of a model on a cluster: a `Question`, or one layout of it, an `Instance`."""
+
+    config: ModelConfig
+    cluster: Cluster
+    workload: Workload
+    options: PlanOptions
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Choices that are not layouts. Raises `UserError` for a value out of range, or two that exclude each other."""
@@ -298,3 +316,52 @@ class PlanOptions:
                 "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out": no_module,
             }
         )
+
+
+def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
+    """The next token, and drafts while all before were accepted.
+
+    acceptance: of the first draft, or of each position the share of steps in which its draft was accepted, as vLLM logs it.
+    """
+    if not drafts:
+        return 1.0
+    off = (0.0, -_UNSURE, _UNSURE)
+    if isinstance(acceptance, Sequence):
+        made = [1 + float(np.clip(np.add(acceptance[:drafts], d), 0, 1).sum()) for d in off]
+        source = f"acceptance of each position as given, ± {_UNSURE:g}"
+    else:
+        each = zip(np.clip(np.add(acceptance, off), 0, 1), FADING, strict=True)
+        made = [1 + float(np.cumprod(first * fading ** np.arange(drafts)).sum()) for first, fading in each]
+        further = f"of each further one {FADING[0]} (0.76 – 0.87) of the one before"
+        source = f"MTP acceptance of the first draft as given, ± {_UNSURE:g}; {further}"
+    return assumed(*made, "tokens a step", source)
+
+
+def read_acceptance(text: str) -> float | tuple[float, ...]:
+    """`0.85`: of the first draft; `0.74,0.48,0.26`: of each position.
+
+    Raises:
+        UserError: neither.
+    """
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares) or any(b > a for a, b in pairwise(shares)):
+        raise UserError(
+            f"--mtp-acceptance is {text!r}, expected a share from 0 to 1, such as 0.85, or one for each position, none above the one "
+            "before, such as 0.74,0.48,0.26"
+        )
+    return shares[0] if len(shares) == 1 else shares
+
+
+def check_acceptance(acceptance: float | Sequence[float], drafts: int) -> None:
+    """Raise `UserError` where it is no share, or has not one for each draft."""
+    if isinstance(acceptance, Sequence):
+        if len(acceptance) != drafts:
+            raise UserError(
+                f"--mtp-acceptance has {len(acceptance)} positions and --mtp {drafts} drafts; give one share for each, or "
+                "that of the first alone"
+            )
+    elif not 0 <= acceptance <= 1:
+        raise UserError(f"--mtp-acceptance is {acceptance}, expected a share from 0 to 1")

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsjax.plan.engine import PUBLISHED, Engine, find_engine
+from dsjax.plan.figure import ends
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, OperatorTables
-from dsjax.plan.simulation.reported import WARM
 
 REQUESTS_A_USER, RANGE_RATIO = 10, 0.8
 """Each user makes ten requests, with lengths drawn evenly from 0.8 to 1 times the given ones (`--random-range-ratio`)."""
@@ -27,6 +27,7 @@ PRECISIONS = {"fp4": "nvfp4-bf16", "fp8": "fp8"}
 COLD = {"sglang": (1.0, 0.0, 2.3), "trt h200": (5.3, 2.0, 8.3), "trt b200": (0.9, 0.1, 2.2)}
 """Seconds that the first request of each user waits longer where nothing warmed the engine up: median, least and most of the runs of the
 round *scripts* of 2025-12-15, and of SGLang those of its 0.5.7 on H200."""
+WARM = ends("a user's first prompt")
 _WARM_SINCE = "2026-01-21"
 """Since commit d053ae24 two requests a user warm the engine up (`--num-warmups`). Since commit 64af5a77 of the same day TensorRT-LLM's
 steps hold 8,192 tokens; before, as many as one prompt and the decodes."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dsjax.bench.accept.options import ListOptions, TestBedOptions
 from dsjax.bench.serve.options import ServerOptions
 from dsjax.cli.options import options_of
 from dsjax.cli.output import INTERRUPTED, report_console
 from dsjax.errors import UserError
+from dsjax.tables import table
 
 if TYPE_CHECKING:
     from dsjax.bench.accept.criteria import Checklist
@@ -70,8 +70,7 @@ async def _accept(
 ) -> "Report | None":
     """Measure and report; None where only the list was asked for."""
     from dsjax.bench.accept.report import Report
-    from dsjax.bench.accept.results import read_results
-    from dsjax.bench.accept.run import expected, run_measurements, time_text
+    from dsjax.bench.accept.results import expected, read_results, run_measurements, time_text
     from dsjax.bench.accept.test_bed import TestBed
     from dsjax.bench.serve.client import open_session
     from dsjax.bench.serve.ready_server import ReadyServer
@@ -85,16 +84,14 @@ async def _accept(
         seconds = {name: expected(one, bed) for name, one in checklist.measurements.items()}
         takes = f"about {time_text(sum(seconds.values()))}"
         if what.show_list:
-            table = Table("measurement", title=f"{checklist.name}: {takes}", title_justify="left")
-            table.add_column("takes", justify="right", no_wrap=True)
-            table.add_column("what")
-            table.add_column("criteria")
+            rows = []
             for name, one in checklist.measurements.items():
                 criteria = [f"{c.value} {c.bound_text}" for c in checklist.criteria if c.measurement == name]
                 why = one.why_not(bed)
                 said = f"{one.title}; not testable: {why}" if why else one.title
-                table.add_row(name, time_text(seconds[name]), said, "; ".join(criteria) or "reported only")
-            report_console().print(table)
+                rows.append((name, time_text(seconds[name]), said, "; ".join(criteria) or "reported only"))
+            names = ("<<measurement", "takes", "<<what", "<<criteria")
+            report_console().print(table(f"{checklist.name}: {takes}", names, rows))
             return None
         folder, command = Path(what.results), typed(sys.argv[1:])
         results = read_results(folder, ready.url, fresh=what.fresh)

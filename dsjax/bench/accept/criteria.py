@@ -12,7 +12,7 @@ from dsjax.bench.accept.kinds import KINDS
 from dsjax.bench.accept.kinds.kind import Measurement
 from dsjax.errors import UserError, check_fields
 from dsjax.options import OptionError
-from dsjax.toml_files import bundled_names, check_kind, read_toml
+from dsjax.toml_files import check_kind, read_toml
 
 _BOUNDS = {
     "below": ("<", operator.lt),
@@ -105,11 +105,6 @@ class Checklist:
         needed = whole | {c.measurement for c in chosen}
         measurements = {name: m for name, m in self.measurements.items() if name in needed}
         return dataclasses.replace(self, measurements=measurements, criteria=chosen)
-
-
-def bundled_checklists() -> tuple[str, ...]:
-    """Names that `load_checklist` knows: the files of `configs/acceptance`."""
-    return bundled_names("acceptance")
 
 
 def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:

@@ -16,6 +16,7 @@ from rich.table import Table
 from dsjax.bench.accept.criteria import Checklist, figure
 from dsjax.bench.accept.results import FORMAT, REPORT, Judged, Result, exit_status, judge, worst
 from dsjax.cli.output import writing
+from dsjax.tables import table
 from dsjax.versions import installed_version
 
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -171,16 +172,9 @@ class Report:
 
     def table(self) -> Table:
         """The verdicts for the console."""
-        table = Table(title=f"{self.checklist.name}: {worst(self.judged)}", title_justify="left")
-        table.add_column("criterion", no_wrap=True)
-        table.add_column("value", justify="right", no_wrap=True)
-        table.add_column("bound", justify="right", no_wrap=True)
-        table.add_column("verdict")
-        for one in self.judged:
-            c = one.criterion
-            said = one.verdict + (f" ({one.grade})" if one.grade else "") + (f": {one.reason}" if one.reason else "")
-            table.add_row(c.id, _value(one), c.bound_text, said, style=_STYLES[one.verdict])
-        return table
+        rows = [(one.criterion.id, _value(one), one.criterion.bound_text, one.said) for one in self.judged]
+        title, styles = f"{self.checklist.name}: {worst(self.judged)}", [_STYLES[one.verdict] for one in self.judged]
+        return table(title, ("<criterion", "value", "bound", "<<verdict"), rows, styles)
 
 
 def _counts(judged: Sequence[Judged]) -> dict[str, str]:

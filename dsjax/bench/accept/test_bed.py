@@ -15,7 +15,7 @@ from dsjax.bench.accept.hooks import Hooks, NotTestedError
 from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.datasets import DatasetError
-from dsjax.bench.serve.load import LoadResult, run_sessions
+from dsjax.bench.serve.load import LoadResult, run_load
 from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.ready_server import ReadyServer
 from dsjax.bench.serve.records import BenchRequest, RequestRecord
@@ -74,7 +74,7 @@ class TestBed:
         They are cancelled where the block is left before they have ended.
         """
         records, until, zero = [], asyncio.Event(), self.clock()
-        sending = run_sessions(self.server.client, source, count, until=until, zero=zero, on_start=records.append)
+        sending = run_load(self.server.client, source, None, count, until=until, zero=zero, on_start=records.append)
         load = asyncio.create_task(sending)
         try:
             yield load, records, until, zero

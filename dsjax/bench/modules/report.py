@@ -17,6 +17,7 @@ from dsjax.bench.modules.setting import Setting
 from dsjax.bench.processes import Results
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
+from dsjax.tables import table
 from dsjax.versions import installed_version
 
 
@@ -39,46 +40,41 @@ def show(console: Console, results: Results, ceilings: Ceilings, device: Device)
 
 
 def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
-    table = Table(title=module, title_justify="left")
     names = [name for name in dict.fromkeys(n for row in rows for n in row.case.sizes) if name != "mesh"]
     variants = any(row.case.variant for row in rows)
-    if variants:
-        table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True, style="bold")
-    for name in ("ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max"):
-        table.add_column(name, justify="right", no_wrap=True)
+    cells = []
     for row in rows:
         times, work = row.times, row.case.work
         bandwidth, rate = work.bytes / times.median, work.flops / times.median
-        table.add_row(
-            *([row.case.variant] if variants else []),
-            *(str(row.case.sizes.get(name, "")) for name in names),
-            f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
-            f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
-            f"{times.once * 1e6:.0f}",
-            f"{bandwidth / 1e9:.3g}",
-            f"{bandwidth / ceilings.bytes_per_s:.0%}",
-            f"{rate / 1e9:.3g}" if work.flops else "",
-            f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
+        cells.append(
+            [
+                *[row.case.variant] * variants,
+                *(str(row.case.sizes.get(name, "")) for name in names),
+                f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
+                f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
+                f"{times.once * 1e6:.0f}",
+                f"{bandwidth / 1e9:.3g}",
+                f"{bandwidth / ceilings.bytes_per_s:.0%}",
+                f"{rate / 1e9:.3g}" if work.flops else "",
+                f"{rate / ceilings.flops_per_s:.1%}" if work.flops else "",
+            ]
         )
-    return table
+    figures = ("ms", "10–90 %", "+once µs", "GB/s", "of max", "GFLOP/s", "of max")
+    return table(module, (*["<"] * variants, *names, *figures), cells)
 
 
 def show_extrapolation(console: Console, steps: list[Extrapolation], plan: OneRankPlan, config: ModelConfig) -> None:
     """A step of the whole model, layer by layer."""
-    table = Table(
-        title=f"a decode step of one rank of {plan.ranks}: {plan.batch} requests, {plan.experts} of "
-        f"{config.n_routed_experts} experts a layer; {plan.layers} MoE layers timed, {config.num_moe_layers} reckoned",
-        title_justify="left",
+    title = (
+        f"a decode step of one rank of {plan.ranks}: {plan.batch} requests, {plan.experts} of "
+        f"{config.n_routed_experts} experts a layer; {plan.layers} MoE layers timed, {config.num_moe_layers} reckoned"
     )
-    for name in ("routing", "context", "sum", "ms", "tokens/s of the rank"):
-        table.add_column(name, justify="left" if name == "sum" else "right")
+    rows = []
     for step in steps:
         terms = " + ".join(f"{count} × {each * 1e3:.4g} {name}" for name, count, each in step.parts)
         rate = plan.batch / step.seconds
-        table.add_row(step.variant, str(step.context), terms, f"{step.seconds * 1e3:.4g}", f"{rate:,.1f}")
-    console.print(table)
+        rows.append((step.variant, str(step.context), terms, f"{step.seconds * 1e3:.4g}", f"{rate:,.1f}"))
+    console.print(table(title, ("routing", "context", "<<sum", "ms", "tokens/s of the rank"), rows))
     console.print(
         "Without the exchanges between ranks: --only dispatch --mesh times those.", style="dim", highlight=False
     )

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.bench.modules.timing import device_loop
+from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.errors import UserError
 from sharding import MeshSpec
 
@@ -169,8 +169,8 @@ class CollectiveProgram:
         result = self.operand_bytes * (self._group.ranks if self._collective == "all_gather" else 1)
         return 2 * (self.operand_bytes + result)
 
-    def loop(self) -> Callable[[int], None]:
-        """A function that applies the collective so many times, one after another, and waits."""
+    def loop(self) -> PreparedCase:
+        """The collective, applied so many times one after another."""
 
         def once(x):
             if self._collective == "send_receive":  # what has come back is sent again: it lies where it was sent from
@@ -181,7 +181,7 @@ class CollectiveProgram:
 
         mapped = jax.shard_map(once, mesh=self._place.mesh, in_specs=_ALL, out_specs=_ALL, check_vma=False)
         zeros = jax.jit(lambda: jnp.zeros(self._global, self._dtype), out_shardings=self._place)
-        return device_loop(lambda inputs, index, x: mapped(x), None, zeros()).run
+        return device_loop(lambda inputs, index, x: mapped(x), None, zeros())
 
     def arrives_right(self) -> bool:
         """Apply it once to values that tell rank and place; whether this process's devices have what they should."""

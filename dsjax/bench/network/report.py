@@ -16,6 +16,7 @@ from dsjax.bench.network.run import VERDICTS, CollectiveRow, worst
 from dsjax.bench.processes import Results
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.measured_network import FORMAT
+from dsjax.tables import table
 
 _STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
 
@@ -48,24 +49,23 @@ def _table(rows: list[CollectiveRow]) -> Table:
     group = rows[0].case.group
     where = f"between {group.hosts} hosts" if group.between_hosts else "inside a host"
     title = f"{group.name}: {len(group.devices)} × {group.ranks} ranks, {where}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for name in ("bytes", "ms", "least–most", "GB/s", "expected ms", "warning", "failing"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    names = ("<", "bytes", "ms", "least–most", "GB/s", "expected ms", "warning", "failing", "<")
+    cells = []
     for row in rows:
         limits = row.expectation
-        table.add_row(
-            row.case.collective,
-            f"{row.sent_bytes:,}",
-            f"{row.median * 1e3:.4g}",
-            f"{min(row.samples) * 1e3:.3g}–{max(row.samples) * 1e3:.3g}",
-            f"{row.bandwidth / 1e9:.3g}",
-            *(f"{s * 1e3:.3g}" for s in (limits.expected, limits.warning, limits.failing)) if limits else ("", "", ""),
-            ("" if row.correct else "data wrong: ") + (row.verdict or ""),
-            style=_STYLES[row.verdict] if row.verdict in VERDICTS[1:] else None,
+        bounds = (limits.expected, limits.warning, limits.failing) if limits else ()
+        cells.append(
+            [
+                row.case.collective,
+                f"{row.sent_bytes:,}",
+                f"{row.median * 1e3:.4g}",
+                f"{min(row.samples) * 1e3:.3g}–{max(row.samples) * 1e3:.3g}",
+                f"{row.bandwidth / 1e9:.3g}",
+                *([f"{seconds * 1e3:.3g}" for seconds in bounds] or [""] * 3),
+                ("" if row.correct else "data wrong: ") + (row.verdict or ""),
+            ]
         )
-    return table
+    return table(title, names, cells, [_STYLES[one.verdict] if one.verdict in VERDICTS[1:] else None for one in rows])
 
 
 def to_json(

@@ -7,7 +7,7 @@ import math
 import socket
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dsjax.bench.modules.setting import free_memory
-from dsjax.bench.modules.timing import DROWNED, LEAST_SAMPLE, LONGER, LOOP_LENGTHS, seconds_of
+from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase
 from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
 from dsjax.bench.processes import Agree, Results
@@ -141,7 +141,8 @@ def run_cases(
                 continue
             part = case.group.takes_part
             correct = all(agree("correct", program.arrives_right() if part else True))
-            samples = sample(program.loop() if part else lambda count: None, options.repeats, agree)
+            prepared = program.loop() if part else PreparedCase(lambda count: None)
+            samples = sample(prepared, options.repeats, agree)
             if not samples:
                 results.skipped.append((case, DROWNED))
                 continue
@@ -153,29 +154,12 @@ def run_cases(
     return results
 
 
-def sample(run: Callable[[int], None], repeats: int, agree: Agree) -> tuple[float, ...]:
-    """Seconds of one application, so many times: a long call of a loop less the least empty one; of each, the slowest process's.
-
-    All processes apply the collective as often, or they would wait for each other for ever: the slowest says how often. Where a long
-    call took hardly longer than an empty one, as on a machine whose cores others take in between, the loop is made longer and all are
-    timed again. The result is empty where that did not help: no figure is better than one that is noise.
-    """
-    run(1)
-    each = max(agree("each", seconds_of(run, 1)))
-    if each < LEAST_SAMPLE:
-        each = max(agree("each", min(seconds_of(run, 4) for _ in range(3)) / 4))
-    count = max(1, math.ceil(LEAST_SAMPLE / max(each, 1e-7)))
-    for _ in range(LOOP_LENGTHS):
-        empty, long = [], []
-        for _ in range(repeats):
-            empty.append(seconds_of(run, 0))
-            long.append(seconds_of(run, count))
-        own = [seconds - min(empty) for seconds in long]
-        slowest = [max(times) for times in zip(*agree("samples", own), strict=True)]
-        if min(slowest) > LEAST_SAMPLE / 2:
-            return tuple(seconds / count for seconds in slowest)
-        count *= LONGER
-    return ()
+def sample(prepared: PreparedCase, repeats: int, agree: Agree) -> tuple[float, ...]:
+    """Seconds of one application, so many times, of the slowest process each time; empty where they are noise."""
+    prepared.agree = agree
+    prepared.warm_up()
+    times = prepared.take(Budget(math.inf, repeats))
+    return tuple(times.each) if times else ()
 
 
 def why_not(

@@ -1,5 +1,6 @@
 """`AnswerReader`: a streamed answer's bytes, with the time at which they were read, as a `RequestRecord`."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import pydantic_core
 from dsjax.bench.serve.records import RequestRecord
 
 _LARGEST_EVENT = 16 * 1024 * 1024
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_END_OF_EVENT = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 
 _LONGEST_ERROR = 300
 
@@ -27,7 +30,6 @@ class EventParser:
 
     def __init__(self):
         self._rest = b""
-        self._data: list[bytes] = []
         self._at_start = True
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -36,41 +38,17 @@ class EventParser:
         Raises:
             EventStreamError: an event is longer than 16 MiB, so this is hardly a stream of events.
         """
-        if (event := self._only_event(piece)) is not None:
-            self._at_start = False
-            return [event]
         text = self._rest + piece
-        if self._at_start:
-            if len(text) < 3 and b"\xef\xbb\xbf".startswith(text):
-                self._rest = text
-                return []
-            self._at_start = False
-            text = text.removeprefix(b"\xef\xbb\xbf")
-        # A CR at the end may be the first half of a CRLF: its line waits for the next piece.
-        held = text.endswith(b"\r")
-        if b"\r" in text:
-            text = (text[:-1] if held else text).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        lines = text.split(b"\n")
-        self._rest = lines.pop() + (b"\r" if held else b"")
-        events = []
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
-            elif line == b"data":
-                self._data.append(b"")
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
-        if len(self._rest) > _LARGEST_EVENT or sum(map(len, self._data)) > _LARGEST_EVENT:
+        if self._at_start and len(text) >= len(_BYTE_ORDER_MARK):
+            self._at_start, text = False, text.removeprefix(_BYTE_ORDER_MARK)
+        *events, self._rest = _END_OF_EVENT.split(text) if b"\r" in text else text.split(b"\n\n")
+        if len(self._rest) > _LARGEST_EVENT:
             raise EventStreamError("an event is longer than 16 MiB; the answer is not a stream of events")
-        return events
+        return [b"\n".join(data) for event in events if (data := _data_of(event))]
 
-    def _only_event(self, piece: bytes) -> bytes | None:
-        """The data of a piece that is one whole event of one line, as servers write a token's; None for any other piece."""
-        if self._rest or self._data or not piece.startswith(b"data: ") or not piece.endswith(b"\n\n"):
-            return None
-        event = piece[6:-2]
-        return None if b"\n" in event or b"\r" in event else event
+
+def _data_of(event: bytes) -> list[bytes]:
+    return [line[5:].removeprefix(b" ") for line in event.splitlines() if line[:5] in (b"data:", b"data")]
 
 
 class AnswerError(Exception):

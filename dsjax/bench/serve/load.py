@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,46 +59,58 @@ class LoadResult:
 async def run_load(
     sender: Client,
     requests: Iterable[BenchRequest],
-    arrivals: Sequence[float],
+    arrivals: Iterable[float] | None,
     max_concurrency: int | None,
     *,
     duration: float | None = None,
+    until: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
+    zero: float | None = None,
+    on_start: Callable[[RequestRecord], None] | None = None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
-    """Send every request when it is due, but never more than `max_concurrency` at once.
+    """Send every request when it is due, but never more than `max_concurrency` at once, and wait for the answers.
 
     A request that is held back goes out as soon as one before it ends, in the order of arrival.
 
-    requests: in order; each is taken when it is sent, so that those of an hour need not be in memory. arrivals: seconds after the start at
-    which each is due, ascending. max_concurrency: None for no bound. duration: seconds after which nothing more is sent; what is under
-    way then is waited for. stop: ends the run early when set. on_done: called with each record. clock: the one that `sender` reads.
+    requests: in order; each is taken when it is sent, so that those of an hour need not be in memory; where they end, so does the load.
+    arrivals: seconds after the start at which each is due, ascending; None for sessions, of which each sends its next request when the last
+    is answered, or half a second after an error. max_concurrency: None for no bound. duration: seconds after which nothing more is sent;
+    until: set when nothing more is to be sent. stop: ends the run early when set. zero: the clock's reading from which the records' times
+    count; None for that at the start. on_start: called with the record of each request when its sending begins; the record grows while the
+    answer comes. on_done: called with each record. clock: the one that `sender` reads.
     """
-    zero, source = clock(), iter(requests)
-    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    zero, source = clock() if zero is None else zero, iter(requests)
+    until, stop = until or asyncio.Event(), stop or asyncio.Event()
+    slots, how = asyncio.Semaphore(max_concurrency or sys.maxsize), {} if on_start is None else {"on_start": on_start}
     done: dict[int, RequestRecord] = {}
 
-    async def one(index: int) -> None:
-        async with slots:
-            if duration is not None and clock() - zero >= duration:
-                return
-            record = await sender.send(next(source), arrival=arrivals[index], zero=zero)
-        done[index] = record
+    def is_over(due: float = 0.0) -> bool:
+        return until.is_set() or (duration is not None and max(due, clock() - zero) >= duration)
+
+    async def one(index: int, request: BenchRequest, arrival: float) -> None:
+        done[index] = record = await sender.send(request, arrival=arrival, zero=zero, **how)
         on_done(record)
+        if arrivals is None and record.error is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PAUSE_AFTER_ERROR):
+                    await until.wait()
+        slots.release()
 
     async def everything() -> None:
         async with asyncio.TaskGroup() as group:
-            for index, arrival in enumerate(arrivals):
-                if duration is not None and max(arrival, clock() - zero) >= duration:
+            for index, arrival in enumerate(itertools.repeat(0.0) if arrivals is None else arrivals):
+                if is_over(arrival):
                     break
-                wait = zero + arrival - clock()
-                if wait > 0:
+                if (wait := zero + arrival - clock()) > 0:
                     await asyncio.sleep(wait)
-                group.create_task(one(index))
+                await slots.acquire()
+                if is_over() or (request := next(source, None)) is None:
+                    break
+                group.create_task(one(index, request, clock() - zero if arrivals is None else arrival))
 
-    work = asyncio.create_task(everything())
-    stopped = asyncio.create_task((stop or asyncio.Event()).wait())
+    work, stopped = asyncio.create_task(everything()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
         interrupted = not work.done()
@@ -107,42 +121,3 @@ async def run_load(
             task.cancel()
         await asyncio.gather(work, stopped, return_exceptions=True)
     return LoadResult([done[index] for index in sorted(done)], clock() - zero, interrupted)
-
-
-async def run_sessions(
-    sender: Client,
-    requests: Iterator[BenchRequest],
-    sessions: int,
-    *,
-    until: asyncio.Event,
-    zero: float,
-    on_start: Callable[[RequestRecord], None] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> LoadResult:
-    """Have so many sessions send one request after another, until no more are to be sent; what is under way then is waited for.
-
-    After an error a session waits for half a second.
-
-    requests: where it ends, so do the sessions. sessions: requests that are under way at once. until: nothing more is sent when it is
-    set. zero: the clock's reading from which the records' times count. on_start: called with the record of each request when its sending
-    begins; the record grows while the answer comes. clock: the one that `sender` reads.
-    """
-    records: list[RequestRecord] = []
-    how = {} if on_start is None else {"on_start": on_start}
-
-    async def session() -> None:
-        while not until.is_set():
-            request = next(requests, None)
-            if request is None:
-                return
-            record = await sender.send(request, arrival=clock() - zero, zero=zero, **how)
-            records.append(record)
-            if record.error is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_PAUSE_AFTER_ERROR):
-                        await until.wait()
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(sessions):
-            group.create_task(session())
-    return LoadResult(sorted(records, key=lambda record: record.start), clock() - zero, False)

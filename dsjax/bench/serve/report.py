@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.progress import counting
+from dsjax.tables import table
 
 _WIDTH = 50
 _MOST_ERRORS = 10
@@ -121,13 +122,12 @@ def _notes(point: dict[str, Any]) -> list[str]:
 def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
     """Points' JSON as rows; `swept` is the field that differs. Columns without any value are left out."""
     columns = [column for column in _COLUMNS if any(point[column[1]] is not None for point in points)]
-    table = Table(box=None, pad_edge=False)
-    for title in ("at once" if swept == "max_concurrency" else "req/s", *(title for title, _, _ in columns)):
-        table.add_column(title, justify="right")
-    for point in points:
-        cells = [f"{point[key]:{form}}" if point[key] is not None else "-" for _, key, form in columns]
-        table.add_row(str(point[swept]), *cells)
-    return table
+    names = ("at once" if swept == "max_concurrency" else "req/s", *(title for title, _, _ in columns))
+    rows = [
+        [str(one[swept]), *(f"{one[key]:{form}}" if one[key] is not None else "-" for _, key, form in columns)]
+        for one in points
+    ]
+    return table(None, names, rows, box=None, pad_edge=False)
 
 
 Advance = Callable[[RequestRecord], None]

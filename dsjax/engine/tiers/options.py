@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dsjax.engine.tiers.event_publisher import KvEventsConfig
 from dsjax.options import option
+
+if TYPE_CHECKING:
+    from dsjax.engine.tiers.event_publisher import KvEventsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,4 +42,8 @@ class TierOptions:
     @property
     def kv_events(self) -> KvEventsConfig | None:
         """`kv_events_config`, read; None where it is not given. Raises as `JsonOption.parse`."""
-        return None if self.kv_events_config is None else KvEventsConfig.parse(self.kv_events_config)
+        if self.kv_events_config is None:
+            return None
+        from dsjax.engine.tiers.event_publisher import KvEventsConfig  # brings ZeroMQ and the scheduler in
+
+        return KvEventsConfig.parse(self.kv_events_config)

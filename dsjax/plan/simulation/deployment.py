@@ -12,8 +12,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.admission import Lobby
 from dsjax.plan.simulation.load import Served
-from dsjax.plan.simulation.prices import StepPrices
-from dsjax.plan.simulation.service import Decoder, SimulatedEngine
+from dsjax.plan.simulation.service import Decoder, SimulatedEngine, StepPrices
 
 _PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""
@@ -152,10 +151,8 @@ def _engine(
 
 
 def _prices(instance: Instance) -> StepPrices:
-    """Made once for all loads that an instance is played under."""
-    if "prices" not in instance.steps:
-        models = instance.step_models()
-        paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
-        through = instance.staged if instance.layout.mesh.pp_size > 1 else None
-        instance.steps["prices"] = StepPrices(models, instance.options.drafts, paces, through)
-    return instance.steps["prices"]
+    """Prices of an instance's steps, by all models of its steps."""
+    models = instance.step_models()
+    paces = [tuple(instance.pace(decode, one.overlap) for decode in (False, True)) for one in models]
+    through = instance.staged if instance.layout.mesh.pp_size > 1 else None
+    return StepPrices(models, instance.options.drafts, paces, through)

@@ -13,11 +13,10 @@ from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.report import table
-from dsjax.plan.simulation.outcome import SimulationOutcome, Spread
-from dsjax.plan.simulation.reported import calibrated_report
+from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report
 from dsjax.plan.simulation.run import loads, simulate
 from dsjax.plan.workload import Objective
+from dsjax.tables import table
 
 _FLOOD = 3.0
 """Times the rate that a deployment keeps up with, above which nothing is played."""

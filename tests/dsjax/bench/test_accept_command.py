@@ -24,8 +24,7 @@ from dsjax.bench.accept.kinds.ttft import TtftMeasurement
 from dsjax.bench.accept.options import TestBedOptions
 from dsjax.bench.accept.predicted import predicted_checklist
 from dsjax.bench.accept.report import Report
-from dsjax.bench.accept.results import Result
-from dsjax.bench.accept.run import run_measurements
+from dsjax.bench.accept.results import Result, run_measurements
 from dsjax.bench.serve.options import ServerOptions
 from dsjax.bench.serve.server_facts import ServerFacts
 from dsjax.errors import UserError

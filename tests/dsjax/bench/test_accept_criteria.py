@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from dsjax.bench.accept.criteria import Criterion, bundled_checklists, load_checklist
+from dsjax.bench.accept.criteria import Criterion, load_checklist
 from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.results import Result, exit_status, judge, read_results, worst
 from dsjax.errors import UserError
 from dsjax.options import OptionError
+from dsjax.toml_files import bundled_names
 
 ROOT = Path(__file__).parents[3]
 FILE = """
@@ -163,7 +164,7 @@ def test_only_takes_criteria_and_measurements_by_name(write):
         whole.selected("fast,fest")
 
 
-@pytest.mark.parametrize("name", bundled_checklists())
+@pytest.mark.parametrize("name", bundled_names("acceptance"))
 def test_bundled_files_are_whole_and_their_quick_list_takes_five_minutes(name):
     quick = load_checklist(name, quick=True)
     whole = load_checklist(name)

@@ -1,6 +1,7 @@
 """Requests go out at their times and never more than allowed at once: on virtual time."""
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -35,7 +36,7 @@ class Sender:
         self.loop, self.seconds = loop, seconds
         self.running, self.most = 0, 0
 
-    async def send(self, request: BenchRequest, *, arrival: float, zero: float) -> RequestRecord:
+    async def send(self, request: BenchRequest, *, arrival: float, zero: float, **how) -> RequestRecord:
         index = request.prompt_tokens
         self.running += 1
         self.most = max(self.most, self.running)
@@ -79,6 +80,23 @@ def test_the_bound_holds_requests_back_in_order_and_their_latency_begins_when_th
     assert [r.start for r in result.records] == pytest.approx([0.0, 0.0, 1.0, 2.0])
     assert [r.latency for r in result.records] == pytest.approx([1.0, 2.0, 1.0, 1.0])
     assert [r.start - r.arrival for r in result.records] == pytest.approx([0.0, 0.0, 1.0, 2.0])
+
+
+def test_sessions_send_one_request_after_the_other_until_no_more_are_wanted():
+    loop = VirtualLoop()
+    sender, until, begun = Sender(loop, [1.0] * 100), asyncio.Event(), []
+
+    async def work():
+        loop.call_later(2.5, until.set)
+        endless = (BenchRequest("", i % 100, 1) for i in itertools.count())
+        return await run_load(sender, endless, None, 2, until=until, on_start=begun.append, clock=loop.time)
+
+    result = loop.run_until_complete(work())
+    loop.close()
+    assert sender.most == 2
+    assert [r.start for r in result.records] == pytest.approx([0, 0, 1, 1, 2, 2])
+    assert [r.arrival for r in result.records] == pytest.approx([r.start for r in result.records])
+    assert result.duration == pytest.approx(3.0)
 
 
 def test_stopping_keeps_what_is_done_and_ends_what_runs():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from dsjax.bench.network import command, programs
 from dsjax.bench.network.options import CollectiveGrid, VerdictOptions
 from dsjax.bench.network.programs import CollectiveProgram, device_groups, device_pairs
-from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, sample, why_not
+from dsjax.bench.network.run import CollectiveCase, cases, check_cluster, expect, run_cases, why_not
 from dsjax.bench.processes import Processes
 from dsjax.cli import app
 from dsjax.errors import UserError
@@ -20,6 +20,7 @@ from dsjax.hosts.rendezvous import GroupError
 from dsjax.options import OptionError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, read_network
+from dsjax.plan.network import all_reduce
 from sharding import MeshSpec
 
 CLUSTER = """
@@ -113,7 +114,9 @@ def test_messages_are_of_pairs_and_collectives_of_groups():
 
 
 def test_a_message_s_time_is_half_of_there_and_back(pair, monkeypatch):
-    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (run(1), (4.0,) * repeats)[1])
+    monkeypatch.setattr(
+        "dsjax.bench.network.run.sample", lambda loop, repeats, agree: (loop.run(1), (4.0,) * repeats)[1]
+    )
     grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=2)
     (row,) = timed(cases([pair], grid), grid).rows
     assert (row.samples, row.sent_bytes, row.operand_bytes, row.correct) == ((2.0, 2.0), 64, 64, True)
@@ -122,7 +125,7 @@ def test_a_message_s_time_is_half_of_there_and_back(pair, monkeypatch):
 
 def test_a_slow_small_message_does_not_keep_a_large_one_from_being_timed(pair, monkeypatch):
     seconds = iter([4.0, 4.0, 12.0])  # there and back
-    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (next(seconds),))
+    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda loop, repeats, agree: (next(seconds),))
     grid = CollectiveGrid(only="send_receive", pair_sizes="64,4K,8K,64K", row_limit=20)
     found = timed(cases([pair], grid), grid)
     assert [row.sent_bytes for row in found.rows] == [64, 4096, 8192]
@@ -133,7 +136,12 @@ def test_a_process_without_a_device_in_a_pair_waits_for_the_others(pair, monkeyp
     monkeypatch.setattr(type(pair), "takes_part", False)
     monkeypatch.setattr(CollectiveProgram, "loop", lambda program: pytest.fail("it has no device there"))
     grid = CollectiveGrid(only="send_receive", pair_sizes="64", repeats=1)
-    told = {"samples": [[0.0], [6.0]], "correct": [True, True], "each": [1.0], "free": [["host", 1, 1e12]]}
+    told = {
+        "sample": [[0.0] * 3, [0.0, 0.0, 12.0]],
+        "correct": [True, True],
+        "seconds": [1.0],
+        "free": [["host", 1, 1e12]],
+    }
     found = timed(cases([pair], grid), grid, agree=lambda stage, own: told[stage])
     assert found.rows[0].samples == (3.0,)
 
@@ -154,7 +162,7 @@ def test_a_loop_takes_no_more_memory_than_was_reckoned_before_it_was_made(pair, 
     program = CollectiveProgram(pair, collective, 1 << 20, jnp.dtype("float32"))
     compiled, compile = [], jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *some: compiled.append(compile(*some)) or compiled[-1])
-    program.loop()(3)
+    program.loop().run(3)
     (memory,) = [one.memory_analysis() for one in compiled]
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= program.memory + 4096
 
@@ -168,7 +176,7 @@ def test_what_was_timed_before_the_run_ended_is_written(what, monkeypatch, tmp_p
             raise what
         return [own]
 
-    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda run, repeats, agree: (agree("samples", 4.0)[0],))
+    monkeypatch.setattr("dsjax.bench.network.run.sample", lambda loop, repeats, agree: (agree("samples", 4.0)[0],))
     members = [SimpleNamespace(process_id=number, host=host) for number, host in enumerate("ab")]
     run = lambda *asked: pytest.fail("the others do not wait for it any more")  # noqa: E731
     agreement = SimpleNamespace(ask=agree, run=run)
@@ -223,31 +231,8 @@ def test_data_that_arrive_wrong_are_found(host, pair, collective, wrong, monkeyp
     assert not CollectiveProgram(group, collective, 64, jnp.dtype("bfloat16")).arrives_right()
 
 
-def test_the_slowest_process_is_what_counts():
-    """All processes apply the collective as often as the slowest one says, and its seconds are the sample."""
-    counts = []
-    told = {"each": lambda own: [own, 1.0], "samples": lambda own: [own, [7.0] * len(own)]}
-    found = sample(counts.append, 3, lambda stage, own: told[stage](own))
-    assert found == (7.0,) * 3
-    assert set(counts) == {0, 1}  # a second each: one application is a sample
-
-
-def test_a_loop_that_took_no_longer_than_an_empty_one_is_made_longer(monkeypatch):
-    """Where a call costs 50 ms and an application 0.1 ms, a loop of one application is noise, and one of 256 is a sample."""
-
-    def seconds(run, applications):
-        run(applications)
-        return 0.05 + applications * 1e-4
-
-    monkeypatch.setattr("dsjax.bench.network.run.seconds_of", seconds)
-    counts = []
-    found = sample(counts.append, 2, alone)
-    assert max(counts) == 256
-    assert found == pytest.approx([1e-4] * 2)
-
-
 def test_a_collective_that_drowns_in_noise_has_a_line_and_no_figure(host, monkeypatch):
-    monkeypatch.setattr("dsjax.bench.network.run.seconds_of", lambda run, applications: 0.05)
+    monkeypatch.setattr("dsjax.bench.modules.timing.seconds_of", lambda run, applications: 0.05)
     grid = CollectiveGrid(mesh="dp=4,ep=2", sizes="64", only="all_to_all", repeats=1)
     found = timed(cases([host], grid), grid)
     assert not found.rows
@@ -265,6 +250,10 @@ def test_expectations_are_the_planner_s_or_the_file_s_own(cluster_file):
     inside = expect(plain, CollectiveCase(groups["host"], "all_to_all", 0), 1 << 30)
     assert inside.expected == pytest.approx((1 << 30) / (0.6 * 450e9), rel=0.02)
     assert (inside.warning, inside.failing) == (inside.expected * 1.5, inside.expected * 3)
+    # 2 bytes a value of one of two ranks, in a ring over hosts with one device each.
+    summed = expect(plain, CollectiveCase(groups["hosts"], "all_reduce", 0), 1 << 30)
+    assert summed.expected == pytest.approx(all_reduce(plain, 2, 1 << 30, near=1))
+    assert summed.expected > away.expected / 2
     own = load_cluster(
         cluster_file(
             "[acceptance]\nwarning = 2\nfailing = 5\n[acceptance.between_hosts.all_gather]\nlatency_us = 10\ngb_per_s = 1\n"

@@ -24,7 +24,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.engine import find_engine
 from sharding import MeshSpec
 
 H200 = load_hardware("h200")
@@ -161,7 +161,7 @@ def test_a_compiled_step_of_ours_overlaps_what_it_is_credited_with_and_no_more(s
     assert exchanges
     assert not any(one.beside_compute for one in exchanges), "without --enable-dbo"
     # One thread computes: the shared expert's operations and the routed ones' stand one after the other.
-    assert dsjax_engine().shared_beside is False
+    assert find_engine("dsjax").shared_beside is False
 
 
 def test_a_layer_of_a_real_step_shows_its_parts(step):

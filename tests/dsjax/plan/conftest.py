@@ -1,13 +1,13 @@
 """V3's configuration, and short ways to ask the planner and the model of a step."""
 
 import pytest
+from step_models import step_model
 
 from dsjax.config import load_config
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
-from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
@@ -35,6 +35,6 @@ def ask(v3):
 def model(v3):
     def make(mesh="dp=32", cluster="h100-32", redundant=None, **kwargs):
         layout = parse_layout(mesh, redundant, v3)
-        return StepModel(v3, load_cluster(cluster), layout, PRECISIONS["fp8"], **kwargs)
+        return step_model(v3, load_cluster(cluster), layout, PRECISIONS["fp8"], **kwargs)
 
     return make

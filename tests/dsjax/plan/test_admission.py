@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from step_models import step_model
 
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -18,10 +19,8 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.simulation.admission import Lobby
 from dsjax.plan.simulation.load import OfferedLoad, Served
-from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import SimulatedEngine
-from dsjax.plan.step import StepModel
+from dsjax.plan.simulation.service import SimulatedEngine, StepPrices
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 
@@ -117,7 +116,7 @@ def test_a_prompt_waits_until_the_cache_has_room_beside_what_running_requests_ar
 
 def test_known_ends_let_requests_share_the_room_that_they_need_one_after_the_other(v3):
     """Two of 1,000 and 500 tokens end one after the other; with 2,501 more the first would have to give way before its end."""
-    model = StepModel(v3, load_cluster("h200-8"), parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"])
+    model = step_model(v3, load_cluster("h200-8"), parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"])
     prices = StepPrices([model])
 
     def taken(cache, *outputs):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dsjax.plan.assumptions import assumption, ends
-from dsjax.plan.figure import Draw, Kind, drawing
+from dsjax.plan.figure import Draw, Kind, assumption, drawing, ends
 
 ROOT = Path(__file__).parents[3]
 ROWS = tomllib.loads((ROOT / "configs" / "assumptions.toml").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ import pytest
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated
 from dsjax.plan.cold_start import cold_start, host_bytes, read_share, recovery, storage_rate
-from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import Kind, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
@@ -45,7 +45,9 @@ def test_what_several_devices_or_stages_of_a_host_hold_is_read_once_each(ask):
 def test_the_files_of_a_checkpoint_are_read_and_have_room_whatever_they_become(ask, model, named, kept):
     """V2's are bf16 and V3's FP8; they are quantised while they are loaded."""
     config = load_config(model)
-    options = PlanOptions(precision=dsjax_engine().precision(PRECISIONS[named]), engine=dsjax_engine(), dispatch="auto")
+    options = PlanOptions(
+        precision=find_engine("dsjax").precision(PRECISIONS[named]), engine=find_engine("dsjax"), dispatch="auto"
+    )
     question = ask("h200-32")
     made = Instance(config, question.cluster, parse_layout("dp=32", 0, config), options, question.workload)
     files = weight_bytes(config, made.layout, PRECISIONS[kept])

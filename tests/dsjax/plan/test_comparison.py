@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,8 +11,11 @@ import dsjax.plan
 from dsjax.cli.main import app
 from dsjax.errors import UserError
 from dsjax.plan.comparison import compare, estimate, link_bytes, ratio_of
+from dsjax.plan.explain import LABELS, label
+from dsjax.plan.figure import Figure
 from dsjax.plan.recipe import recipe
 
+ROOT = Path(__file__).parents[3]
 ABOUT = {"engine": "published", "input_tokens": 2000, "output_tokens": 500}
 
 
@@ -87,12 +91,21 @@ def test_a_recipe_is_compared_as_it_was_written(ask, tmp_path):
     [
         (["dp=8"], "1 layout given, expected at least two"),
         (["dp=8", "dp=3"], "--mesh dp=3"),
-        (["dp=8", "none.json"], "none.json: .* expected a file that dsjax plan recipe wrote"),
+        (["dp=8", "none.json"], "none.json cannot be read as a recipe: .* expected what dsjax plan recipe wrote"),
     ],
 )
 def test_a_layout_that_cannot_be_is_one_message(ask, layouts, message):
     with pytest.raises(UserError, match=message):
         compare(ask(), layouts)
+
+
+def test_inputs_have_the_names_that_their_users_know(both):
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dsjax" / "plan").rglob("*.py"))
+    source += (ROOT / "configs" / "assumptions.toml").read_text(encoding="utf-8")
+    words = {name: re.split(r"combine, |dispatch, ", name)[-1] for name in LABELS}
+    assert [name for name, last in words.items() if source.count(f'"{name}"') + source.count(last) < 2] == []
+    assert label(Figure(1.0, name="host")) == "CPU overhead per step"
+    assert label(Figure(1.0, name="network latency")) == "network latency"
 
 
 def test_the_command_shows_both_and_writes_json():

@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.plan.drafting import FIRST, read_acceptance, tokens_a_step
-from dsjax.plan.workload import PlanOptions
+from dsjax.plan.workload import FIRST, PlanOptions, read_acceptance, tokens_a_step
 
 
 def test_one_draft_yields_its_acceptance_and_further_ones_less_and_less():

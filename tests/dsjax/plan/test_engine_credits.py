@@ -12,7 +12,7 @@ import pytest
 from dsjax.engine.contract.speculative import MOST_DRAFTS
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.plan.arguments import FitArgs, PlanArgs, SimulateArgs, StepArgs
-from dsjax.plan.engine import CAPABILITIES, CREDITS, dsjax_engine, find_engine
+from dsjax.plan.engine import CAPABILITIES, CREDITS, find_engine
 from dsjax.plan.launch import LAUNCHED
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
@@ -37,7 +37,7 @@ def test_each_credit_of_another_engine_names_an_option_that_it_has_today_or_a_fi
 
 
 def test_each_credit_of_ours_is_an_option_of_dsjax_serve():
-    able = dsjax_engine()
+    able = find_engine("dsjax")
     fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(EngineArgs)}
     for what in CAPABILITIES:
         credit = CREDITS["dsjax"].get(what, "")
@@ -52,7 +52,7 @@ def test_each_credit_of_ours_is_an_option_of_dsjax_serve():
 
 def test_ours_is_planned_in_halves_where_it_is_asked_to_and_gains(ask):
     def instance_of(overlap, dispatch="padded"):
-        options = PlanOptions(engine=dsjax_engine(), dispatch=dispatch, overlap=overlap, modes=("aggregated",))
+        options = PlanOptions(engine=find_engine("dsjax"), dispatch=dispatch, overlap=overlap, modes=("aggregated",))
         question = ask("h200-16", hosts=4, options=options)
         return question.instance(parse_layout("dp=32", 0, question.config), {})
 

@@ -4,7 +4,7 @@ import pytest
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.plan.engine import PUBLISHED, dsjax_engine
+from dsjax.plan.engine import PUBLISHED, find_engine
 from dsjax.plan.layout import InstanceLayout, fits, instance_sizes, layouts, parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.recipe import memory_share, serve_options
@@ -106,4 +106,4 @@ def test_a_shared_expert_is_none_of_dsjax_s_fp4_experts_as_the_engine_says_at_it
 
     assert planned(PUBLISHED)
     with pytest.raises(UserError, match="packs into four bits, and dsjax serve keeps shared experts in more"):
-        planned(dsjax_engine(), dispatch="auto")
+        planned(find_engine("dsjax"), dispatch="auto")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from step_models import step_model
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -17,7 +18,7 @@ from dsjax.plan.measured import Measured, read_measured, widths
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.own_cluster import choose_precision, find_cluster
 from dsjax.plan.skew import UNIFORM
-from dsjax.plan.step import RankWork, StepModel
+from dsjax.plan.step import RankWork
 
 EACH = {"norms": 1e-6, "dense MLP": 2e-3, "router": 3e-6, "shared expert": 4e-6, "head": 5e-4}
 
@@ -74,9 +75,8 @@ def model(demo, body, **changes):
     measured = Measured("m.json", body)
     options = {"skew": UNIFORM, "measured": measured, **changes}
     cluster = find_cluster(None, measured)
-    return MeasuredStep(
-        demo, cluster, parse_layout("dp=1", 0, demo), choose_precision("auto", "auto", measured), **options
-    )
+    layout = parse_layout("dp=1", 0, demo)
+    return step_model(demo, cluster, layout, choose_precision("auto", "auto", measured), kind=MeasuredStep, **options)
 
 
 def test_a_step_is_the_sum_of_its_modules(demo, body):
@@ -147,7 +147,7 @@ def test_heads_over_tp_keep_the_published_times(demo, body):
     measured = Measured("m.json", body)
     cluster = dataclasses.replace(load_cluster("h100-32"), hosts=1)
     arguments = (demo, cluster, parse_layout("tp=2", 0, demo), choose_precision("auto", "auto", measured), UNIFORM)
-    steps = MeasuredStep(*arguments, measured=measured), StepModel(*arguments)
+    steps = step_model(*arguments, kind=MeasuredStep, measured=measured), step_model(*arguments)
     timed, plain = (step.decode_parts(8, 127) for step in steps)
     assert timed["attention"] == plain["attention"]
     assert timed["router"].kinds == Kind.MEASURED

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_models import step_model
 
 from dsjax.config import load_config
 from dsjax.plan.candidate import aggregated, moved, prefill_pool, separated, with_intervals
@@ -17,7 +18,6 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import precision
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
-from dsjax.plan.step import StepModel
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 CONFIG = load_config("deepseek-v3")
@@ -28,7 +28,7 @@ MESHES = ["dp=8", "tp=8", "tp=8,ep=1", "dp=2,tp=4"]
 
 
 def model(cluster, mesh, overlap=False, numbers="fp8"):
-    return StepModel(CONFIG, cluster, parse_layout(mesh, None, CONFIG), PRECISIONS[numbers], overlap=overlap)
+    return step_model(CONFIG, cluster, parse_layout(mesh, None, CONFIG), PRECISIONS[numbers], overlap=overlap)
 
 
 @settings(max_examples=50, deadline=None)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+from step_models import step_model
 
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
@@ -14,7 +15,6 @@ from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, operator_tables
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.routed import routed_experts
-from dsjax.plan.step import StepModel
 
 
 @pytest.mark.parametrize("resource", ["fp8_flops", "memory_bandwidth"])
@@ -39,7 +39,7 @@ def test_a_sum_grows_with_its_bytes_and_shrinks_with_the_link_but_for_what_it_ta
 
 
 def experts_of(cluster, mesh, v3, tokens, decode, tables):
-    step = StepModel(v3, load_cluster(cluster), parse_layout(mesh, 0, v3), PRECISIONS["fp8"], operators=tables)
+    step = step_model(v3, load_cluster(cluster), parse_layout(mesh, 0, v3), PRECISIONS["fp8"], operators=tables)
     return routed_experts(step, tokens, decode)["experts"]
 
 

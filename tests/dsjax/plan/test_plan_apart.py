@@ -10,10 +10,10 @@ from dsjax.cli import app
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hardware import load_hardware
 from dsjax.plan.apart import ApartStep, _seconds
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.cold_start import recovery
-from dsjax.plan.engine import PUBLISHED, dsjax_engine
+from dsjax.plan.engine import PUBLISHED, find_engine
+from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.memory import expert_side_bytes, weight_bytes
 from dsjax.plan.moves import agreement, connection, moves
@@ -56,7 +56,7 @@ def test_a_device_with_attention_holds_no_expert_and_one_with_experts_nothing_el
     assert expert_side_bytes(v3, apart, FP8) == together["experts"]
 
 
-@pytest.mark.parametrize("engine", [dsjax_engine(), PUBLISHED], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", [find_engine("dsjax"), PUBLISHED], ids=lambda engine: engine.name)
 def test_both_sides_share_a_host_or_have_whole_hosts(ask, engine):
     found = ask("h200-32", options=options(engine)).pairs_apart()
     assert {(2, 6), (8, 8), (8, 24), (16, 16), (24, 8)} <= set(found)
@@ -78,9 +78,9 @@ def test_within_a_process_all_rooms_travel_and_between_processes_the_rows_that_a
 
 
 def test_a_lost_host_with_attention_costs_no_reading_of_experts(ask):
-    lost = recovery(decoding(ask, "dp=16", 16, dsjax_engine(), "h200-32"))
+    lost = recovery(decoding(ask, "dp=16", 16, find_engine("dsjax"), "h200-32"))
     assert lost.read == 0
-    assert recovery(decoding(ask, "dp=8", 16, dsjax_engine(), "h200-32")) is None, "it is all of attention"
+    assert recovery(decoding(ask, "dp=8", 16, find_engine("dsjax"), "h200-32")) is None, "it is all of attention"
 
 
 def test_two_kinds_of_hosts_have_as_many_instances_as_the_scarcer_one_gives(ask):
@@ -133,7 +133,7 @@ def test_micro_batches_in_turn_gain_where_the_batch_is_large_and_lose_where_it_i
     assert (one.micro_batches, two.micro_batches, three.micro_batches) == (1, 2, 3)
     assert one.decode(8, 4096) < two.decode(8, 4096) < three.decode(8, 4096)
     assert two.decode(160, 4096) < one.decode(160, 4096)
-    ours = [decoding(ask, "dp=2", 6, dsjax_engine(), afd_stages=count).step_models() for count in (2, 3)]
+    ours = [decoding(ask, "dp=2", 6, find_engine("dsjax"), afd_stages=count).step_models() for count in (2, 3)]
     assert [[model.micro_batches for model in models] for models in ours] == [[1, 2], [1, 3]]
 
 

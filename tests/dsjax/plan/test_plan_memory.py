@@ -8,7 +8,7 @@ from dsjax.config import load_config
 from dsjax.config.weights import PACKED
 from dsjax.model.parameter_counts import parameter_counts
 from dsjax.model.parameter_table import abstract_parameters
-from dsjax.plan.engine import dsjax_engine, find_engine
+from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import assumed, spread
 from dsjax.plan.fit import asked
 from dsjax.plan.layout import parse_layout
@@ -50,7 +50,7 @@ def test_a_fused_shared_expert_is_whole_on_each_device_that_holds_whole_experts(
     [*(("deepseek-v3", one) for one in (*PACKED, "fp8", "bf16")), ("deepseek-v3.2", "bf16"), ("deepseek-v3.2", "fp8")],
 )
 def test_weights_of_one_device_are_those_of_the_programs_parameters_to_the_byte(model, weights):
-    config, kept = load_config(model), dsjax_engine().precision(PRECISIONS[weights])
+    config, kept = load_config(model), find_engine("dsjax").precision(PRECISIONS[weights])
     found = weight_bytes(config, parse_layout("dp=1", 0, config), kept)
     infos = abstract_parameters(config, weights=weights, platform="any", mtp=False)
     assert sum(found.values()) == sum(info.nbytes for info in infos.values())
@@ -76,7 +76,6 @@ def test_a_plan_has_the_cache_that_fit_gives_at_the_greatest_fraction_that_fits(
     able = find_engine(engine)
     question = ask(cluster, options=PlanOptions(engine=able, dispatch=able.dispatch))
     instance = question.instance(parse_layout(mesh, 0, question.config), {})
-    about = question.config, question.cluster, question.options, question.workload, mesh
-    greatest = asked(*about, asked(*about).fractions[1])
+    greatest = asked(question, mesh, asked(question, mesh).fractions[1])
     apart = instance.memory.cache_tokens - greatest.cache_tokens
     assert 0 <= apart * instance.memory.cache_per_token <= 0.0101 * question.cluster.hardware.visible_bytes

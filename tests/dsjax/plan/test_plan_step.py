@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from step_models import step_model
 
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run
@@ -11,7 +12,7 @@ from dsjax.plan.network import all_reduce, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import UNIFORM
-from dsjax.plan.step import RankWork, StepModel
+from dsjax.plan.step import RankWork
 from sharding.dispatch import default_capacity
 
 
@@ -35,12 +36,12 @@ def test_one_device_and_one_replica_exchange_nothing(model):
 
 def test_gathered_tokens_cost_a_sum_over_all_ranks_each_way_and_half_of_one_in_decode(v3):
     cluster, layout = load_cluster("h200-8"), parse_layout("dp=8", 0, v3)
-    step = StepModel(v3, cluster, layout, PRECISIONS["fp8"], gathers=True)
+    step = step_model(v3, cluster, layout, PRECISIONS["fp8"], gathers=True)
     for work, share in ((RankWork(prompts=512, pairs=512 * 500), 1.0), (RankWork(512, 512 * 500), 0.5)):
         parts = step.step([work])
         each = all_reduce(cluster, 8, share * 8 * 512 * v3.hidden_size * 2) * v3.num_moe_layers
         assert parts["dispatch"] == parts["combine"] == pytest.approx(each)
-    alone = StepModel(v3, cluster, parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"], gathers=True)
+    alone = step_model(v3, cluster, parse_layout("tp=8,ep=1", 0, v3), PRECISIONS["fp8"], gathers=True)
     assert alone.decode_parts(512, 500)["dispatch"] == 0
 
 
@@ -62,7 +63,7 @@ def test_drafting_costs_a_module_pass_and_twice_the_tokens(model):
 def test_own_dispatch_sends_the_rows_that_its_page_says(model, method, rows):
     # padded: mean 7.18 + 4 standard deviations 9.4 = 16.7, rounded up to a multiple of 8.
     step = model(dispatch=method, skew=UNIFORM, redundant=0)
-    busiest = step.skew.slowest(step.expert_slots, 256, 32 * 8, balanced=False) if method == "ragged" else 1
+    busiest = step.options.skew.slowest(step.expert_slots, 256, 32 * 8, balanced=False) if method == "ragged" else 1
     sent = rows * busiest * (7168 + 224 + 52) / 0.6  # of a link, which XLA's collectives get
     kind, count = {"gather": ("all_gather", 1), "padded": ("all_to_all", 1), "ragged": ("ragged_all_to_all", 2)}[method]
     fixed = xla_collective(step.cluster, 32, 0.0, count, kind)
@@ -86,7 +87,7 @@ def test_dsjax_gathers_scatters_and_gathers_over_tp_in_each_layer_with_experts(v
     assert times == dict.fromkeys(kinds, v3.num_moe_layers)
     cluster, row = load_cluster("h200-8"), 2.0 * v3.hidden_size
     cut, whole = (
-        StepModel(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["bf16"], dispatch="gather").decode_parts(64, 1024)
+        step_model(v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["bf16"], dispatch="gather").decode_parts(64, 1024)
         for mesh in ("tp=8,ep=1", "tp=8")
     )
     assert cut["dispatch"] == pytest.approx(half_a_sum(cluster, 8, 8 * (row + 52)) * v3.num_moe_layers)
@@ -100,7 +101,7 @@ def test_where_ranks_share_widths_gather_has_two_collectives_over_all_of_them_an
     cluster = load_cluster("h100-32")
     for mesh in ("dp=4,tp=8,ep=4", "dp=8,ep=2,etp=4", "dp=8,ep=1,etp=8"):
         layout = parse_layout(mesh, None, v3)
-        step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="auto")
+        step = step_model(v3, cluster, layout, PRECISIONS["bf16"], dispatch="auto")
         parts = step.decode_parts(8 * layout.mesh.tp_size, 1024)
         combine = own_exchange(cluster, "gather", layout.devices, 8, 8, 2.0 * v3.hidden_size, 1.0)
         more = half_a_sum(cluster, 8, 8 * 2.0 * v3.hidden_size) if layout.mesh.tp_size > 1 else 0.0
@@ -111,7 +112,7 @@ def test_rows_that_ranks_share_the_width_of_travel_between_the_ranks_of_one_plac
     """`sharding/dispatch/padded.py`: `exchange` over ep, then `pool_width` over those that share the width."""
     cluster = load_cluster("h100-32")
     layout = parse_layout("dp=4,tp=8,ep=4", None, v3)
-    step = StepModel(v3, cluster, layout, PRECISIONS["bf16"], dispatch="padded")
+    step = step_model(v3, cluster, layout, PRECISIONS["bf16"], dispatch="padded")
     combine = step.decode_parts(8 * 400, 1024)["combine"] / v3.num_moe_layers
     row, capacity = 2.0 * v3.hidden_size, default_capacity(400, 8, 4)
     there = xla_collective(cluster, 4, capacity * row, near=1, of=32)
@@ -124,7 +125,7 @@ def test_layouts_of_as_wide_experts_share_no_exchange_where_tp_differs(v3):
     for mesh in ("dp=8,ep=1,etp=8", "tp=8,ep=1"):
         tokens = 64 if mesh.startswith("tp") else 8
         own = [
-            StepModel(
+            step_model(
                 v3, cluster, parse_layout(mesh, 0, v3), PRECISIONS["fp8"], dispatch="auto", shared=known
             ).decode_parts(tokens, 1024)["combine"]
             for known in (shared, {})

@@ -12,7 +12,7 @@ from dsjax.plan.figure import spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.prompts import _added, _fullest, prompts_beside_decodes
-from dsjax.plan.simulation.prices import StepPrices
+from dsjax.plan.simulation.service import StepPrices
 from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, PlanOptions, Workload
 

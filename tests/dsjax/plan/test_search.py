@@ -8,7 +8,7 @@ import pytest
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import moved, prefill_pool, separated
-from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.engine import find_engine
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.limits import bottlenecks, forbidden
 from dsjax.plan.report import sentence
@@ -135,7 +135,7 @@ def test_separated_rates_match_both_sides(ask):
 @pytest.mark.parametrize("load", [{}, {"concurrency": 64.0}])
 def test_no_more_requests_are_served_than_dsjax_moves_caches_of(ask, load):
     """One replica takes in one cache of 8,000 tokens after the other, as docs/disaggregation.md measured: 18.3 MB in 23.2 ms."""
-    options = PlanOptions(engine=dsjax_engine(), dispatch="auto", modes=("separated",))
+    options = PlanOptions(engine=find_engine("dsjax"), dispatch="auto", modes=("separated",))
     question = ask("h200-16", 8000, 20, options=options, **load)
     prefill, decode = (question.instance(parse_layout("tp=8", 0, question.config), {}) for _ in range(2))
     pool, most = prefill_pool(prefill, 8192), 1.0 if load else 0.85
@@ -300,7 +300,7 @@ def test_a_request_longer_than_the_models_positions_is_refused(ask):
     "changes",
     [
         {"mesh": MeshSpec.parse("pp=2,tp=8")},
-        {"afd": "on", "engine": dsjax_engine(), "dispatch": "auto", "redundant": 0},
+        {"afd": "on", "engine": find_engine("dsjax"), "dispatch": "auto", "redundant": 0},
     ],
 )
 def test_what_hands_no_pages_over_is_no_separated_service_and_may_be_an_aggregated_one(ask, changes):

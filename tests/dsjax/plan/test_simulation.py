@@ -14,19 +14,18 @@ from typer.testing import CliRunner
 from dsjax.cli import app
 from dsjax.engine.schedule.scheduler import Scheduler
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.plan.assumptions import assumption
 from dsjax.plan.candidate import aggregated, prefill_pool, separated, transfer_seconds
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import PUBLISHED, dsjax_engine
+from dsjax.plan.engine import PUBLISHED, find_engine
+from dsjax.plan.figure import assumption
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
 from dsjax.plan.simulation.load import OfferedLoad, Served, requests
 from dsjax.plan.simulation.outcome import Spread
-from dsjax.plan.simulation.prices import StepPrices
 from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Decoder, SimulatedEngine
+from dsjax.plan.simulation.service import Decoder, SimulatedEngine, StepPrices
 from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
@@ -218,7 +217,7 @@ CLOSED = {
     "separated": {"mesh": "dp=8", "batch": 32, "output": 500, "variation": 0.2, "prefill": "dp=8"},
     "separated, few": {"mesh": "dp=8", "batch": 8, "output": 200, "variation": 0.2, "prefill": "dp=8"},
     # One DP rank that decodes pulls one cache of 0.56 GB after the other.
-    "transfers in turn": {"batch": 16, "prompt": 8000, "prefill": "dp=8", "engine": dsjax_engine()},
+    "transfers in turn": {"batch": 16, "prompt": 8000, "prefill": "dp=8", "engine": find_engine("dsjax")},
 }
 
 

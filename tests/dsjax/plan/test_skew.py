@@ -45,7 +45,7 @@ def test_without_a_balancer_redundant_experts_give_what_a_static_placement_gives
     placement = rebalance(np.ones((1, 256)), n_physical=288, ranks=32)
     found = balancedness(loads.served, placement, 32).busiest
     assert skewed.slowest(WIDE, 256, MANY, balanced=False) == pytest.approx(found)
-    assert static.skew.slowest(static.expert_slots, 256, 256 * 8, balanced=False) > found  # and chance
+    assert static.options.skew.slowest(static.expert_slots, 256, 256 * 8, balanced=False) > found  # and chance
 
 
 @pytest.mark.parametrize(

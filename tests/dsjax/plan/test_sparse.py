@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from step_models import step_model
 
 from dsjax.config import load_config
 from dsjax.plan.cluster import load_cluster
@@ -16,7 +17,7 @@ V3, V32 = load_config("deepseek-v3"), load_config("deepseek-v3.2")
 
 
 def step(config, mesh="dp=8", **options) -> StepModel:
-    return StepModel(config, load_cluster("h200-8"), parse_layout(mesh, 0, config), PRECISIONS["fp8"], **options)
+    return step_model(config, load_cluster("h200-8"), parse_layout(mesh, 0, config), PRECISIONS["fp8"], **options)
 
 
 @pytest.mark.parametrize(("topk", "cached", "prompt"), [(8, 0, 5), (8, 0, 20), (8, 3, 20), (8, 30, 20), (8, 7, 1)])

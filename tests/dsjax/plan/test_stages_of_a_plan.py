@@ -8,7 +8,7 @@ import pytest
 from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.engine import dsjax_engine
+from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout, layouts
@@ -46,7 +46,7 @@ def test_the_fullest_stage_has_half_of_the_experts_and_its_own_of_everything_els
 
 def test_experts_that_follow_the_load_take_a_layers_slots_of_each_stages_memory():
     """On one host: stages in several processes refuse to move experts, and are not credited with it."""
-    asked = question(engine=dsjax_engine(), precision=FP8)
+    asked = question(engine=find_engine("dsjax"), precision=FP8)
     for mesh, slots, moves in ((MeshSpec.parse("pp=2,tp=4"), (256 + 8) // 4, True), (STAGED.mesh, 0, False)):
         copies = InstanceLayout(mesh, redundant=8)
         instance, room = asked.instance(copies, {}), H20.hardware.visible_bytes
@@ -106,7 +106,8 @@ def test_layouts_with_stages_are_looked_at_where_they_are_asked_for():
 def test_of_dsjax_no_stage_is_on_two_hosts_whose_processes_would_refuse_it():
     def meshes(**options):
         return {
-            str(layout.mesh) for layout in instances(question(engine=dsjax_engine(), dispatch="auto", **options))[0]
+            str(layout.mesh)
+            for layout in instances(question(engine=find_engine("dsjax"), dispatch="auto", **options))[0]
         }
 
     asked = {mesh for mesh in meshes(stages=(1, 2, 4)) if "pp" in mesh}

@@ -1,0 +1,28 @@
+"""A table on the terminal (rich)."""
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from rich.table import Table
+
+
+def table(
+    title: str | None,
+    names: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    styles: Iterable[str | None] = (),
+    **how: Any,
+) -> Table:
+    """Make a table of these columns: figures, text where the name begins with `<`, or text that wraps where it begins with `<<`.
+
+    styles: of the rows. how: options of `Table`.
+    """
+    made = Table(title=title, title_justify="left", **how)
+    for name in names:
+        wraps = name.startswith("<<")
+        column = {"justify": "left" if name.startswith("<") else "right", "no_wrap": not wraps}
+        made.add_column(name.lstrip("<"), overflow="fold" if wraps else "ellipsis", **column)
+    for row, style in zip_longest(rows, styles):
+        made.add_row(*row, style=style)
+    return made
