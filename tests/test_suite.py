@@ -12,9 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-
 from tests_of import ENGINE, files_of, named_in
 
 from dsjax.engine.program_cache.folder import ProgramFolder
@@ -141,19 +138,6 @@ def test_the_seconds_that_order_the_files_are_of_files_that_exist(suite):
     seconds = json.loads(suite.SECONDS.read_text())
     assert len(seconds) > 50
     assert [path for path in seconds if not (ROOT / path).is_file()] == []
-
-
-def test_without_a_compiler_every_other_command_is_found(suite, tmp_path):
-    first, second, links = tmp_path / "first", tmp_path / "second", tmp_path / "links"
-    for name in (first / "sh", first / "g++", second / "sh", second / "c++", second / "git"):
-        name.parent.mkdir(exist_ok=True)
-        name.touch(0o755)
-    links.mkdir()
-    environment = {"PATH": f"{first}:{second}:{tmp_path / 'missing'}", "CXX": "/usr/bin/g++", "HOME": "/"}
-    suite.hide_compilers(environment, links)
-    assert "CXX" not in environment
-    assert environment["PATH"] == str(links)
-    assert {link.name: link.readlink() for link in links.iterdir()} == {"sh": first / "sh", "git": second / "git"}
 
 
 def test_every_name_is_defined_somewhere():
