@@ -89,7 +89,6 @@ def test_every_convention_loads_as_the_same_parameters(config, tensors, conventi
 
 
 def decoded(tensors, form):
-    """The tensors with experts that were in FP4 once, as float32."""
     made = dict(tensors)
     for name, value in tensors.items():
         if ".mlp.experts." in name:

@@ -62,7 +62,6 @@ def free_address():
 
 @pytest.fixture
 def ends():
-    """Ends what tests have started, last first: ``ends.callback(llm.shutdown)``."""
     with contextlib.ExitStack() as stack:
         yield stack
 
@@ -109,7 +108,6 @@ def of_one_device(checkpoint, **options):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What one device makes."""
     return of_one_device(checkpoint)
 
 

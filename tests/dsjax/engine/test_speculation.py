@@ -134,7 +134,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def greedy(checkpoint):
-    """What an engine without the module says."""
     plain = load(checkpoint, None)
     outputs = plain.generate(prompts(6), GREEDY)
     plain.shutdown()

@@ -37,7 +37,6 @@ CRITERIA = "\n".join(
 
 @pytest.fixture
 def accept(tmp_path):
-    """Runs the command; its exit status and report."""
 
     def invoke(url, *options):
         criteria = tmp_path / "criteria.toml"

@@ -28,7 +28,6 @@ def basic(key: str) -> dict:
 
 
 def raw(server, head: str, body: bytes = b"") -> bytes:
-    """Send bytes as they are; give what comes back until the connection ends."""
     with server.connect(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body) as connection:
         received = b""
         with contextlib.suppress(TimeoutError, ConnectionResetError):

@@ -218,7 +218,6 @@ def answer_to(connection, path):
 
 
 def all_of(connection):
-    """What comes until the connection ends."""
     received = b""
     while part := connection.recv(65536):
         received += part

@@ -21,7 +21,6 @@ def client(server):
 
 
 def engine_text(prompt, **params) -> str:
-    """What the engine alone gives, on one rank with small chunks."""
     executor = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
     config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=8)
     engine = LLMEngine(EngineParts(executor, TOKENIZER, config))

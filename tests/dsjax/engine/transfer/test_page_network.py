@@ -92,7 +92,6 @@ def prompts(count, seed=0):
 
 
 def alone(llm, given):
-    """What decode makes by itself."""
     llm.engine.flush_prefix_cache()
     expected = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
     llm.engine.flush_prefix_cache()
@@ -170,12 +169,10 @@ class FakeTransport:
 
 
 def opened(credentials=None):
-    """An endpoint of a process."""
     return Endpoint("127.0.0.1", credentials or local_credentials())
 
 
 def dialer(transport=None, space=None, credentials=None):
-    """What makes a decode engine's links."""
     chunks = RemoteChunks(opened(credentials), transport or FakeTransport(), {}, 60)
     return RemoteLinks(chunks, space or {}, owns_endpoint=True)
 
@@ -220,7 +217,6 @@ class Linked:
         return self.messages
 
     def pull(self, offer, number=None):
-        """Pull what was offered, with another number if one is given."""
         return self.link.pull(offer.number if number is None else number, None, offer.address)
 
     def close(self):
@@ -230,7 +226,6 @@ class Linked:
 
 @pytest.fixture
 def linked():
-    """Make servers with links, which are closed at the end."""
     with contextlib.ExitStack() as opened:
 
         def make(*given, **options):
