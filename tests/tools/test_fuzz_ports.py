@@ -20,6 +20,8 @@ from dsjax.messaging.broadcast import BroadcastLog, LogReader
 from dsjax.messaging.cluster_key import ClusterKey
 from dsjax.messaging.curve import ROLES
 
+pytestmark = pytest.mark.slow
+
 CASES = 150
 SECONDS = 20.0
 

@@ -386,6 +386,7 @@ def test_nothing_is_kept_of_a_side_that_has_gone(linked):
         sides.pull(offer)
 
 
+@pytest.mark.slow
 def test_a_prefill_process_that_hangs_fails_its_transfers_before_their_time_is_over():
     script = "import sys, test_page_network as t; print(t.served()[0].address, flush=True); sys.stdin.read()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
