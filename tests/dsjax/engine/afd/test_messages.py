@@ -383,6 +383,11 @@ def test_an_expert_of_another_process_is_read_when_it_is_staged_and_not_when_it_
     read.clear()
     writer.place(0, after)
     assert not read
+    writer.stage(0, [(0, target)])
+    after[target] = before[target + 1]
+    read.clear()
+    writer.place(0, after)
+    assert {expert for _, _, expert in read} == {after[target]}, "what was staged is another one"
     writer.place(0, before)
 
 
