@@ -1,18 +1,14 @@
 """Environment of every test: 32 emulated CPU devices, set before anything imports JAX; and how many processes share the tests."""
 
-import atexit
 import functools
 import gc
-import importlib.util
 import itertools
 import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -42,38 +38,14 @@ saved where another test, process or run has compiled the same."""
 OLD_SECONDS = 7 * 24 * 3600
 """Programs that were kept so long ago are most likely nobody's any more."""
 
-COMPILERS = ("clang++", "g++", "c++")
-"""Names by which `dsjax.kernels.build` looks for a C++ compiler."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest --no-compiler` and `pytest --serving-compilation`."""
-    parser.addoption(
-        "--no-compiler",
-        action="store_true",
-        help="run as on a machine that has no C++ compiler and on which no native kernels were built",
-    )
+    """`pytest --serving-compilation`."""
     parser.addoption(
         SERVING_FLAG,
         action="store_true",
         help="compile as `dsjax serve` does, instead of quickly",
     )
-
-
-def hide_compilers(environment: MutableMapping[str, str], links: Path) -> None:
-    """Make `environment` that of a machine without a C++ compiler.
-
-    links: an empty folder, which becomes `PATH`: links to all commands of the old one but the compilers.
-    """
-    environment.pop("CXX", None)
-    for folder in map(Path, environment.get("PATH", "").split(os.pathsep)):
-        for command in folder.iterdir() if folder.is_dir() else []:
-            link = links / command.name
-            if command.name not in COMPILERS and not link.is_symlink():  # the first of a name wins, as in PATH
-                link.symlink_to(command.absolute())
-    environment["PATH"] = str(links)
-    # Where no run with a compiler has left native kernels.
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED.with_name("compiled-without-compiler"))
 
 
 def _wants_gpu(arguments: Sequence[str]) -> bool:
@@ -87,15 +59,6 @@ def _set_environment() -> None:
     # A container may tell Python to keep no bytecode: every process that a test starts would then compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # The processes that share the tests have this one's environment.
-    if "--no-compiler" in sys.argv and importlib.util.find_spec("ziglang"):
-        raise pytest.UsageError(
-            "--no-compiler finds the package ziglang, which brings a compiler; pip uninstall ziglang"
-        )
-    if "--no-compiler" in sys.argv and any(map(shutil.which, COMPILERS)):
-        links = tempfile.mkdtemp(prefix="dsjax-no-compiler-")
-        atexit.register(shutil.rmtree, links, ignore_errors=True)
-        hide_compilers(os.environ, Path(links))
     if _wants_gpu(sys.argv):
         return
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS)).strip()

@@ -46,7 +46,6 @@ class CpuSeconds:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Count a test with its fixtures."""
         before = spent()
         try:
             return (yield)
@@ -57,13 +56,11 @@ class CpuSeconds:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
-        """Collect what a test process has counted."""
         cpu, tests = getattr(node, "workeroutput", {}).get(KEY, ({}, {}))
         self.cpu.update(cpu)
         self.tests.update(tests)
 
     def pytest_sessionfinish(self) -> None:
-        """Send the counts of a test process to the first one."""
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[KEY] = dict(self.cpu), dict(self.tests)
 

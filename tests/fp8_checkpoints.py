@@ -61,7 +61,6 @@ def uneven(values: np.ndarray) -> np.ndarray:
 
 
 def fp8_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """A checkpoint's tensors as DeepSeek's are: matrices quantised, with their scales, and the rest in bf16."""
     names = TensorNames(config, abstract_parameters(config, weights="fp8"))
     weights, tensors = RandomWeights(1), {}
     for name, (path, piece) in names.places().items():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dispatch_cases import D, K, coded_rows, compiled, expected, routings, weights_of
 from goldens.our_model import logits_of
 from goldens.random_weights import RandomWeights
 from layouts import TINY, answer, hf_tensors, prompts, write_checkpoint
@@ -13,9 +14,6 @@ from layouts import TINY, answer, hf_tensors, prompts, write_checkpoint
 from dsjax.config import ModelConfig
 from sharding import MeshError
 from sharding.dispatch import DispatchConfig, dispatch_collectives
-
-sys.path.insert(0, str(Path(__file__).parent / "sharding"))
-from dispatch_cases import D, K, coded_rows, compiled, expected, routings, weights_of
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 MOST_LINES = 80

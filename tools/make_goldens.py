@@ -17,25 +17,27 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from goldens.configurations import CASES, case_configuration
+from goldens.configurations import CASES, MTP_CASE, case_configuration
 from goldens.random_weights import digest_of_shapes
 
 GOLDENS = ROOT / "tests" / "goldens"
 ROWS, LENGTH = 2, 20
 
 
-def make_case(name: str, index: int) -> tuple[dict, np.ndarray, np.ndarray]:
-    """One case: its entry in `cases.json`, its token ids and its logits."""
-    from goldens.reference_model import reference_logits, saved_shapes, settled_weights
+def make_case(name: str, index: int) -> tuple[dict, dict[str, np.ndarray]]:
+    """One case: its entry in `cases.json`; its token ids, its logits, and in one case those of its MTP module."""
+    from goldens.reference_model import reference_logits, reference_mtp_logits, saved_shapes, settled_weights
 
     raw, bias_center = case_configuration(name)
     rng = np.random.Generator(np.random.PCG64(index))
     tokens = rng.integers(0, raw["vocab_size"], (ROWS, LENGTH))
     weights, model = settled_weights(raw, bias_center, tokens, first_seed=1000 * index)
-    logits = reference_logits(model, tokens)
+    arrays = {"tokens": tokens.astype(np.int32), "logits": reference_logits(model, tokens)}
+    if name == MTP_CASE:
+        arrays["mtp"] = reference_mtp_logits(model, weights, tokens)
     tensors = digest_of_shapes(saved_shapes(model))
     entry = {"name": name, "seed": weights.seed, "bias_center": bias_center, "tensors": tensors, "config": raw}
-    return entry, tokens.astype(np.int32), logits
+    return entry, arrays
 
 
 def check(entries: list[dict], arrays: dict[str, np.ndarray]) -> None:
@@ -57,10 +59,10 @@ def main() -> None:
     arguments = parser.parse_args()
     entries, arrays = [], {}
     for index, name in enumerate(CASES):
-        entry, tokens, logits = make_case(name, index)
+        entry, own = make_case(name, index)
         entries.append(entry)
-        arrays |= {f"{name}/tokens": tokens, f"{name}/logits": logits}
-        print(f"{name}: seed {entry['seed']}, logits up to {np.abs(logits).max():.2f}")
+        arrays |= {f"{name}/{key}": value for key, value in own.items()}
+        print(f"{name}: seed {entry['seed']}, logits up to {np.abs(own['logits']).max():.2f}")
     if arguments.check:
         check(entries, arrays)
         return

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +13,7 @@ import pytest
 import typer
 import yaml
 from custom_resources import COMPUTE_DOMAIN, DYNAMO_GRAPH_DEPLOYMENT, LEADER_WORKER_SET, POD_MONITOR
+from lock_requirements import FILES, lock_file, mistakes
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -38,10 +38,6 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # Read anew for every document otherwise.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-from lock_requirements import FILES, lock_file, mistakes  # noqa: E402
 
 
 @functools.cache
@@ -86,12 +82,10 @@ def by_kind(folder: Path) -> dict[str, dict]:
 
 
 def template_of(group: dict) -> dict:
-    """The pods of a LeaderWorkerSet."""
     return group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
 
 
 def options_of(container: dict) -> dict[str, str]:
-    """Those that have a value."""
     return dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:] if "=" in word)
 
 
@@ -180,7 +174,6 @@ def test_an_overlay_takes_the_devices_that_the_cluster_has_and_its_mesh_wants(na
 
 @functools.cache
 def serve_command():
-    """`dsjax serve` as typer has it."""
     return typer.main.get_command(app).get_command(None, "serve")
 
 

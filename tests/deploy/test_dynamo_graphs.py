@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ KINDS = ["PersistentVolumeClaim", "Job", "DynamoGraphDeployment", "Job", "Networ
 DYNAMOS_GRACE_SECONDS = 5
 """Default of DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS."""
 
-sys.path.insert(0, str(ROOT / "tools"))
-
 
 def documents(path: Path) -> list[dict]:
     return json.loads(json.dumps(read(path)))
@@ -41,7 +38,6 @@ def workers_of(found: list[dict]) -> list[tuple[dict, dict]]:
 
 
 def devices_of(found: list[dict]) -> int:
-    """That all workers have together."""
     total = 0
     for worker, container in workers_of(found):
         hosts = worker.get("multinode", {}).get("nodeCount", 1)
@@ -50,7 +46,6 @@ def devices_of(found: list[dict]) -> int:
 
 
 def engine_args(options: dict) -> EngineArgs:
-    """Those of them that are the engine's."""
     return EngineArgs(**{name: value for name, value in options.items() if name in EngineArgs.__dataclass_fields__})
 
 

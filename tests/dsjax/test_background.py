@@ -8,7 +8,6 @@ import logging
 import queue
 import re
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,10 +17,6 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "hosts"))
-sys.path.insert(0, str(Path(__file__).parent / "engine"))
-
 from fake_executor import FakeExecutor
 from group_in_threads import close_groups, enter, groups
 from tiny_tokenizer import tiny_tokenizer

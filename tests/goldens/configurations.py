@@ -81,6 +81,8 @@ CASES: dict[str, Mapping[str, Any]] = {
         "index_topk": 9,
     },
 }
+MTP_CASE = "v3-groups"
+"""Of which the logits of an MTP module are kept too; of a module with sparse attention transformers has none (5.24)."""
 
 
 def case_configuration(name: str) -> tuple[dict[str, Any], float]:

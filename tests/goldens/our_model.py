@@ -19,7 +19,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def hf_tensors(config: ModelConfig, weights: RandomWeights) -> dict[str, np.ndarray]:
-    """The tensors that a checkpoint of this model has, with these weights."""
     return {name: weights.tensor(name, shape) for name, shape in expected_shapes(config).items()}
 
 

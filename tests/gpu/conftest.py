@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-# The dispatch's coded rows and routings, which its tests on CPU use too.
-sys.path.append(str(TESTS / "sharding"))
 
 
 @pytest.fixture(scope="session", autouse=True)

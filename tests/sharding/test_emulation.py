@@ -13,6 +13,8 @@ from sharding import MeshError, MeshSpec
 from sharding.emulation import emulate_devices
 from sharding.scheduler_flags import start_exchanges_early
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

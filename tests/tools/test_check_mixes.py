@@ -3,15 +3,11 @@
 import contextlib
 import dataclasses
 import random
-import sys
-from pathlib import Path
 
 from layouts import MODELS
 from mixes import Batch, Engine, Given, Request, Sizes, differences, draw_batch, draw_engine
 
 from sharding import MeshError
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.check_mixes import count_requests, tell
 
 HEADS = [list(range(2, 49)), list(range(40, 87))]

@@ -4,7 +4,6 @@ import contextlib
 import os
 import queue
 import socketserver
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,10 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "dsjax" / "engine" / "pipeline"))
-
 from fuzz_ports import MEMBERS, STRANGERS, Fuzzer, UnderWay, greeting, mechanism_of, ports_of
 from links_in_threads import CREDENTIALS, links_of
 
@@ -24,6 +19,8 @@ from dsjax.messaging import Credentials, Endpoint, Link, LinkListener
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
 from dsjax.messaging.cluster_key import ClusterKey
 from dsjax.messaging.curve import ROLES
+
+pytestmark = pytest.mark.slow
 
 CASES = 150
 SECONDS = 20.0

@@ -5,7 +5,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -16,18 +15,8 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture
-def kept_settings():
-    """JAX's settings, which commands change before they read their options."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("kept_settings")
+@pytest.mark.usefixtures("cache_settings")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_ends_with_0_and_prints_the_usage(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     path = ROOT / "tools" / name

@@ -49,8 +49,6 @@ class Script:
 
 
 class FakeServer:
-    """Serves until `close`."""
-
     def __init__(self, script: Script):
         self.script = script
         self._running = 0

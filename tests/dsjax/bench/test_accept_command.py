@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import pytest
 from commands import run
 
-from dsjax.bench.accept.command import typed
 from dsjax.bench.accept.criteria import Checklist, Criterion
 from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.ttft import TtftMeasurement
@@ -268,7 +267,6 @@ def test_a_fault_is_made_and_ended_under_load(start_fake, accept):
     asked = []
 
     def scale(body):
-        """With one device the server is slow."""
         asked.append((body["mesh"], body["authorization"]))
         server.script.gap = 0.1 if body["mesh"] == "dp=1" else 0.01
         return 200, "{}"
@@ -344,12 +342,6 @@ def test_ctrl_c_and_sigterm_end_the_fault_and_the_same_command_goes_on(number, s
     assert "1 of 2 measurements are done already" in ended.stderr
     assert said.read_text() == "begun\nended\n" * 2
     assert not json.loads(report.read_text())["partial"]
-
-
-def test_commands_are_shown_without_keys():
-    words = ["accept", "--api-key", "a", "--admin-api-key=b", "--only", "x", "--quick", "--fresh", "--hook", "n=c d"]
-    assert typed(words) == "dsjax accept --quick --hook 'n=c d'"
-    assert typed(["--quick"]) == "dsjax accept --quick"
 
 
 @pytest.mark.parametrize(

@@ -149,13 +149,6 @@ def test_a_server_that_takes_no_token_ids_gets_text(start_fake):
     assert [type(body["prompt"]) for body in server.script.bodies] == [list, str, str, str]
 
 
-def test_chat(start_fake):
-    server = start_fake(root="demo")
-    done = bench(server.url, "--endpoint", "chat", "--json", "-", common=("--num-prompts", "2"))
-    assert json.loads(done.stdout)["backend"] == "openai-chat", done.stderr
-    assert all(body["messages"][0]["role"] == "user" for body in server.script.bodies)
-
-
 BROKE = (500, "it broke")
 
 

@@ -1,14 +1,9 @@
 """Two processes of two devices each measure together: one prints and writes, and both end alike."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
-
 from processes import Group
 from test_bench_network import CLUSTER, SOURCES
 
@@ -24,7 +19,6 @@ FAST = "\n[acceptance.inside_host.all_to_all]\nlatency_us = 1e-9\ngb_per_s = 100
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What each printed, and the files of the two benchmarks."""
     folder = tmp_path_factory.mktemp("both")
     (folder / "cluster.toml").write_text(CLUSTER + FAST + SOURCES)
     command = ["tests/dsjax/bench/bench_process.py", "--cluster", str(folder / "cluster.toml")]

@@ -44,7 +44,6 @@ def shown(found) -> str:
 
 
 def read(start: float, *pieces: tuple[float, bytes], count_tokens=None) -> RequestRecord:
-    """A record of pieces that were read at the given times."""
     record = RequestRecord(arrival=start, start=start, prompt_tokens=5)
     reader = AnswerReader(record, count_tokens)
     for now, piece in pieces:

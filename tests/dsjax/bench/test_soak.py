@@ -16,7 +16,6 @@ GOOD = {
 
 
 def verdict(**changed) -> list[str]:
-    """The claims that do not hold."""
     case = {**GOOD, **changed}
     watch = ServerWatch(
         None, "", (), 2.0, counters=[Exposition(case["after"])], memory=[(0, 0, used) for used in case["memory"]]

@@ -51,7 +51,6 @@ def hf_tensors(config: ModelConfig, weights: str = "bf16", seed: int = 0) -> dic
 def write_checkpoint(
     folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray], max_shard_bytes: int = 1 << 40
 ) -> Path:
-    """A Hugging Face directory of these tensors, and a stand-in tokenizer file."""
     folder.mkdir(parents=True, exist_ok=True)
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_folder(folder, specs, tensors.__getitem__, max_shard_bytes)

@@ -52,7 +52,6 @@ def edit_manifest(directory, **fields):
 
 @pytest.fixture(scope="module")
 def orbax(checkpoints, tmp_path_factory):
-    """``orbax(weights)`` → the Orbax form of that checkpoint, made once."""
     made = {}
 
     def of(weights):

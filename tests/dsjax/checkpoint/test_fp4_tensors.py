@@ -89,7 +89,6 @@ def test_every_convention_loads_as_the_same_parameters(config, tensors, conventi
 
 
 def decoded(tensors, form):
-    """The tensors with experts that were in FP4 once, as float32."""
     made = dict(tensors)
     for name, value in tensors.items():
         if ".mlp.experts." in name:
@@ -122,6 +121,7 @@ def test_a_mesh_gets_its_parts_of_what_is_encoded_while_loading(
         np.testing.assert_array_equal(found[path], expected, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "source"), [(name, ("bf16", "fp8")[place % 2]) for place, name in enumerate(PACKED)]
 )
@@ -199,6 +199,7 @@ def test_a_width_that_blocks_do_not_divide_is_refused(tiny_config, make_tensors)
         from_hf_tensors(tiny_config, make_tensors(tiny_config), weights="nvfp4-bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "old", "new"), [("mxfp4-bf16", "dp=2", "tp=2,ep=1"), ("nvfp4", "tp=2,ep=1", "dp=4")]
 )

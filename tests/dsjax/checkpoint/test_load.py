@@ -175,8 +175,8 @@ def test_non_finite_values_are_listed_together(tiny_config, checkpoints):
         "model.layers.1.self_attn.o_proj.weight": tensors["model.layers.1.self_attn.o_proj.weight"].copy(),
         "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv": np.full((1, 2), -1, np.float32),
     }
-    broken["model.layers.1.self_attn.o_proj.weight"].view(np.uint8)[-1, -1] = 0xFF
-    for weights in ("bf16", "fp8"):
+    for weights, either_nan in (("bf16", 0xFF), ("fp8", 0x7F)):
+        broken["model.layers.1.self_attn.o_proj.weight"].view(np.uint8)[-1, -1] = either_nan
         with pytest.raises(CheckpointError) as caught:
             from_hf_tensors(tiny_config, {**tensors, **broken}, weights=weights)
         assert [problem.split(":")[0] for problem in caught.value.problems] == sorted(broken)

@@ -37,6 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     out = [item for item in items if item.path.name == "test_topology.py" and not in_slice(item.name, part)]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # those that share programs take long
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,6 @@ STEPS = {"decode": Rectangle(4, 1), "prefill": Rectangle(1, 16)}
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """A model that serves, and the dry run of a step."""
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)
     args = EngineArgs(model=str(folder), mesh="dp=2,tp=2", dispatch="padded", **OPTIONS)
     model = load_model(args)
@@ -47,7 +46,6 @@ def engine(tmp_path_factory):
 
 
 def program_of(executor, step):
-    """The compiled program that serves the full batch of a step."""
     decode, prefill = (STEPS[step] if step == name else None for name in ("decode", "prefill"))
     return executor.programs.get("step", executor.programs.shape(decode, prefill), False)
 

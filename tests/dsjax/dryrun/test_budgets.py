@@ -111,7 +111,6 @@ def test_in_two_stages_a_row_crosses_to_each_host_once():
 
 
 def write(folder: Path) -> None:
-    """Measure all budgets anew and write them down."""
     found = {layout: {step: budget(layout, step, folder) for step in STEPS} for layout in LAYOUTS}
     BUDGETS.write_text(json.dumps(found, indent=1) + "\n")
 

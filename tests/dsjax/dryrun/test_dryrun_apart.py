@@ -22,6 +22,8 @@ from dsjax.plan.compiled import read_dry_run
 from sharding import MeshSpec
 from sharding.dispatch import default_capacity
 
+pytestmark = pytest.mark.slow
+
 DEVICES, EXPERTS, ROWS = 2, 4, 8
 """With attention; with experts; decodes of a DP rank."""
 
@@ -43,7 +45,6 @@ def whole(tiny):
     return dry_run_apart(asked(tiny))
 
 
-@pytest.mark.slow
 def test_each_device_holds_its_sides_parameters_and_no_others(tiny, whole, described):
     one = described(DryRunArgs(engine=EngineArgs(model=tiny, mesh="dp=1", page_size=4), batch=ROWS, context=64))
     held = DeviceMemory.of(one)
@@ -82,7 +83,6 @@ def test_a_layer_has_four_programs_of_which_one_is_the_experts_and_none_has_a_co
     assert not any(one.report.collectives for one in whole.programs)
 
 
-@pytest.mark.slow
 def test_the_programs_are_those_that_serving_compiles(tiny, whole):
     args, config = asked(tiny), load_config(tiny)
     spec, experts = MeshSpec.parse(args.engine.mesh), expert_spec(args.engine)
@@ -105,7 +105,6 @@ def test_the_programs_are_those_that_serving_compiles(tiny, whole):
     assert ours.memory_analysis().argument_size_in_bytes == theirs.memory_analysis().argument_size_in_bytes
 
 
-@pytest.mark.slow
 def test_halves_and_drafts_have_programs_of_their_own_and_send_no_row_twice(tiny, whole):
     options = {
         "enable_dbo": True, "dbo_decode_token_threshold": 2, "dispatch_wire": "fp8",

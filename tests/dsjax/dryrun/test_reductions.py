@@ -48,7 +48,6 @@ def sums(*lines, others="", platform="gpu"):
 
 
 def fused(kind, *lines, config="", platform="gpu"):
-    """The sums of one fusion of these lines."""
     inner = "%inner (q: f32[8,64], j: s32[8,1]) -> f32[8] {\n  %q = f32[8,64]{1,0} parameter(0)\n"
     inner += "  %j = s32[8,1]{1,0} parameter(1)\n  %o = f32[] constant(0)\n" + "\n".join(f"  {x}" for x in lines)
     call = f"ROOT %f = f32[8]{{0}} fusion(%p, %i), kind={kind}, calls=%inner"

@@ -34,6 +34,10 @@ def for_tpus(test: Callable) -> Callable:
     return pytest.mark.slow(pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra [tpu]")(test))
 
 
+# Tests that share what is compiled stay in one process (`pytest --dist loadgroup`).
+TIMELINES, SUMS = (pytest.mark.xdist_group(name) for name in ("timelines", "sums"))
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "shape"),
     [
@@ -111,6 +115,7 @@ WHOLE_DECODE = "--weights auto --step decode --dispatch padded"
 
 
 @for_gpus
+@TIMELINES
 @pytest.mark.parametrize(
     ("step", "options"), [("decode", WHOLE_DECODE), ("prefill", "--weights fp8 --step prefill --dispatch ragged")]
 )
@@ -173,6 +178,7 @@ def test_tokens_go_in_two_stages_unasked_between_hosts_and_straight_where_nvlink
 
 
 @for_gpus
+@TIMELINES
 def test_in_two_halves_every_exchange_has_something_computed_beside_it(for_32_gpus):
     report, _ = for_32_gpus("--enable-dbo")
     exchanges = [one for one in report["collectives"] if one["times"] == 58]
@@ -238,15 +244,16 @@ def at(found: dict, place: str) -> list[dict]:
     return [one for one in found["sums"] if one["place"] == place]
 
 
-def gpu_sums(step: str, more: str = "--devices-per-host 32") -> dict:
+def gpu_sums(step: str, more: str = "--devices-per-host 32", drafts: str = DRAFTS) -> dict:
     """Give the sums of a step on 32 H200s, which are one host unless something else is said, so that rows are sent straight."""
-    drafts = DRAFTS if step == "decode" else ""
+    drafts = drafts if step == "decode" else ""
     return sums_of(
         f"--model deepseek-v3 --mesh dp=32 --target h200 --step {step} --against batch=1 --against mesh=dp=4,tp=8 {drafts} {more}"
     )
 
 
 @for_gpus
+@SUMS
 @pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
 def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step):
     found = gpu_sums(step)
@@ -266,12 +273,13 @@ def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step)
 
 @for_gpus
 def test_each_sum_of_rows_that_go_in_two_stages_has_an_explanation_too():
-    found = gpu_sums("decode", "")
+    found = gpu_sums("decode", "", drafts="")  # which others look at
     assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
     assert "unknown" not in {one["carrier"] for one in found["sums"]}
 
 
 @for_tpus
+@SUMS
 @pytest.mark.parametrize("step", ["decode", "prefill", "mixed"])
 def test_each_sum_of_a_tpus_step_has_an_order_of_its_own_or_an_explanation(step, small_model):
     found = tpu_sums(step, small_model)
@@ -324,6 +332,7 @@ def small_model(tmp_path_factory) -> str:
 
 
 @pytest.mark.slow
+@SUMS
 @pytest.mark.skipif(not (HAS_CUDA_COMPILER and HAS_TPU_COMPILER), reason="needs the extras [cuda] and [tpu]")
 def test_no_entry_of_the_list_is_left_from_what_is_gone(small_model):
     steps = ("decode", "prefill", "mixed")

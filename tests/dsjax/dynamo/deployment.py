@@ -28,8 +28,6 @@ def free_port() -> int:
 
 
 class Process:
-    """One process, whose output goes to a file."""
-
     def __init__(self, folder: Path, name: str, arguments: list[str], **variables: str):
         self.log = folder / f"{name}.log"
         environment = {**os.environ, "DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn", **variables}
@@ -90,7 +88,6 @@ class Group:
         return [one.process.wait(timeout=60) for one in self.processes]
 
     def last_words(self) -> str:
-        """The end of what each printed, for a test that fails."""
         return "\n---\n".join(one.log.read_text()[-3000:] for one in self.processes)
 
 
@@ -126,7 +123,6 @@ class Frontend(Process):
 
 
 def metric(url: str, name: str, **labels: str) -> list[float]:
-    """The samples of a family with these labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     wanted = [f'{label}="{value}"' for label, value in labels.items()]

@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engine_pair import prefill_request
+from fake_executor import FakeExecutor
+from tiny_tokenizer import tiny_tokenizer
 from with_dynamo import WITH_DYNAMO
 
 from dsjax.engine.async_engine import AsyncEngine
@@ -16,12 +17,6 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 from dsjax.errors import UserError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from engine_pair import prefill_request
-from fake_executor import FakeExecutor
-from tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.dynamo,

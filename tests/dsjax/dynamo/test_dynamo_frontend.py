@@ -32,7 +32,6 @@ def deployment(alone, tmp_path_factory):
 
 @pytest.fixture
 def processes(deployment):
-    """Those that speak to Dynamo."""
     return [deployment.workers["group"].leader, deployment.workers["worker"]]
 
 

@@ -35,7 +35,6 @@ def deployment(alone, tmp_path_factory):
 
 
 def transfers(deployment) -> tuple[float, float]:
-    """Those that came to their end, and those that were given up."""
     decode = deployment.workers["decode"]
     return tuple(sum(decode.metric("dsjax_transfers_total", outcome=one)) for one in ("completed", "given_up"))
 

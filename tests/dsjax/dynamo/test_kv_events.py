@@ -2,9 +2,10 @@
 
 import itertools
 import sys
-from pathlib import Path
 
 import pytest
+from event_subscriber import Subscriber
+from fake_executor import FakeExecutor
 
 from dsjax.dynamo.kv_events import KvEvents, signed
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -13,11 +14,6 @@ from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from event_subscriber import Subscriber
-from fake_executor import FakeExecutor
 
 NAMES = itertools.count()
 

@@ -6,20 +6,16 @@ Frontends hold back what is no UTF-8 yet, and a random model's bytes seldom are.
 import json
 import signal
 import string
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tokenizers
 from deployment import Frontend, Worker, wait_until
+from tiny_tokenizer import BOS, CONFIG, EOS
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from worded_checkpoint import write_worded_checkpoint
 
 from dsjax import LLM, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from tiny_tokenizer import BOS, CONFIG, EOS
-from worded_checkpoint import write_worded_checkpoint
 
 SIZES = {
     "max_num_seqs": 4,
@@ -62,7 +58,6 @@ class Alone:
         return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
     def answers(self, prompts: list[str], params: list[dict] | dict) -> list:
-        """The completion of each."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         ids = [{"prompt_token_ids": self.ids(text)} for text in prompts]
         return [one.outputs[0] for one in self.engine.generate(ids, [SamplingParams(**one) for one in each])]
@@ -87,7 +82,6 @@ class Deployment:
         return self.workers[name]
 
     def wait(self) -> None:
-        """Return when all workers serve."""
         wait_until(lambda: all(worker.is_ready for worker in self.workers.values()), what="the workers are ready")
         wait_until(lambda: self.frontend.num_workers() == len(self.workers), what="the frontend knows them")
         wait_until(lambda: self.frontend.serves("tiny"), what="the frontend serves their model")
@@ -110,7 +104,6 @@ class Deployment:
         return self.client.completions.create(model="tiny", prompt=text, extra_body=more, **params)
 
     def ask_all(self, prompts: list[str], params: list[dict] | dict) -> list[str]:
-        """What all of them get who ask at once, every second one in a stream."""
 
         def ask(number: int) -> str:
             given = params[number] if isinstance(params, list) else params

@@ -49,7 +49,6 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, **options) -> 
 
 @contextlib.contextmanager
 def experts_stay(llm: LLM) -> Iterator[None]:
-    """Let no expert move meanwhile."""
     balancer = llm.engine.core.part(ExpertBalancer)
     mover, balancer._mover = balancer._mover, None
     yield
@@ -57,14 +56,11 @@ def experts_stay(llm: LLM) -> Iterator[None]:
 
 
 class Generated(NamedTuple):
-    """A continuation, and its log-probabilities where these are exact."""
-
     tokens: list[int]
     logprobs: list[float]
 
 
 def generate(llm: LLM, tokens: int = 12) -> list[Generated]:
-    """Greedy continuations of the eight prompts."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
     exact, found = llm.executor.model.is_exact, []
     for output in llm.generate(prompts(), params):
@@ -75,12 +71,10 @@ def generate(llm: LLM, tokens: int = 12) -> list[Generated]:
 
 
 def loads_of(llm: LLM) -> LoadWindow:
-    """Loads of experts since they were last read."""
     return llm.executor.collect(llm.executor.launch(ReadLoads()))
 
 
 def slots_of(llm: LLM) -> ExpertSlots:
-    """Where an engine's experts are."""
     return llm.executor.extension(ExpertMover).slots
 
 
@@ -104,7 +98,6 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 def failing_to(kind: str, programs, lost: int = 0) -> Callable:
-    """`programs.get`, but for a program of this kind, which fails."""
     get = programs.get
     return lambda wanted, *arguments: failing(lost) if wanted == kind else get(wanted, *arguments)
 
@@ -126,7 +119,6 @@ def random_row(rng, slots: int) -> np.ndarray:
 
 
 def move(llm: LLM, layer: int, row: np.ndarray) -> list[str | None]:
-    """Place one layer anew; what went wrong with each command."""
     executor, slots = llm.executor, slots_of(llm)
     old, errors = slots.physical_to_logical[layer], []
     for moves in exchange_rounds(old, row, ranks=slots.ranks, experts=slots.per_exchange):

@@ -16,12 +16,10 @@ Streams = dict[str, list[Line]]
 
 
 def streams_of(scenario: str) -> Streams:
-    """What the engine does in a scenario now."""
     return record(SCENARIOS[scenario])
 
 
 def text_of(streams: Streams) -> str:
-    """A golden's text: streams one after the other, each behind its name."""
     parts = []
     for name, lines in streams.items():
         parts.append(f"# {name}")
@@ -30,12 +28,10 @@ def text_of(streams: Streams) -> str:
 
 
 def path_of(scenario: str) -> Path:
-    """Where a scenario's golden lies."""
     return GOLDENS / f"{scenario}.txt"
 
 
 def write(scenario: str) -> Path:
-    """Make a scenario's golden anew."""
     path = path_of(scenario)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text_of(streams_of(scenario)), encoding="utf-8")

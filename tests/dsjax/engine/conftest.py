@@ -2,17 +2,12 @@
 tests of interrupts begin."""
 
 import signal
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The folder of a tiny model with an MTP module."""
     from layouts import write_checkpoint
 
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), mtp=True)

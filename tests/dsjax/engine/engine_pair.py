@@ -86,7 +86,6 @@ class Pair:
         return [message for message in self.sent if isinstance(message, PrefillRequest)]
 
     def expire(self):
-        """Let all time pass that leases have."""
         for engine in self.engines:
             for lease in engine.buffers._buffers.values():
                 lease.until = 0.0
@@ -145,7 +144,6 @@ class Pair:
 
 
 def prompts(count, seed=0, longest=80):
-    """Prompts that begin alike in threes."""
     choose = random.Random(seed)
     shared = [[choose.randrange(300) for _ in range(longest)] for _ in range(max(1, count // 3))]
     given = []

@@ -36,15 +36,11 @@ SIZES |= {"max_model_len": 128, "vocab_size": 300}
 
 
 class Pending:
-    """A command on its way."""
-
     def __init__(self, command: Command):
         self.command, self.result, self.done = command, None, False
 
 
 class Slot:
-    """What a device knows of a slot."""
-
     def __init__(self, admission):
         self.admission = admission
         self.table: dict[int, int] = {}
@@ -103,7 +99,6 @@ class FakeExecutor:
 
     @property
     def config(self) -> SchedulerConfig:
-        """A scheduler's sizes for this executor."""
         return SchedulerConfig.from_limits(self.limits, max_num_batched_tokens=16)
 
     def launch(self, command: Command) -> Pending:
@@ -401,7 +396,6 @@ class FakeExecutor:
         return RowResult(made, scores=scores, drafts=drafts)
 
     def _scored(self, slot: Slot, row, result: RowResult) -> RowResult:
-        """For executors that score prompts."""
         return result
 
     def _propose(self, rank: int, slot: Slot, count: int) -> None:
@@ -449,7 +443,6 @@ class FakeExecutor:
 
 
 def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 300, model=next_token) -> list[int]:
-    """What the fake model gives to a prompt that is alone."""
     context = list(prompt)
     for _ in range(count):
         context.append(model(context, seed, vocab_size))

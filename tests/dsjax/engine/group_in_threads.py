@@ -18,7 +18,6 @@ from dsjax.messaging.broadcast import BroadcastLog
 
 
 def options_of(count: int, heartbeat: int = 10, start: int = 60) -> list[HostOptions]:
-    """The options of the processes of a group at a free port."""
     port = free_port()
     return [HostOptions(("127.0.0.1", port), count, index, "127.0.0.1", start, heartbeat) for index in range(count)]
 
@@ -48,7 +47,6 @@ opened: list[HostGroup] = []
 
 
 def close_groups() -> None:
-    """End the connections of all groups of a test."""
     while opened:
         group = opened.pop()
         group.leaving = True
@@ -57,7 +55,6 @@ def close_groups() -> None:
 
 
 def groups(count: int, heartbeat: int = 240, start: int = 60) -> list[HostGroup]:
-    """The groups of so many processes, each of which is a thread."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(enter, options_of(count, heartbeat, start)))
 

@@ -40,7 +40,6 @@ VOCABULARY = 300
 def make_executor(
     run: "Run", name: str, *, disk=None, max_in_flight=2, moves_experts=False, **limits
 ) -> ScriptedExecutor:
-    """An executor whose commands go to the stream of this name."""
     sizes = {"max_rows_decode": 6, "max_rows_prefill": 3, "max_chunk": 8, "page_size": 4, "pages_per_rank": 33}
     sizes |= {"num_ranks": 1, "max_model_len": 128, "vocab_size": VOCABULARY, **limits}
     stream = run.streams.setdefault(name, [])
@@ -118,7 +117,6 @@ def make_prefill(
     events: bool = False,
     timeout: float = 1.0,
 ) -> "Prefill":
-    """An engine that computes prompts for others."""
 
     def keepers(executor):
         ranks = range(executor.limits.num_ranks)
@@ -229,7 +227,6 @@ class EventStream:
                 self._write()
 
     def close(self) -> None:
-        """Nothing follows."""
         self._write()
 
     def _write(self) -> None:
@@ -238,8 +235,6 @@ class EventStream:
 
 
 class Engine:
-    """An engine that takes requests, by its verbs."""
-
     def __init__(self, run: "Run", name: str, core: EngineCore):
         self._run, self._core, self._late = run, core, []
         self._requests: list[Request] = []
@@ -293,7 +288,6 @@ class Engine:
         self._meanwhile()
 
     def end(self) -> None:
-        """End it, and write down what became of its requests."""
         self._core.finish()
         self._core.shutdown()
         for request in self._requests:
@@ -310,8 +304,6 @@ class Engine:
 
 
 class Prefill:
-    """An engine that computes prompts for others, by its verbs."""
-
     def __init__(self, run: "Run", engine: PrefillEngine):
         self._run, self.engine, self._goes_on = run, engine, True
         run.prefills.append(self)
@@ -369,7 +361,6 @@ class ScriptedLink:
         """Nothing is compiled."""
 
     def close(self) -> None:
-        """Nothing more is asked."""
         self._link.close()
 
 

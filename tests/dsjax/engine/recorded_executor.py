@@ -61,7 +61,6 @@ class Line:
 
 
 def line_of(kind: str, data: bytes, command: Command | None = None) -> Line:
-    """The line that stands for these bytes."""
     return Line(kind, len(data), sha256(data).hexdigest()[:12], command)
 
 
@@ -204,7 +203,6 @@ class ScriptedExecutor(FakeExecutor):
         return reports
 
     def pump(self) -> None:
-        """Offer and pull what is due."""
         for kind, what in self._take_due(self._chunk_work):
             if kind == "offer":
                 rank, number = what
@@ -269,5 +267,4 @@ class ScriptedExecutor(FakeExecutor):
 
 
 def token_at(seed: int, position: int, vocab_size: int) -> int:
-    """The scripted model."""
     return ((seed + 1) * 2654435761 + position * 40503 * 65537) % 2**32 // 256 % vocab_size

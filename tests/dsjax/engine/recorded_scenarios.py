@@ -97,7 +97,6 @@ def together(*every: Actions) -> Actions:
 
 
 def put(of: object, **values) -> Callable[[], None]:
-    """Set attributes of something, later."""
 
     def later():
         for name, value in values.items():

@@ -95,7 +95,6 @@ def loaded(checkpoint, **options) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, kernels):
-    """What each request gets alone on one device."""
     llm = loaded(checkpoint)
     assert llm.executor.model.is_exact
     try:

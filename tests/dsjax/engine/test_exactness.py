@@ -93,7 +93,6 @@ def ask(engines):
 
 @pytest.fixture(scope="module")
 def alone(ask):
-    """What a request gets alone, of one device."""
     return functools.cache(lambda *request: ask("dp=1", [request])[0])
 
 

@@ -15,14 +15,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from layouts import write_checkpoint
 from processes import free_port
 from waits import until
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.afd import expert_link
+from dsjax.engine.afd import expert_link, remote_experts
+from dsjax.engine.afd.layer_programs import OnHost
 from dsjax.engine.afd.link_counts import ExpertLinks
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup import loading
@@ -62,7 +65,6 @@ def free_address():
 
 @pytest.fixture
 def ends():
-    """Ends what tests have started, last first: ``ends.callback(llm.shutdown)``."""
     with contextlib.ExitStack() as stack:
         yield stack
 
@@ -109,7 +111,6 @@ def of_one_device(checkpoint, **options):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What one device makes."""
     return of_one_device(checkpoint)
 
 
@@ -128,6 +129,17 @@ def test_a_model_that_cannot_be_loaded_leaves_no_connection_to_the_experts_open(
 
 def test_what_the_attention_side_says_of_its_dense_mlps_keeps_no_experts_from_starting(experts):
     experts(free_address(), attention_mesh="dp=1,tp=2", moe_dense_tp_size=2)
+
+
+def test_a_further_round_sends_the_cells_that_are_left_alone(monkeypatch):
+    """A sender has three rows for the first of two devices, each with room for two in a round, and one for the second."""
+    monkeypatch.setattr(remote_experts, "own_parts", list)
+    wire = SimpleNamespace(row_words=1, word=np.int32, width=1, dtype=np.float32)
+    between = SimpleNamespace(part_devices=2, capacity=2, senders=1, columns=1, tokens=4, wire=wire)
+    way = remote_experts.WayToProcesses(None, "moe_layers", between, np.array([0]))
+    rows, counts = np.arange(4).reshape(1, 4, 1), OnHost(np.array([[3, 1]]))
+    calls = [remote_experts._CallOfPart(way, 0, 0, r, 0, rows, counts) for r in range(2)]
+    assert [call.prepare().sent[:, 0].tolist() for call in calls] == [[0, 1, 2], [0]]
 
 
 @pytest.mark.slow  # compiles two engines

@@ -313,25 +313,10 @@ def test_what_is_no_message_is_told(llm, monkeypatch, messages, options, message
 
 @pytest.fixture
 def poisoned(llm):
-    """The embedding of one token is not finite."""
     clean = llm.executor.params["embed.weight"]
     llm.executor.params["embed.weight"] = clean.at[95].set(np.nan)
     yield 95
     llm.executor.params["embed.weight"] = clean
-
-
-def test_a_request_that_is_not_finite_fails_alone_and_leaves_nothing_in_its_pages(llm, poisoned):
-    good = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [6, 7]}]
-    params = [greedy(2, logprobs=1), greedy(2), greedy(2)]
-    expected = tokens_of(llm.generate(good, params[1:]))
-    bad = {"prompt_token_ids": [poisoned] * 30}  # fills pages that the next requests get
-    failed, *others = llm.generate([bad, *good], params)
-    assert failed.outputs[0].finish_reason == "error"
-    assert tokens_of(others) == expected
-    for _ in range(3):
-        after = llm.generate(good, params[1:])
-        assert [output.outputs[0].finish_reason for output in after] == ["length"] * 2
-        assert tokens_of(after) == expected
 
 
 def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, poisoned):

@@ -21,6 +21,8 @@ from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device.buckets import Buckets, Rectangle
 from dsjax.engine.stats import DraftCounts
 
+pytestmark = pytest.mark.slow
+
 TABLE = ((1, 1, 4), (2, 3, 0), (4, 8, 2))
 """Drafts by running requests."""
 TOKENS = 24
@@ -134,7 +136,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def greedy(checkpoint):
-    """What an engine without the module says."""
     plain = load(checkpoint, None)
     outputs = plain.generate(prompts(6), GREEDY)
     plain.shutdown()
@@ -142,7 +143,6 @@ def greedy(checkpoint):
     return told(outputs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_greedy_tokens_are_those_of_an_engine_without_the_module(llm, watch, greedy, count):
     drafting(llm, count)
@@ -184,7 +184,6 @@ def sampled(llm):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_text_is_the_same(sampled, kind):
     without, drafted, verified, accepted = sampled[kind]
@@ -194,7 +193,6 @@ def test_sampled_text_is_the_same(sampled, kind):
         assert accepted > 0
 
 
-@pytest.mark.slow
 def test_logprobs_are_of_each_token_of_a_run_and_equal_to_the_bit(kernels, sampled):
     without, drafted, _, accepted = sampled["logprobs"]
     assert accepted > 0
@@ -272,7 +270,6 @@ def test_the_number_of_drafts_follows_the_running_requests(llm, watch, greedy):
     watch.assert_both()
 
 
-@pytest.mark.slow
 def test_in_bf16_tokens_are_the_same_wherever_the_two_largest_logits_are_apart(checkpoint, monkeypatch):
     """Each token is held to what the engine generates without drafts behind the very same text.
 

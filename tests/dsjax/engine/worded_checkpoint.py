@@ -30,7 +30,6 @@ def write_worded_checkpoint(directory: Path, **changed) -> Path:
 
 
 def write_model(directory: Path, fields: dict, tensors: dict[str, np.ndarray]) -> None:
-    """Write a model of these fields and tensors, with the tiny tokenizer."""
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
     (directory / "config.json").write_text(json.dumps(fields))

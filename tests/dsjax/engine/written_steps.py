@@ -16,20 +16,16 @@ def running(slot: int, pages: list[int], admissions: int = 1, length: int = 30, 
 
 
 def decode(*ranks) -> StepPlan:
-    """A step in which these requests decode."""
     return StepPlan([RankPlan([ScheduledRow(one, 29, 1) for one in own], [], []) for own in ranks])
 
 
 class Told:
-    """An executor's page tables, as commands make them."""
-
     def __init__(self, ranks: int = 1):
         self.writer = StepWriter(ranks, PAGE)
         self.tables = np.zeros((ranks, SLOTS, MOST), int)
         self.changes = 0
 
     def step(self, *ranks):
-        """Write a step, enter it, and give it."""
         step = self.writer.write(decode(*ranks))
         for table, rank in zip(self.tables, step.ranks, strict=True):
             for change in rank.pages:

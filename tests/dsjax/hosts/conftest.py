@@ -1,12 +1,8 @@
 """Where the tests of hosts find what they share with those of the engine; and the tiny checkpoint with a tokenizer."""
 
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +14,6 @@ def worded(tmp_path_factory):
 
 @pytest.fixture
 def endpoints():
-    """Make endpoints, which are closed at the end of the test."""
     from deployments import KEY
 
     from dsjax.messaging import Endpoint

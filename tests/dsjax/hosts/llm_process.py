@@ -40,7 +40,6 @@ def record(llm: LLM) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def generate_alone(model: str, makes: Callable[[LLM], Any] = generate, **sizes: object) -> Any:
-    """What one device makes of the same prompts."""
     llm = LLM(model, **sizes)
     try:
         return makes(llm)

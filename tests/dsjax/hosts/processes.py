@@ -90,7 +90,6 @@ class Processes:
             time.sleep(0.05)
 
     def write(self, index: int, text: str) -> None:
-        """Have a process read something."""
         self.processes[index].stdin.write(text)
         self.processes[index].stdin.flush()
 
@@ -106,11 +105,9 @@ class Processes:
         return found
 
     def last_words(self) -> str:
-        """The end of what each printed, for a test that fails."""
         return "\n".join(f"--- process {index}:\n{text[-3000:]}" for index, text in enumerate(self.output))
 
     def end(self) -> None:
-        """Leave nothing behind."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()

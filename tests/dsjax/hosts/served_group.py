@@ -33,7 +33,6 @@ class ServedGroup:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
 
     def post(self, path: str, **body) -> httpx.Response:
-        """Post as the admin."""
         return httpx.post(f"{self.url}{path}", json=body, headers=KEY, timeout=300)
 
     def metric(self, name: str, labels: str = "", url: str = "") -> float:

@@ -42,11 +42,9 @@ class Deployment:
         return load_experts(EngineArgs(**self.options, afd_role="expert", afd_server_rank=rank))
 
     def ask(self) -> None:
-        """Have all prompts generated."""
         self.group.write(0, "go\n")
 
     def answer(self) -> dict:
-        """What process 0 then prints."""
         self.lines += 1
         self.group.wait_for(0, BEGINNING, 900, times=self.lines)
         return json.JSONDecoder().raw_decode(BEGINNING + self.group.output[0].split(BEGINNING)[self.lines])[0]

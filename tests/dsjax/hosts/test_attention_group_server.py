@@ -45,7 +45,6 @@ class Served(ServedGroup):
         return load_experts(EngineArgs(model=str(self.checkpoint), afd_role="expert", batch_invariant=True, **options))
 
     def texts(self) -> list[str]:
-        """Continuations of all prompts."""
         answer = self.complete(prompt=PROMPTS, max_tokens=TOKENS, ignore_eos=True)
         assert answer.status_code == 200, answer.text
         return [choice["text"] for choice in answer.json()["choices"]]

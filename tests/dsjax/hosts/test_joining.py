@@ -3,12 +3,8 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
 from layouts import write_checkpoint
 
 from dsjax.engine.elastic.joining import _alike, host_options

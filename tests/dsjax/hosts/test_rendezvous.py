@@ -1,7 +1,6 @@
 """The rendezvous, its processes played by threads: who comes, what must be alike, and one clear message for everybody."""
 
 import dataclasses
-import os
 import socket
 import threading
 import time
@@ -195,7 +194,6 @@ def forgotten(monkeypatch):
 
 
 def held(processes: list[HostOptions], left: list) -> list[HostGroup]:
-    """A group that has formed, and tells of its losses."""
     hold(processes)
     groups = sorted(opened, key=lambda group: group.options.process_id)
     groups[0].on_change = left.append
@@ -358,35 +356,6 @@ def test_who_comes_to_another_process_than_process_0_is_told_so():
     (found,) = messages(hold([dataclasses.replace(processes[1], coordinator=("127.0.0.1", other.port))]))
     other.close()
     assert "'join' is not served here" in found
-
-
-def test_strangers_at_the_port_are_ignored():
-    processes = group_of(2)
-
-    def knock() -> None:
-        for data in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            bytes.fromhex("ff00000000000000017f03") + b"\xff" * 64,
-            os.urandom(300),
-            b"",
-        ):
-            for _ in range(100):
-                try:
-                    with socket.create_connection(processes[0].coordinator, timeout=1) as connection:
-                        connection.sendall(data)
-                    break
-                except OSError:
-                    time.sleep(0.01)
-
-    thread = threading.Thread(target=knock)
-    thread.start()
-    results: list = []
-    leader = threading.Thread(target=lambda: results.extend(hold([processes[0]])), daemon=True)
-    leader.start()
-    thread.join(60)
-    (followed,) = hold([processes[1]])
-    leader.join(60)
-    assert results == [followed]
 
 
 def test_an_address_that_was_not_known_is_found_before_anything_listens(monkeypatch):

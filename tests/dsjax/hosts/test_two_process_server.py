@@ -35,8 +35,6 @@ def alone(worded, kernels):
 
 
 class Served(ServedGroup):
-    """The group, and the addresses of both processes."""
-
     def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
         with mock.patch.dict(os.environ, {"DSJAX_CLUSTER_KEY": CLUSTER_KEY}):
@@ -215,7 +213,6 @@ def undisturbed(alone):
 
 
 def expert_bytes(served) -> int:
-    """Bytes of all routed experts, as they lie on the devices."""
     config = load_config(served.checkpoint)
     infos = abstract_parameters(config, weights="f32", platform="cpu", mtp=False)
     return sum(info.nbytes for path, info in infos.items() if ".experts." in path)

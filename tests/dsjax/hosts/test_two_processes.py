@@ -32,7 +32,6 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outputs(checkpoint):
-    """What each process printed."""
     options = {"model": checkpoint, **FEW_SHAPES, **MESH, **ALL_AT_ONCE}
     group = Group(["tests/dsjax/hosts/llm_process.py", "--options", json.dumps(options)], 2)
     try:

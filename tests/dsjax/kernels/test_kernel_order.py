@@ -21,7 +21,6 @@ def shape(*dims, dtype=jnp.bfloat16):
 
 
 def kernel_call(function, *arguments):
-    """The one call of a kernel."""
 
     def calls(jaxpr):
         for equation in jaxpr.eqns:
@@ -35,7 +34,6 @@ def kernel_call(function, *arguments):
 
 
 def kernel_arrays(function, *arguments):
-    """The arrays that the one kernel is given."""
     return [value.aval for value in kernel_call(function, *arguments).invars]
 
 

@@ -140,6 +140,7 @@ def test_numbers_of_all_sizes_are_rounded_to_fp8_and_to_nvfp4_alike(kernels):
     N, F = 64, 256
     rows = (rng.normal(size=(N, F)) * 10.0 ** rng.integers(-12, 12, size=(N, F))).astype(np.float32)
     rows[3, 5], rows[4, 200], rows[5] = np.nan, np.inf, 0
+    rows[6] = 2.0 ** (np.arange(F) % 8)  # with scales that are powers of two, each is half way between two numbers
     gate_up = np.zeros((1, 1, F + 1, 2, F), np.float32)
     gate_up[0, 0, np.arange(F), 1, np.arange(F)], gate_up[0, 0, F, 0] = 1, 100  # silu(100) is 100
     stack = {"gate_up.weight": gate_up, "down.weight": np.eye(F, dtype=np.float32)[None, None]}

@@ -79,6 +79,7 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, thr
         np.testing.assert_array_equal(drawn.run(kernels, threads, rows), many[:rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "scheme"),
     [

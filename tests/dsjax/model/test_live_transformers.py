@@ -16,7 +16,6 @@ if int(version("transformers").split(".")[0]) < 5:
 
 from goldens.configurations import case_configuration
 from goldens.our_model import (
-    COMPILE_QUICKLY,
     bound,
     hf_tensors,
     logits_of_parameters,
@@ -27,7 +26,6 @@ from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.load import load as load_checkpoint
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig
-from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec
 from sharding.rules import Rules
 
@@ -86,21 +84,3 @@ def test_a_config_written_by_us_is_read_by_transformers_as_the_same_model():
         their().reference_logits(their().reference_model(config, weights), tokens) for config in (written, raw)
     )
     np.testing.assert_array_equal(ours, theirs)
-
-
-def test_the_mtp_module_equals_that_of_transformers():
-    raw, bias_center = case_configuration("v3-groups")  # of a module with sparse attention transformers has none (5.23)
-    raw["num_nextn_predict_layers"] = 1
-    tokens = random_tokens(raw, 9)
-    weights, model = their().settled_weights(raw, bias_center, tokens, FIRST_SEED)
-    reference = their().reference_mtp_logits(model, weights, tokens)
-    config = ModelConfig.from_dict(raw)
-    table = parameter_table(config, weights="f32")
-
-    def further(params, tokens):
-        model = table.bind(params)
-        return model.predict_further(model(tokens[:, :-1]).hidden, tokens[:, 1:]).logits
-
-    params = from_hf_tensors(config, hf_tensors(config, weights))
-    logits = jax.jit(further, compiler_options=COMPILE_QUICKLY)(params, tokens)
-    assert np.abs(logits - reference).max() <= bound(reference)

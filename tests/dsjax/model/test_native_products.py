@@ -22,7 +22,6 @@ SMALL = {"v3": {}, "v3.2": MODELS["v3.2"] | {"num_hidden_layers": 2, "first_k_de
 
 
 def scored(entries, tokens) -> np.ndarray:
-    """The log-probabilities of the tokens that were asked for."""
     return np.array([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)], np.float32)
 
 
@@ -62,7 +61,6 @@ def engine(tmp_path_factory):
 
 
 def log_probabilities(params, config, tokens, products):
-    """Give the log-probability of each token after the first, as a trainer computes it."""
     logits = parameter_table(config, weights="f32", mtp=False).bind(params)(tokens, products=products).logits
     logprobs = log_softmax(logits[:, :-1])
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]

@@ -159,6 +159,7 @@ def test_the_expert_product_is_chosen_for_the_pairs_that_even_routing_brings(mes
     assert step.experts.mean_load(8 * spec.dp_size) == load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 def test_a_rule_that_a_user_changes_changes_the_program_and_not_its_numbers(kernels):
     """Heads whole on every device, in place of split over ``tp``: attention reads the rule, as its weights do."""

@@ -52,6 +52,7 @@ def test_a_prefill_over_devices_of_a_host_is_priced_by_whoever_asks(tmp_path, v3
     assert instance.prefill_step(4096) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "mode"),
     [

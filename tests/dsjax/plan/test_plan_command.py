@@ -45,7 +45,7 @@ def run(*options):
     [
         ["--cluster", "h100-32", "--input", "2000", "--output", "500", "--ttft-ms", "2000", "--tpot-ms", "50"],
         ["--cluster", "h20-32", "--max-concurrency", "200", "--input", "4000", "--engine", "sglang"],
-        ["--cluster", "h20-32", "--tpot-ms", "3", "--ttft-ms", "10"],
+        pytest.param(["--cluster", "h20-32", "--tpot-ms", "3", "--ttft-ms", "10"], marks=pytest.mark.slow),
     ],
 )
 def test_the_first_screen_fits_24_lines_of_80_columns(monkeypatch, words):
@@ -101,6 +101,7 @@ def test_json_is_complete_and_the_recipe_is_its_winner(tmp_path):
     assert all(math.isfinite(c["output_tokens_per_s"]["value"]) for c in found["frontier"])
 
 
+@pytest.mark.slow
 def test_the_front_is_one_page_that_loads_nothing_and_says_that_it_keeps_the_ttft(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "front.html"
@@ -114,6 +115,7 @@ def test_the_front_is_one_page_that_loads_nothing_and_says_that_it_keeps_the_ttf
     assert "A hollow dot breaks the TTFT of 0.15 s" in page
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     run(*ONE_LAYOUT, "--pareto", str(tmp_path / "front.png"), "--sweep", "latency=3,6", "--plots", str(tmp_path))
@@ -227,6 +229,7 @@ def test_plan_alone_is_the_search_and_its_help_lists_the_others():
         assert re.search(rf"^  {said}\b", shown, re.MULTILINE), said
 
 
+@pytest.mark.slow
 def test_options_go_by_the_field_s_names_too():
     ours = ["--input", "900", "--output", "100", "--ttft-ms", "500", "--tpot-ms", "60", "--prefill-tokens", "4096"]
     theirs = ["--isl", "900", "--osl", "100", "--ttft", "500", "--itl", "60", "--max-num-batched-tokens", "4096"]

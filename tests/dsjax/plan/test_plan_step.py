@@ -8,7 +8,7 @@ from step_models import step_model
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.layout import parse_layout
-from dsjax.plan.network import all_reduce, own_exchange, xla_collective
+from dsjax.plan.network import all_reduce, deepep_exchange, hosts_of_a_token, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import UNIFORM
@@ -141,6 +141,13 @@ def test_decode_of_published_kernels_takes_the_faster_of_deepeps_two_kinds(model
         assert times[0] <= times[1] * (1 + 1e-9), (
             f"{mesh}, {rows} rows: {times[0]:.6f} s, and {times[1]:.6f} with normal kernels"
         )
+
+
+def test_rows_to_ranks_of_the_own_host_do_not_cross_the_network(v3):
+    """Three of four hosts are others. Links are so fast, and the network so slow, that its bytes are all that counts."""
+    known = {("links", 32, False, False): (float("inf"), 1.0, 0.0, 0.0)}
+    found = deepep_exchange(load_cluster("h100-32"), v3, 32, 1.0, 1.0, 1.0, known=known)
+    assert found == pytest.approx(0.75 * hosts_of_a_token(8, 4, (8, 4)))
 
 
 def test_beside_a_further_round_of_two_halves_nothing_runs(model, monkeypatch):

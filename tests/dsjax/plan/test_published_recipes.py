@@ -249,12 +249,3 @@ def test_no_reason_denies_an_option_that_the_engine_has():
     reasons = [reason for recipe in recipes().values() for reason in recipe["why_dsjax"].values()]
     denied = [reason.partition(" is no option")[0].split() for reason in reasons if " is no option" in reason]
     assert not fields & {word for words in denied for word in words}
-
-
-def test_a_value_that_drifts_apart_and_a_reason_in_vain_are_found():
-    row = next(row for row in rows(recipes()["vllm-dep16"]) if row.option == "--max-num-seqs" and row.side == "decode")
-    assert not list(row.problems)
-    assert list(dataclasses.replace(row, ours="256", why="").problems) == [
-        "decode --max-num-seqs is '512', and dsjax plan has '256' and no reason"
-    ]
-    assert "a reason and the same value" in next(dataclasses.replace(row, ours="512").problems)

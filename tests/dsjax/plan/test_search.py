@@ -90,6 +90,7 @@ def test_a_fullest_rank_has_room_in_the_cache(ask):
         assert bool(plan.ranked) is fits
 
 
+@pytest.mark.slow
 def test_a_rate_is_kept_up_with_by_as_few_devices_as_do(ask):
     plan = search(ask("h200-16", objective=Objective(tpot=0.05), rate=5.0))
     assert plan.winner.throughput >= 5 * 500
@@ -239,6 +240,7 @@ def test_prefix_hits_give_more_and_so_do_accepted_drafts_of_a_small_batch(ask):
     assert search(drafting).winner.throughput > now
 
 
+@pytest.mark.slow
 def test_a_sweep_to_a_slower_network_or_fewer_hosts_never_gains(ask):
     question = ask("h200-16", options=dataclasses.replace(FEW, mesh=MeshSpec.parse("dp=16")))
     winner = search(question).winner

@@ -36,14 +36,16 @@ def test_layouts_without_room_for_the_batch_are_left_out(ask):
     assert all(r.batch == r.instance.max_batch for r in static(question, "static_gen", None))
 
 
-def test_decode_alone_is_priced_at_the_context_that_is_given(ask):
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_decode_alone_is_priced_at_the_context_that_is_given_and_for_the_tokens_that_a_step_makes(ask, drafts):
     question = ask(prompt=1000, output=200)
+    question = dataclasses.replace(question, options=dataclasses.replace(question.options, drafts=drafts))
     at = dataclasses.replace(question, workload=dataclasses.replace(question.workload, decoding_at=8192.0))
     found = static(at, "static_gen", 4)
     assert len(found) > 5
     for result in found:
-        steps = [model.decode(4, 8192.0) for model in result.instance.step_models()]
-        assert result.tpot == pytest.approx(min(steps))
+        steps = [model.decode(4, 8192.0, drafts=drafts) for model in result.instance.step_models()]
+        assert result.tpot * question.options.tokens_a_step == pytest.approx(min(steps))
     assert max(r.instance.max_batch for r in found) < max(
         r.instance.max_batch for r in static(question, "static_gen", 4)
     )

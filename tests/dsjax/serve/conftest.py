@@ -1,13 +1,8 @@
 """Fixtures of a real server on a real port, over the fake executor of the engine's tests."""
 
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("engine", "hosts"))
-
 from live_server import LiveServer, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
 

@@ -84,7 +84,6 @@ class LiveServer:
         return httpx.post(self.url + path, **({"json": body} if body is not None else {}), timeout=60, **options)
 
     def post_later(self, path: str, body=None) -> Future:
-        """The answer that comes while the test goes on."""
         pool = ThreadPoolExecutor(1)
         answer = pool.submit(self.post, path, body)
         pool.shutdown(wait=False)
@@ -94,18 +93,15 @@ class LiveServer:
         return httpx.get(self.url + path, timeout=60, **options)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        """A bare connection, over which the bytes were sent."""
         connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
         connection.sendall(sent)
         return connection
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each sample of a metric, as a scrape shows them."""
         families = text_string_to_metric_families(self.get("/metrics").text)
         return [(each.labels, each.value) for family in families for each in family.samples if each.name == name]
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
         return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
 
     def __enter__(self) -> "LiveServer":

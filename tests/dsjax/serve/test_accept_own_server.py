@@ -10,6 +10,8 @@ from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 
+pytestmark = pytest.mark.slow
+
 
 def criterion(name: str, measurement: str, value: str, bound: str) -> str:
     return f'[[criteria]]\nid = "{name}"\nmeasurement = "{measurement}"\nvalue = "{value}"\n{bound}\nsource = "§1"\n'
@@ -37,7 +39,6 @@ CRITERIA = "\n".join(
 
 @pytest.fixture
 def accept(tmp_path):
-    """Runs the command; its exit status and report."""
 
     def invoke(url, *options):
         criteria = tmp_path / "criteria.toml"

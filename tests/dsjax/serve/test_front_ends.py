@@ -29,8 +29,6 @@ from test_openai_client import (
     test_64_clients_at_once_streamed_and_not_get_the_engine_s_own_text,
     test_a_stream_of_several_prompts_and_choices_is_the_whole_answer_in_pieces,
     test_chat_logprobs_have_exact_bytes_and_as_many_alternatives_as_asked,
-    test_completion_logprobs_have_openai_s_shape,
-    test_seed_makes_sampled_text_repeatable_and_choices_differ,
     test_stop_strings_end_the_text,
 )
 

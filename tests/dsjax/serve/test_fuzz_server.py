@@ -1,13 +1,9 @@
 """Requests made from the server's own schema: the tool finds nothing wrong here, and would see it if there were."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 from scripted_executor import ScriptedExecutor, tool_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from dsjax.serve.options import ServeOptions
 

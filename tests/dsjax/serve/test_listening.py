@@ -147,16 +147,7 @@ def test_a_process_with_experts_has_the_same_rules(monkeypatch, serve):
     assert 'dsjax_experts_ready{expert_process="0"} 0' in text
     assert [client.get(probe).status_code for probe in ("/live", "/health", "/ready")] == [200, 200, 503]
     monkeypatch.setattr(HeadlessExperts, "serve", load_nothing)
-    sides = [
-        "--attention-mesh",
-        "dp=2",
-        "--expert-mesh",
-        "ep=4",
-        "--afd-role",
-        "expert",
-        "--afd-address",
-        "127.0.0.1:1",
-    ]
+    sides = ["--attention-mesh=dp=2", "--expert-mesh=ep=4", "--afd-role=expert", "--afd-address=127.0.0.1:1"]
     assert "no key was given" in serve("--host", "0.0.0.0", *sides)
     assert serve("--host", "0.0.0.0", "--api-key", "one", *sides) is None
 
@@ -218,7 +209,6 @@ def answer_to(connection, path):
 
 
 def all_of(connection):
-    """What comes until the connection ends."""
     received = b""
     while part := connection.recv(65536):
         received += part

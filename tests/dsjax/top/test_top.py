@@ -61,7 +61,6 @@ def feed(server: WatchedServer, name: str) -> None:
 
 
 def window(server: WatchedServer, *stats, before: StatusReading | None = None) -> dict:
-    """View two seconds in which the server makes steps with these statistics."""
     before = before or reading(server, 0.0)
     for one in stats:
         server.metrics.on_step(one)
@@ -370,12 +369,3 @@ def test_an_interval_that_nobody_can_wait_for_is_refused(interval):
 def test_a_key_that_no_header_takes_is_refused():
     with pytest.raises(NoAnswerError, match="--api-key has letters that no HTTP header takes"):
         StatusClient("http://127.0.0.1:8000", "schlüssel☃")
-
-
-def test_lines_of_json_into_a_pipe_whose_reader_is_gone_are_no_message(server):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "dsjax", "top", "--url", server.url, "--interval", "0.1", "--json", "-"]
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (1, "")

@@ -71,13 +71,11 @@ class Experts:
 
 
 def refuse(request: Request) -> None:
-    """Let nobody in."""
     request.refuse("the checkpoint cannot be read")
 
 
 @contextlib.contextmanager
 def linked(port, key=KEY, patience=20.0):
-    """A link to the process at a port."""
     endpoint = Endpoint("127.0.0.1", key)
     own = ExpertLink(endpoint, f"127.0.0.1:{port}", lambda: Open({}, b"", b"one"), patience=patience)
     try:
@@ -88,12 +86,10 @@ def linked(port, key=KEY, patience=20.0):
 
 
 def ask(own):
-    """Begin to have something done, and give what tells its end."""
     return own.ask(PLACE, Place(0, b""))
 
 
 def call(own, number=0, rows=b""):
-    """Begin a call, and give what tells its end, and what will be the answers."""
     sent = np.frombuffer(rows, np.uint8)
     answers = np.empty_like(sent)
     return own.begin(lambda: Errand(Call("moe_layers", 0, 8, 8, b"", number), sent, answers)), answers

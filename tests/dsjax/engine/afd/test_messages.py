@@ -55,20 +55,16 @@ def process(args):
 
 @pytest.fixture(scope="module")
 def endpoint():
-    """Of the process that plays attention sides."""
     endpoint = Endpoint("127.0.0.1", local_credentials())
     yield endpoint
     endpoint.close()
 
 
 class Attention:
-    """An attention process that is connected."""
-
     def __init__(self, endpoint, peer, opened):
         self.peer, self.link = peer, Link(endpoint, opened.address, opened.ticket, opened.name, "attention")
 
     def ask(self, body):
-        """Ask for something over the control connection; give what goes wrong."""
         service = {Compile: COMPILE, Stage: STAGE, Place: PLACE}[type(body)]
         return failure(lambda: self.peer.request(service, body).result(SECONDS))
 
@@ -76,7 +72,6 @@ class Attention:
         self.link.send(msgspec.msgpack.encode(call), *rows)
 
     def answer(self, *arrays):
-        """Wait for the answer, which is read into arrays; give what goes wrong."""
         message = self.link.receive(SECONDS)
         error = msgspec.msgpack.decode(message.header, type=Answered).error
         if not error:
@@ -84,7 +79,6 @@ class Attention:
         return error
 
     def call(self, call):
-        """Make a call without rows; give what goes wrong."""
         self.send(call)
         return self.answer()
 
@@ -389,6 +383,11 @@ def test_an_expert_of_another_process_is_read_when_it_is_staged_and_not_when_it_
     read.clear()
     writer.place(0, after)
     assert not read
+    writer.stage(0, [(0, target)])
+    after[target] = before[target + 1]
+    read.clear()
+    writer.place(0, after)
+    assert {expert for _, _, expert in read} == {after[target]}, "what was staged is another one"
     writer.place(0, before)
 
 

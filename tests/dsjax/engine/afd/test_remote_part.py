@@ -37,8 +37,6 @@ class Side(RemoteExperts):
 
 
 class Process:
-    """One attention process. another: makes the side that the command connects to."""
-
     def __init__(self, others, another=Side, number=0):
         self.now, self.made, self.number = Side(), [], number
         self.now.others = others
@@ -59,7 +57,6 @@ class Process:
         return self.device.programs.experts
 
     def change(self):
-        """Carry the command out; return why the current side stays."""
         pending = self.table.launch(ConnectExperts("ep=4", "127.0.0.1:1"))
         assert list(pending.running) == []
         return pending.handler.collect(pending)
@@ -87,7 +84,6 @@ def group():
 
 
 def meet(process):
-    """A layer's wait, on the current side: the greatest number of all processes."""
     process.side.tell(process.number)
     return process.side.agree(process.number)
 

@@ -32,7 +32,6 @@ V = 70  # no multiple of 32
 
 
 def columns(packed, widths):
-    """Parts of one rank's packed integers."""
     return [part.tolist() for part in np.split(packed, np.cumsum(widths)[:-1])]
 
 

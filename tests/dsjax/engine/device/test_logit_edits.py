@@ -45,7 +45,6 @@ class Row(NamedTuple):
 
     @property
     def mask(self) -> np.ndarray:
-        """The packed mask of the next token."""
         if self.rules.needs_tokens:
             return self.rules.masks(self.output, [])[0]
         return np.full(mask_words(V), -1, np.int32) if self.rules.allowed is None else self.rules.allowed

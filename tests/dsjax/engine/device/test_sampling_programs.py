@@ -51,8 +51,6 @@ CASES = {
 
 
 class Case:
-    """A case's parameters, with defaults."""
-
     def __init__(self, **given):
         self.biases = given.pop("biases", ())
         defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -117,7 +115,6 @@ def programs():
 
 
 def start(case: Case, seeds: np.ndarray) -> DeviceState:
-    """All slots at the prompt's last token."""
     values = {name: np.full((1, SLOTS), value, np.float32) for name, value in case.values.items()}
     values["top_k"] = values["top_k"].astype(np.int32)
     counts = np.zeros((1, SLOTS, V), np.uint16)

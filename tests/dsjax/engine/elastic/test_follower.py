@@ -270,7 +270,6 @@ class Leaving:
         return self
 
     def left(self, number):
-        """Announce a generation without process 1, and wait for its end."""
         self.group.announce(number, 0)
         self.group.thread.join(60)
         self.thread.join(60)

@@ -229,7 +229,6 @@ REQUESTS = [
 
 
 def answer(output):
-    """Tokens, and the log-probability of each."""
     (made,) = output.outputs
     return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
 
@@ -243,7 +242,6 @@ class Running:
             llm.engine.add_request(str(index), prompt, params)
 
     def step(self, count):
-        """Compute so many steps, in which not all requests end."""
         for _ in range(count):
             self._step()
         assert len(self.found) < 3

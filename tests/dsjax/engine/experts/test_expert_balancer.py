@@ -62,7 +62,6 @@ def one(checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(one):
-    """Continuations that an engine makes while its experts stay."""
     with experts_stay(one):
         made = generate(one, TOKENS)
     one.engine.flush_prefix_cache()

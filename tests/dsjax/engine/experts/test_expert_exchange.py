@@ -33,7 +33,6 @@ def expected(llm, kernels):
 
 
 def experts(llm: LLM) -> dict[str, np.ndarray]:
-    """All parameters of experts, by logical expert."""
     rows = slots_of(llm).physical_to_logical
     params = {path: array for path, array in llm.executor.params.items() if ".experts." in path}
     return {

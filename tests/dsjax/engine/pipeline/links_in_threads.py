@@ -34,7 +34,6 @@ def group_of(number: int, processes: int, ask: Callable[[str, Any], list[Any]]) 
 
 
 def links_of(order: Sequence[int]) -> list[ProcessLinks]:
-    """The links of each process, in the order of their stages."""
     told, meeting = {}, threading.Barrier(len(order))
 
     def group(number):

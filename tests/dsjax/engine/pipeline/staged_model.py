@@ -31,7 +31,6 @@ def follow_load(llm: LLM) -> None:
 
 
 def assert_same_answer(found, reference) -> None:
-    """Hold continuations to those that one device gives (`layouts.Answer`), to the bit."""
     assert [one.tokens for one in found] == [list(tokens) for tokens in reference.tokens]
     assert [one.logprobs for one in found] == reference.logprobs
     assert all(np.isfinite(one.logprobs).all() and one.logprobs for one in found)

@@ -69,7 +69,6 @@ def preemptions(llm):
 
 
 def experts(llm):
-    """Give the parameters of each stage's experts by logical expert."""
     found, first, rows = {}, 0, slots_of(llm).physical_to_logical
     for number, stage in enumerate(llm.executor.stages):
         layers = stage.model.config.num_moe_layers

@@ -121,7 +121,8 @@ def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it_and_is_named(
         first.hear(0)
 
 
-def test_what_a_process_has_sent_before_it_ends_is_heard_by_those_that_ask_later(links):
+def test_what_a_process_has_sent_before_it_ends_is_heard_by_those_that_ask_later(links, monkeypatch):
+    monkeypatch.setattr(process_links, "_LINGER_SECONDS", 60)  # where others use the machine
     first, middle, last = links
     logits = np.arange(3_000_000, dtype=np.float32)
     last.publish(lambda: logits)

@@ -39,7 +39,6 @@ def answer(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def step(scheduler: Scheduler) -> list[int]:
-    """Compute one step; the rows of each rank."""
     answer(scheduler, plan := scheduler.schedule())
     return [len(rank.decodes) + len(rank.prefills) for rank in plan.ranks]
 

@@ -6,6 +6,7 @@ These are the tests of `core.py`, `schedule/scheduler.py`, `schedule/rank.py`, `
 
 from collections import Counter
 
+import pytest
 from event_subscriber import Subscriber
 from fake_executor import NAN, FakeExecutor, expected_tokens
 from hypothesis import settings
@@ -306,4 +307,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)

@@ -11,7 +11,6 @@ from dsjax.hosts.group import GroupError
 
 
 def end(pair: Pair) -> None:
-    """The leader ends, and its follower with it."""
     pair.leader.shutdown()
     pair.join()
     assert pair.error is None

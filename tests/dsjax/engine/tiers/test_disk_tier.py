@@ -5,7 +5,6 @@ from dsjax.engine.tiers.disk_tier import MOST_WRITING, DiskTier
 
 
 def written(tier, *names, ok=True, now=0.0):
-    """Have pages written, and say so."""
     numbers = [tier.write(name) for name in names]
     assert all(number >= 0 for number in numbers)
     for number in numbers:

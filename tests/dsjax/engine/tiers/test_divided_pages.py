@@ -43,7 +43,6 @@ class Divided:
         self.wait_for(*numbers)
 
     def wait_for(self, *numbers):
-        """Wait until these pages have been written."""
         written = {}
         while not written.keys() >= set(numbers):
             written |= self.reports().written
@@ -51,7 +50,6 @@ class Divided:
         assert all(written.values())
 
     def read(self, number, place):
-        """Have a page read under this number of the rank, and wait for it."""
         for part in self.parts:
             part.read(0, place, name(number))
         while not (read := self.reports().read):

@@ -99,7 +99,6 @@ def test_a_page_is_followed_through_the_tiers():
 
 @pytest.fixture
 def client():
-    """Makes client sockets, which are closed at the test's end."""
     import zmq
 
     made = []
@@ -119,7 +118,6 @@ def client():
 
 @pytest.fixture
 def publisher(tmp_path):
-    """Makes publishers; gives each with its configuration."""
     pytest.importorskip("zmq")
     made = []
 
@@ -326,7 +324,6 @@ def greet(path, kind):
 
 
 def is_closed(connection):
-    """Read until the other side ends a connection."""
     try:
         while connection.recv(4096):
             pass

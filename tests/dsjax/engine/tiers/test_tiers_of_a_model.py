@@ -30,7 +30,6 @@ from sharding import MeshSpec
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Write the checkpoint of a model when it is first asked for."""
     return functools.cache(lambda model: write_drafting_checkpoint(tmp_path_factory.mktemp("tiers"), **MODELS[model]))
 
 
@@ -59,13 +58,11 @@ def prompts():
 
 
 def answer(output):
-    """Tokens, and the log-probability of each."""
     (made,) = output.outputs
     return list(made.token_ids), [one[token].logprob for token, one in zip(made.token_ids, made.logprobs, strict=True)]
 
 
 def generated(llm):
-    """Answers to all prompts, one after the other."""
     return [answer(llm.generate([prompt], GREEDY)[0]) for prompt in prompts()]
 
 

@@ -34,7 +34,6 @@ class Side:
             self.processes.append(subprocess.Popen([sys.executable, str(script), given], env=environment, **pipes))
 
     def wait(self) -> "Side":
-        """Wait until the side serves."""
         self.began = self._answer()
         return self
 
@@ -53,7 +52,6 @@ class Side:
         return kept
 
     def end(self) -> list[int]:
-        """End the side in order; give its exit codes."""
         self.processes[0].stdin.close()
         return [process.wait(30) for process in self.processes]
 

@@ -18,7 +18,6 @@ from dsjax.engine.transfer.send_buffers import Keeper, PageSend, SendBuffers
 
 
 def opened(kept, number):
-    """What comes of a pull."""
     chunk = Future()
     kept.open(number, chunk.set_result)
     return chunk

@@ -92,7 +92,6 @@ def prompts(count, seed=0):
 
 
 def alone(llm, given):
-    """What decode makes by itself."""
     llm.engine.flush_prefix_cache()
     expected = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
     llm.engine.flush_prefix_cache()
@@ -170,12 +169,10 @@ class FakeTransport:
 
 
 def opened(credentials=None):
-    """An endpoint of a process."""
     return Endpoint("127.0.0.1", credentials or local_credentials())
 
 
 def dialer(transport=None, space=None, credentials=None):
-    """What makes a decode engine's links."""
     chunks = RemoteChunks(opened(credentials), transport or FakeTransport(), {}, 60)
     return RemoteLinks(chunks, space or {}, owns_endpoint=True)
 
@@ -220,7 +217,6 @@ class Linked:
         return self.messages
 
     def pull(self, offer, number=None):
-        """Pull what was offered, with another number if one is given."""
         return self.link.pull(offer.number if number is None else number, None, offer.address)
 
     def close(self):
@@ -230,7 +226,6 @@ class Linked:
 
 @pytest.fixture
 def linked():
-    """Make servers with links, which are closed at the end."""
     with contextlib.ExitStack() as opened:
 
         def make(*given, **options):
@@ -391,6 +386,7 @@ def test_nothing_is_kept_of_a_side_that_has_gone(linked):
         sides.pull(offer)
 
 
+@pytest.mark.slow
 def test_a_prefill_process_that_hangs_fails_its_transfers_before_their_time_is_over():
     script = "import sys, test_page_network as t; print(t.served()[0].address, flush=True); sys.stdin.read()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

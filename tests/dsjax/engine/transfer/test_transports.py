@@ -49,7 +49,6 @@ def is_chunk(pulled, number, device):
 
 @pytest.fixture(params=EACH_BACKEND)
 def ends(request):
-    """Two ends of a transport, as two processes have them."""
     return [open_transport(request.param, jax.devices()[0], "127.0.0.1") for _ in range(2)]
 
 
