@@ -169,6 +169,6 @@ def test_an_engine_finds_no_page_of_one_with_other_arithmetic(checkpoints, kerne
     assert all(one != other for one, other in itertools.combinations(rotated, 2))
     exact, form = {"batch_invariant": True}, {"mla_decode": "CC"}
     found = spaces(checkpoints("v3"), {}, form, exact, exact | form, exact | {"kernels": "native"})
-    assert found[0] == found[1], "without a promise of equal bits any form may read another's pages"
+    assert found[0] == found[1], "without --batch-invariant any form may read another's pages"
     assert found[2] == found[4]
     assert all(one != other for one, other in itertools.combinations(found[1:4], 2))
