@@ -28,6 +28,8 @@ STEP_TOKENS = 64
 """Most tokens of a step that an engine is built for."""
 ROWS = 8
 """Most running requests of a DP rank."""
+FORMS = (*[("CC", "A_CC_ME")] * 5, ("CC", "A_CC"), ("A_CC", "CC"), *((form, form) for form in ARITHMETIC))
+"""(prefill, decode) as they are drawn: the default half of the time."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,6 @@ def _load(directory: Path, options: dict[str, Any]) -> LLM:
     llm = LLM(
         str(directory),
         dtype="float32",
-        batch_invariant=True,
         max_num_seqs=ROWS,
         max_num_batched_tokens=STEP_TOKENS,
         **options,
@@ -230,8 +231,8 @@ def play(llm: LLM, batch: Batch) -> Played:
 def draw_engine(rng: random.Random) -> Engine:
     """An engine whose options may not go together: ``Engine.load`` says so."""
     model = rng.choice(["v3", "v3", "v3.2"])
-    form = rng.choice([form for form in (*ARITHMETIC, "A_CC_ME") if takes(model, (form, form))])
-    options: dict[str, Any] = {"mla_decode": form, "page_size": rng.choice([4, 4, 8, 16])}
+    prefill, decode = forms = rng.choice([forms for forms in FORMS if takes(model, forms)])
+    options: dict[str, Any] = {"mla_prefill": prefill, "mla_decode": decode, "page_size": rng.choice([4, 4, 8, 16])}
     reference: dict[str, Any] = {}
     layout = _draw_layout(rng)
     apart = "+" in layout
@@ -259,11 +260,12 @@ def draw_engine(rng: random.Random) -> Engine:
     if not apart:
         maybe(0.3, ep_dispatch_algorithm="static")
         maybe(0.2, enable_shared_experts_fusion=True)
-    if reads(form, E4M3):
+    if all(reads(form, E4M3) for form in forms):
         maybe(0.2, kv_cache_dtype="fp8")
     if model == "v3.2":
         maybe(0.3, index_scores=rng.choice(["hadamard", "fp8", "hadamard_fp8"]))
-    reference = {"mla_decode": ARITHMETIC[form] if options.get("kv_cache_dtype") != "fp8" else form}
+    same_sums = forms if "kv_cache_dtype" in options else [ARITHMETIC[form] for form in forms]
+    reference = dict(zip(("mla_prefill", "mla_decode"), same_sums, strict=True))
     reference |= {name: options[name] for name in (*CHANGES_NUMBERS, "kv_cache_dtype") if name in options}
     return Engine(
         model,
@@ -332,3 +334,16 @@ def differences(
         if got is not None and got != (expected := alone(request)):
             wrong.append((number, got, expected))
     return wrong
+
+
+def reads_an_answer(request: Request, given: Given, others: list[tuple[Request, Given]]) -> bool:
+    """Whether a page of a prompt may hold what was computed as an answer, or the other way round, which two forms do not allow.
+
+    So it is where the tokens of two requests are alike up to the first that is one's prompt and the other's answer.
+    """
+    for other, got in others:
+        ends = {len(request.prompt), len(other.prompt)}
+        through = slice(min(ends) + 1)
+        if len(ends) == 2 and (request.prompt + given.tokens)[through] == (other.prompt + got.tokens)[through]:
+            return True
+    return False

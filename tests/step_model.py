@@ -72,19 +72,27 @@ class Model:
             for name, array in device_cache.describe(self.step, PAGES).items()
         }
 
-    def run(self, cache, groups):
-        """Logits and cache of a step over ``groups``: ``(kind, rows by rank)``, a row ``(tokens, start, pages)``."""
+    def run(self, cache, groups, prompt_length=None):
+        """Logits and cache of a step over ``groups``: ``(kind, rows by rank)``, a row ``(tokens, start, pages)``.
+
+        prompt_length: of all rows; None: their tokens have the form of their group.
+        """
         shapes, parts = [], []
         for (rows, chunk), form, by_rank in groups:
             shapes.append(GroupShape(rows, chunk, TABLE, form))
             placed_rows = {(rank, i): row for rank, own in enumerate(by_rank) for i, row in enumerate(own)}
             parts.append(pack_rows((self.ranks, rows), chunk, TABLE, placed_rows))
-        key = tuple(shapes)
+        key = (*shapes, prompt_length)
         if key not in self._programs:
             copies = self.step.placement.tables
 
             def run(params, cache, packed):
-                parts = unpack(packed, key)
+                parts = unpack(packed, shapes)
+                if prompt_length is not None:
+                    parts = [
+                        dataclasses.replace(part, prompt_length=jnp.full_like(part.length, prompt_length))
+                        for part in parts
+                    ]
                 hidden, cache, reports = self.step.hidden(params, cache, parts, copies)
                 return self.step.logits(params, last_tokens(hidden, parts)), cache, reports
 

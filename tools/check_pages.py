@@ -7,7 +7,7 @@
     python tools/check_pages.py pp=3,dp=2 --ways tiers --speculative --kv-cache-dtype fp8    # with drafts, and with an FP8 cache
 
 A tiny model answers prompts with few beginnings, greedily and drawn with seeds, twice, and the second time in the opposite order. Tokens
-and log-probabilities must be those of one device (`--batch-invariant`):
+and log-probabilities must be those of one device:
 
 - tiers: the layout's caches hold a part of it. What leaves them goes to host memory with room for 5 % of it, and to a disk, from which
   another engine of the layout answers the prompts once more.
@@ -42,7 +42,7 @@ from tools.labs.servers import SideProcess
 
 WAYS = ("tiers", "separated", "processes")
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk": 16, "page_size": 4}
-OPTIONS = {"dtype": "float32", "batch_invariant": True}
+OPTIONS = {"dtype": "float32"}
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 APART = {"local_prefill_tokens": 1, "transfer_timeout": 600}
 REQUESTS, NEW_TOKENS = 16, 12

@@ -1,12 +1,12 @@
 """Send a running server requests made from its own OpenAPI schema, valid and not, and see that it stays what it was.
 
-    dsjax serve --mesh dp=8 --port 8000 --batch-invariant &
+    dsjax serve --mesh dp=8 --port 8000 &
     python tools/fuzz_server.py --url http://127.0.0.1:8000 --cases 5000
 
 schemathesis makes the requests (`pip install schemathesis`). Every answer must have a documented status, its content type and
 shape, come in time, and be no 5xx; a stream must have its end, and no error that is the server's; afterwards no page may be in use and a
-few good requests must be answered as before, to the bit, which the server's `--batch-invariant` promises. Exits with 1 if anything was
-otherwise, and prints what. One seed sends the same requests again.
+few good requests must be answered as before, to the bit. Exits with 1 if anything was otherwise, and prints what. One seed sends the
+same requests again.
 
 With `--changing` the server's mesh changes meanwhile, and others use it too, as in `tools/lab.py hosts`: then 503 is right
 where it says that the mesh is being changed (`changing_mesh`), and of `/ready`; pages are not looked at.

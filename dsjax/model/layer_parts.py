@@ -14,14 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsjax.model.attention import PagedAttention
 from dsjax.model.expert_dispatch import ExpertDispatch
+from dsjax.model.forms import Form
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_values import Computed, Layer, Projected, Sent
 from dsjax.model.native_router import native_choice
 from dsjax.model.paging import Cache, Rows
+from dsjax.model.rows import RowGroup
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import Projections, Routing
 from sharding.dispatch import Transit
@@ -32,10 +34,11 @@ from sharding.on_ranks import if_any
 class LayerParts:
     """The parts of every layer of a step, traced.
 
-    apart: whether routed experts are on devices of their own, so that tokens leave this mesh.
+    forms: of prompts and of decodes. apart: whether routed experts are on devices of their own, so that tokens leave this mesh.
     """
 
     attention: PagedAttention
+    forms: tuple[Form, Form]
     products: MatricesInPlace
     experts: ExpertDispatch
     sharding: TokenSharding
@@ -92,10 +95,33 @@ class LayerParts:
         for group in tokens.groups:
             B, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
-            rows = Rows(group.positions, group.tables, group.length, tokens.filled)
-            found.append(attention.attend(mla, group.shape.form, cache, of.layer, rows, part, by_head))
+
+            def attend(form: Form, length: Int[Array, "B R"], group=group, part=part) -> Array:
+                rows = Rows(group.positions, group.tables, length, tokens.filled)
+                return attention.attend(mla, form, cache, of.layer, rows, part, by_head)
+
+            found.append(self._attend_by_kind(group, attend))
             start += R * C
         return found
+
+    def _attend_by_kind(self, group: RowGroup, attend: Callable[[Form, Int[Array, "B R"]], Array]) -> Array:
+        """``attend(form, length)`` of a row group: its prompt tokens in the prompts' form, its answer tokens in the decodes'.
+
+        length: number of each row's first tokens to compute. A group of one kind runs ``attend`` once.
+        """
+        form, length = group.shape.form, group.length
+        if group.prompt_length is None:
+            return attend(form, length)
+        prompts = jnp.clip(group.prompt_length - group.start, 0, length)
+        answers = jnp.where(prompts < length, length, 0)  # from the row's first token on, as kernels take rows
+        prefill, decode = self.forms
+
+        def both() -> Array:
+            is_prompt = group.positions < group.prompt_length[..., None]
+            return jnp.where(is_prompt[..., None, None], attend(prefill, prompts), attend(decode, answers))
+
+        others = answers if form == prefill else prompts
+        return jax.lax.cond(jnp.any(others > 0), both, lambda: attend(form, length))
 
     def add_heads(
         self, of: Layer, x: Float[Array, "B T *n D"], mix: Any, found: Sequence[Array]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -79,12 +80,13 @@ def _pieces(shape: GroupShape, most: int) -> int:
 
 def _rows(group: RowGroup, first: int, step: int) -> RowGroup:
     """Every ``step``-th row of a group, from row ``first`` on."""
-    arrays = (getattr(group, name)[:, first::step] for name in ("tokens", "start", "length", "tables"))
-    return RowGroup(*arrays, replace(group.shape, rows=len(range(first, group.shape.rows, step))))
+    rows = jax.tree.map(lambda array: array[:, first::step], group)
+    return replace(rows, shape=replace(group.shape, rows=len(range(first, group.shape.rows, step))))
 
 
 def _columns(group: RowGroup, first: int, end: int) -> RowGroup:
     """The tokens of a group's rows from number ``first`` of the chunk to ``end``: they stand behind those before them in the cache."""
     length = jnp.clip(group.length - first, 0, end - first)
     shape = replace(group.shape, chunk=end - first)
-    return RowGroup(group.tokens[:, :, first:end], group.start + first, length, group.tables, shape)
+    tokens, start = group.tokens[:, :, first:end], group.start + first
+    return replace(group, tokens=tokens, start=start, length=length, shape=shape)

@@ -36,13 +36,18 @@ class GroupShape:
 @jax.tree_util.register_dataclass
 @dataclass
 class RowGroup:
-    """What a row group computes: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding."""
+    """What a row group computes: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding.
+
+    prompt_length: position at which each row's answer begins: tokens before it have the prompts' MLA form, the others the decodes'.
+        None: all tokens have ``shape.form``.
+    """
 
     tokens: Int[Array, "B R C"]
     start: Int[Array, "B R"]
     length: Int[Array, "B R"]
     tables: Int[Array, "B R Pr"]
     shape: GroupShape = field(metadata={"static": True})
+    prompt_length: Int[Array, "B R"] | None = None
 
     @classmethod
     def unpack(cls, packed: Int[Array, "B W"], shape: GroupShape) -> RowGroup:

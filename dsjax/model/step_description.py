@@ -89,12 +89,21 @@ class StepDescription:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk, in each of the two MLA forms.
+        """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk.
 
         True where all products are native: each sum has one order then (``docs/exactness.md``).
         """
         parts = set(self.kernels.names(self.prefill_form, self.decode_form).values())
         return parts == {"native"}
+
+    @property
+    def forms_by_kind(self) -> bool:
+        """Whether a token's MLA form depends on whether it is prompt or answer, and not on the row group that computes it.
+
+        True where sums are exact and the two forms differ. ``AM_CC_ME`` is left out, since it gives no values by head.
+        """
+        forms = {self.prefill_form, self.decode_form}
+        return self.is_exact and len(forms) == 2 and "AM_CC_ME" not in forms
 
     @property
     def attention(self) -> PagedAttention:
@@ -145,7 +154,8 @@ class StepDescription:
     @property
     def parts(self) -> LayerParts:
         """The four parts of each of this step's layers."""
-        return LayerParts(self.attention, self.in_place, self.experts, self.sharding, self.apart is not None)
+        forms = (self.prefill_form, self.decode_form)
+        return LayerParts(self.attention, forms, self.in_place, self.experts, self.sharding, self.apart is not None)
 
     @property
     def has_module(self) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import random
 
 from layouts import MODELS
-from mixes import Batch, Engine, Given, Request, Sizes, differences, draw_batch, draw_engine
+from mixes import Batch, Engine, Given, Request, Sizes, differences, draw_batch, draw_engine, reads_an_answer
 
 from sharding import MeshError
 from tools.check_mixes import count_requests, tell
@@ -58,3 +58,13 @@ def test_a_request_that_got_another_bit_is_found_and_said(capsys):
     assert "request 1: logprobs differ at [1]; at 1 -2.5000002 instead of -2.5" in said
     counts = {"requests": 3, "aborted": 1, "tokens": 4, "preemptions": 0, "cached": 0}
     assert count_requests([right, other, None]) == counts
+
+
+def test_a_request_may_read_an_answer_where_another_is_alike_beyond_the_end_of_its_prompt():
+    request, given = Request((5, 6, 7), {}), Given((8, 9), (), (), 0)
+    others = {(5, 6): (7,), (5, 6, 7, 8): (1,), (5, 6, 7): (8, 9), (5,): (1,), (5, 6, 1): ()}
+    found = {
+        prompt: reads_an_answer(request, given, [(Request(prompt, {}), Given(tokens, (), (), 0))])
+        for prompt, tokens in others.items()
+    }
+    assert found == dict(zip(others, (True, True, False, False, False), strict=True))

@@ -83,7 +83,7 @@ def start(args: argparse.Namespace, folder: Path) -> Processes:
         "start-timeout": 300,
         "port": 0,
     }
-    base = [sys.executable, "-m", "dsjax.serve", "--batch-invariant", *args.serve, *flags_of(options)]
+    base = [sys.executable, "-m", "dsjax.serve", *args.serve, *flags_of(options)]
     if not args.processes:
         return Processes([base], stuck=600)
     base += ["--afd-address", ",".join(f"127.0.0.1:{free_port()}" for _ in range(args.processes))]

@@ -106,7 +106,7 @@ def start(args: argparse.Namespace, folder: Path, network: Namespaces | None) ->
         "heartbeat-timeout": args.heartbeat_timeout,
         "start-timeout": 600,
     }
-    flags = [*flags_of(options), "--batch-invariant", *args.serve]
+    flags = [*flags_of(options), *args.serve]
     if network is not None:
         return group_serving_on(network, flags)
     own = dict.fromkeys(range(args.processes), flags)

@@ -5,7 +5,7 @@
 The decode engine runs in this process, on `--mesh` emulated devices with a cache far smaller than what the prompts need, a small tier in
 host memory and one on a disk; prompts are computed by another process, which is killed at random moments and started again. Some
 requests are aborted at any moment, some prompts are computed that nobody comes for, and now and then every cached page is forgotten.
-Both sides have `--batch-invariant`. Tokens and log-probabilities of every answer, greedy or drawn with a seed, are held to those of one
+Tokens and log-probabilities of every answer, greedy or drawn with a seed, are held to those of one
 engine that nothing disturbed; an aborted one has to be the beginning of its answer. In the end no page may be in use on either side, and
 the decode process may have grown by 3 % and by three threads or open files, of the last third over the middle one (of the threads and
 files the fewest: while the prefill process is away). A line every ten seconds says how far it is. Exits with 1 if a claim does not hold.
@@ -25,7 +25,7 @@ from typing import Any
 from tools.labs.servers import SideProcess
 
 _SIZES = {"max_num_seqs": 8, "max_model_len": 512, "prefill_chunk": 64, "max_num_batched_tokens": 128}
-_TRANSFER = {"transfer_host": "127.0.0.1", "transfer_timeout": 5, "local_prefill_tokens": 17, "batch_invariant": True}
+_TRANSFER = {"transfer_host": "127.0.0.1", "transfer_timeout": 5, "local_prefill_tokens": 17}
 _WORD_SECONDS = 10.0
 _MOST_GROWTH, _MOST_MORE = 0.03, 3
 
@@ -100,7 +100,7 @@ class Lab:
         self.counts, self.wrong, self.samples = Counter(), [], []
         self.requests = draw_requests(args.requests, self.rng)
         self.say(f"computing the answers of {args.requests} requests with an engine that nothing disturbs")
-        alone = LLM(args.model, mesh="dp=1", batch_invariant=True, **_SIZES)
+        alone = LLM(args.model, mesh="dp=1", **_SIZES)
         prompts = [{"prompt_token_ids": tokens} for tokens, _ in self.requests]
         self.expected = [answer(one) for one in alone.generate(prompts, [params for _, params in self.requests])]
         alone.shutdown()

@@ -285,10 +285,20 @@ def read(
     state, (rows, tables, prefill_tables, tokens) = _change_slots(step, local, state, names, packed)
     groups = []
     if shape.decode:
-        groups.append(RowGroup(rows.tokens, rows.start, rows.length, tables, shape.decode))
+        prompts = _prompt_lengths(step, state, rows.slot)
+        groups.append(RowGroup(rows.tokens, rows.start, rows.length, tables, shape.decode, prompts))
     if shape.prefill:
-        groups.append(RowGroup(tokens, rows.prefill_start, rows.prefill_length, prefill_tables, shape.prefill))
+        prompts, of_rows = _prompt_lengths(step, state, rows.prefill_slot), (rows.prefill_start, rows.prefill_length)
+        groups.append(RowGroup(tokens, *of_rows, prefill_tables, shape.prefill, prompts))
     return state, rows, groups
+
+
+def _prompt_lengths(step: ModelStep, state: DeviceState, slots: Int[Array, "B R"]) -> Int[Array, "B R"] | None:
+    """Prompt tokens of each row's request, where a token's MLA form follows from them; anything for padding."""
+    if not step.forms_by_kind:
+        return None
+    local = lambda lengths, slots: take(lengths, jnp.maximum(slots, 0))  # noqa: E731
+    return _on_each_rank(step, local, state.sampling.num_prompt_tokens, slots)
 
 
 REJECTED, NOT_COMPUTED = -3, -4

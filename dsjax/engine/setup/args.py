@@ -127,9 +127,9 @@ class BasicOptions:
     )
     batch_invariant: bool = option(
         False,
-        "a token's numbers are the same to the bit in a prompt and in a decode, in every batch, chunk and mesh: prompts are computed in "
-        "the form of decodes. On CPUs in float32 with native kernels; on GPUs and TPUs with kernels whose tiles are the same for every "
-        "shape, but for what the start names",
+        "compute prompts in the MLA form of decodes, so that a token has the same bits as prompt and as answer, also where a prompt finds "
+        "earlier answers in the prefix cache; prompts take longer. On CPUs, in float32 with native kernels, batches, chunks and meshes "
+        "change no bit without it; on GPUs and TPUs it takes kernels with the same tiles for every shape, but for what the start names",
     )
     kernel_cache: str | None = option(
         None,

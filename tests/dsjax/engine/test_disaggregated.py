@@ -85,10 +85,8 @@ def generated(llm):
 
 
 def loaded(checkpoint, **options) -> LLM:
-    """One program for decodes, however many there are, instead of two; and one MLA form for prompts and decodes: a prompt that has come
-    but for its last token ends as a decode, and others do not.
-    """
-    llm = LLM(str(checkpoint), dtype="float32", batch_invariant=True, **SIZES, **options)
+    """One program for decodes, however many there are, instead of two."""
+    llm = LLM(str(checkpoint), dtype="float32", **SIZES, **options)
     llm.executor.buckets = replace(llm.executor.buckets, decode=(SIZES["max_num_seqs"],))
     return llm
 

@@ -1,4 +1,4 @@
-"""With --batch-invariant, what a request gets is the same to the bit, whatever is computed beside it, before it, and where."""
+"""What a request gets is the same to the bit, whatever is computed beside it, before it, and where."""
 
 import dataclasses
 import functools
@@ -52,13 +52,13 @@ SIZES = st.builds(
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory, kernels):
-    """``engines(mesh)``: the engine of ``ENGINES`` on that mesh, made when it is first asked for."""
+    """``engines(mesh, **options)``: the engine of ``ENGINES`` on that mesh, made when it is first asked for."""
     checkpoint, running = str(write_checkpoint(tmp_path_factory.mktemp("exact"), mtp=True)), []
 
     @functools.cache
-    def engine(mesh):
+    def engine(mesh, **options):
         sizes = {"max_num_seqs": 8, "page_size": 4, "prefill_chunk": 32, "max_num_batched_tokens": 64}
-        llm = LLM(checkpoint, mesh=mesh, dtype="float32", batch_invariant=True, **sizes, **ENGINES[mesh])
+        llm = LLM(checkpoint, mesh=mesh, dtype="float32", **sizes, **ENGINES[mesh], **options)
         running.append(llm)
         # On one device rows alone and rows beside others are in shapes of their own; elsewhere one shape is compiled for both.
         if mesh == MESH:
@@ -79,11 +79,11 @@ def ask(engines):
     told: whether they ask for the log-probabilities of their prompts, which are computed for it and read nothing of the prefix cache.
     """
 
-    def asked(mesh, requests, sizes=Sizes(), told=True):
+    def asked(mesh, requests, sizes=Sizes(), told=True, **options):
         fixed = {"max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         fixed["prompt_logprobs"] = 0 if told else None
         params = [SamplingParams(**fixed, **KINDS[kind]) for _, kind in requests]
-        llm = engines(mesh)
+        llm = engines(mesh, **options)
         with sizes.hold(llm.engine.core.scheduler):
             outputs = llm.generate([{"prompt_token_ids": PROMPTS[prompt]} for prompt, _ in requests], params)
         return [given_to(output) for output in outputs]
@@ -111,12 +111,32 @@ def test_a_request_gets_to_the_bit_what_it_gets_alone_on_one_device(ask, alone, 
 
 
 @pytest.mark.slow
-def test_what_a_turn_made_is_the_same_as_prompt_of_the_next(ask):
-    """A decode's cache entries are those of a prompt: whether they are cached or computed again, the next turn is the same."""
-    (first,) = ask("dp=1", [(5, 0)])
+def test_a_prompts_last_token_alone_is_computed_as_the_prompt_is(ask, alone):
+    """The rest of the prompt was cut off as a chunk, or found in the prefix cache."""
+    assert len(PROMPTS[1]) == 9
+    (cut,) = ask("dp=1", [(1, 0)], Sizes(chunk=8))
+    assert cut == alone(1, 0)
+    ask("dp=1", [(5, 0)], told=False)
+    (cached,) = ask("dp=1", [(5, 0)], told=False)
+    assert cached.of_cache == len(PROMPTS[5]) - 1
+    assert dataclasses.replace(cached, prompt_logprobs=alone(5, 0).prompt_logprobs) == alone(5, 0)
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_computed_again_after_a_preemption_is_computed_as_an_answer_is(ask, alone):
+    found = ask("dp=1", [(1, 0), (1, 0), (4, 0), (4, 0), (4, 0)], Sizes(pages=MOST_PAGES + 1))
+    assert sum(got.preemptions for got in found)
+    assert found == [alone(1, 0)] * 2 + [alone(4, 0)] * 3
+
+
+@pytest.mark.slow
+def test_what_a_turn_made_is_the_same_as_prompt_of_the_next_with_one_form_for_both(ask):
+    """With `batch_invariant`, whether an answer's pages are cached or computed again, the next turn is the same."""
+    (first,) = ask("dp=1", [(5, 0)], batch_invariant=True)
     PROMPTS.append(PROMPTS[5] + list(first.tokens))
     try:
-        (cached,), (anew,) = ask("dp=1", [(8, 0)], told=False), ask(MESH, [(8, 0)])
+        (cached,) = ask("dp=1", [(8, 0)], told=False, batch_invariant=True)
+        (anew,) = ask(MESH, [(8, 0)], batch_invariant=True)
         assert cached.of_cache > len(PROMPTS[5])
         assert dataclasses.replace(cached, prompt_logprobs=anew.prompt_logprobs) == anew
         assert anew.prompt_logprobs[len(PROMPTS[5]) - 1 :] == first.logprobs
@@ -126,7 +146,7 @@ def test_what_a_turn_made_is_the_same_as_prompt_of_the_next(ask):
 
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_the_logits(engines):
-    llm = engines("dp=1")
+    llm = engines("dp=1", batch_invariant=True)  # logits are those of a prompt
     bias = {7: 3.0}  # it decides, and log-probabilities are those without it
     params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False, logit_bias=bias)
     (output,) = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)

@@ -22,7 +22,7 @@ TOKENS = 8
 
 @pytest.fixture(scope="module")
 def alone(worded, kernels):
-    llm = LLM(str(worded), batch_invariant=True, **SIZES)
+    llm = LLM(str(worded), **SIZES)
     try:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
@@ -42,7 +42,7 @@ class Served(ServedGroup):
     def start_experts(self, **other):
         """Start a process with experts; other: than those of now."""
         options = self.sides | other | SIZES
-        return load_experts(EngineArgs(model=str(self.checkpoint), afd_role="expert", batch_invariant=True, **options))
+        return load_experts(EngineArgs(model=str(self.checkpoint), afd_role="expert", **options))
 
     def texts(self) -> list[str]:
         answer = self.complete(prompt=PROMPTS, max_tokens=TOKENS, ignore_eos=True)

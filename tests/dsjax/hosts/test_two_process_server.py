@@ -29,7 +29,7 @@ CLUSTER_KEY = "a-secret-that-nobody-may-be-shown-0123456789"
 
 @pytest.fixture(scope="module")
 def alone(worded, kernels):
-    llm = LLM(str(worded), batch_invariant=True, **OPTIONS)
+    llm = LLM(str(worded), **OPTIONS)
     yield llm
     llm.shutdown()
 

@@ -21,10 +21,11 @@ def computations(text: str) -> dict[str, str]:
 @pytest.fixture
 def decode_program(kernels, tmp_path):
     def compile_step(mesh, drafts=0):
-        """Text of the step's program, or of that which proposes so many drafts."""
+        """Text of the step's program, or of that which proposes so many drafts. One MLA form, since a second one is a branch."""
         speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
         directory = write_checkpoint(tmp_path, mtp=drafts > 0)
-        llm = LLM(str(directory), mesh=mesh, **FEW_SHAPES | {"kernels": "native"} | speculation)
+        options = FEW_SHAPES | {"kernels": "native", "batch_invariant": True} | speculation
+        llm = LLM(str(directory), mesh=mesh, **options)
         try:
             programs = llm.executor.programs
             shape = programs.shape(Rectangle(1, 1 + drafts), None)

@@ -7,7 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from layouts import TINY
+from layouts import MODELS, TINY
 from step_model import PAGES, G, Model
 
 from dsjax.config import ModelConfig
@@ -32,6 +32,7 @@ def tokens_of(length, seed):
 
 FIRST, SECOND = tokens_of(6, 0), tokens_of(5, 1)
 FIRST_PAGES, SECOND_PAGES = [1, 2], [5, 4]
+TOKENS = tokens_of(11, 2)
 PROMPTS = [(FIRST, 0, FIRST_PAGES)], [(SECOND, 0, SECOND_PAGES)]
 NEXT = [([7], 6, FIRST_PAGES)], [([8], 5, SECOND_PAGES)]
 
@@ -49,6 +50,49 @@ def test_groups_in_one_step_give_what_they_give_in_steps_of_their_own(kernels):
     for name in cache:
         np.testing.assert_array_equal(after_mixed[name], after_both[name])
         assert np.any(np.asarray(after_mixed[name]) != np.asarray(cache[name]))
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", ["v3", "v3.2"])
+def test_a_tokens_mla_form_follows_from_whether_it_is_prompt_or_answer(mesh, name, kernels):
+    """And not from the group in which it is computed: a prompt's last token alone, and an answer in chunks, have the same bits."""
+    one = Model(mesh, ModelConfig.from_dict(SMALL | MODELS[name] | ({"index_topk": 4} if name == "v3.2" else {})))
+    assert one.step.forms_by_kind
+    rows = lambda first, last: ([(TOKENS[first:last], first, [1, 2, 3, 6])],) * one.ranks  # noqa: E731
+
+    def computed(*pieces):
+        """The logits of the last token, where so many tokens at a time are computed: of a prompt, or as decodes."""
+        cache, first = one.empty_cache(), 0
+        for count, kind in pieces:
+            logits, cache = one.run(cache, [kind(*rows(first, first + count))], prompt_length=8)
+            first += count
+        return logits[:, 0], jax.tree.map(np.asarray, cache)
+
+    prompts, decodes = one.prefill, one.decode
+    alone, cache = computed((6, prompts), (2, prompts), (1, decodes), (1, decodes), (1, decodes))
+    for pieces in (
+        [(6, prompts), (1, prompts), (1, decodes), (1, decodes), (1, decodes), (1, decodes)],
+        [(6, prompts), (5, prompts)],
+        [(3, prompts), (4, prompts), (2, prompts), (1, prompts), (1, decodes)],
+    ):
+        logits, found = computed(*pieces)
+        np.testing.assert_array_equal(logits, alone)
+        jax.tree.map(np.testing.assert_array_equal, found, cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"batch_invariant": True}, False),
+        ({"mla_decode": "AM_CC_ME"}, False),
+        ({"kernels": "plain"}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_the_kind_of_a_token_matters_where_two_forms_are_exact_and_give_values_by_head(options, expected, kernels):
+    args, spec = EngineArgs(**{"dtype": "float32"} | options), MeshSpec.parse("dp=1")
+    assert make_step(args, CONFIG, spec, spec.build()).forms_by_kind == expected
 
 
 # One layout each, and both that decode with one form and prefill with another.

@@ -44,8 +44,7 @@ DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 def load(checkpoint, **options):
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "prefill_chunk": 16, "page_size": 4, "max_model_len": 64}
-    # A preempted request's answer is computed again, as a prompt.
-    llm = LLM(str(checkpoint), dtype="float32", batch_invariant=True, **sizes, **options)
+    llm = LLM(str(checkpoint), dtype="float32", **sizes, **options)
     # One program for decodes instead of two.
     llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(2,))
     return llm
@@ -68,10 +67,10 @@ def generated(llm):
 
 @pytest.fixture(scope="module")
 def expected_of(checkpoints, kernels):
-    """Compute, when first asked for, what one device without tiers answers: of a model in an MLA form, with a cache."""
+    """Compute, when first asked for, what one device without tiers answers: of a model in two MLA forms, with a cache."""
 
-    def made(model, form, kv_cache_dtype):
-        llm = load(checkpoints(model), mla_prefill=form, mla_decode=form, kv_cache_dtype=kv_cache_dtype)
+    def made(model, prefill, decode, kv_cache_dtype):
+        llm = load(checkpoints(model), mla_prefill=prefill, mla_decode=decode, kv_cache_dtype=kv_cache_dtype)
         assert llm.executor.model.is_exact
         outputs = generated(llm)
         llm.shutdown()
@@ -96,8 +95,8 @@ def test_a_model_gives_the_same_to_the_bit_and_its_pages_come_back_after_a_resta
     checkpoints, expected_of, model, options, changed, host_bytes, tmp_path
 ):
     """Host memory has room for all pages in the first engine, and for a page or two of each rank in the second, 5 % of what is needed."""
-    form = ARITHMETIC[options.get("mla_decode", "A_CC_ME")]
-    checkpoint, expected = checkpoints(model), expected_of(model, form, options.get("kv_cache_dtype", "auto"))
+    forms = (ARITHMETIC[options.get(name, one)] for name, one in (("mla_prefill", "CC"), ("mla_decode", "A_CC_ME")))
+    checkpoint, expected = checkpoints(model), expected_of(model, *forms, options.get("kv_cache_dtype", "auto"))
     on_disk = {"disk_cache": str(tmp_path), "disk_cache_bytes": 1 << 22, "cache_tokens": 92}
     library = ProgramLibrary()
     with kept_in(library):
@@ -167,6 +166,6 @@ def test_an_engine_finds_no_page_of_one_with_other_arithmetic(checkpoints, kerne
     assert all(one != other for one, other in itertools.combinations(rotated, 2))
     exact, form = {"batch_invariant": True}, {"mla_decode": "CC"}
     found = spaces(checkpoints("v3"), {}, form, exact, exact | form, exact | {"kernels": "native"})
-    assert found[0] == found[1], "without a promise of equal bits any form may read another's pages"
+    assert found[0] == found[1], "without --batch-invariant any form may read another's pages"
     assert found[2] == found[4]
     assert all(one != other for one, other in itertools.combinations(found[1:4], 2))
