@@ -71,6 +71,7 @@ EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None an
 RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
 EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
 BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
+OWN_DISPATCH = Choice("a class given as dispatch", lambda args: isinstance(args.dispatch, type))
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
@@ -78,6 +79,7 @@ _ATTENTION = "prompts are computed on the attention side"
 _PREFIX = "it has pages of the prefix cache, which the other option turns off"
 _ELSEWHERE = "a recording would lack what pages from elsewhere held"
 _KEEPS = "the decode side alone keeps pages and tells of them"
+_BY_NAME = "give --dispatch a method's name, or leave one of the two out"
 _NAMES_ALL = "the meshes of the two sides name all devices"
 
 EXCLUSIONS = (
@@ -120,6 +122,8 @@ EXCLUSIONS = (
     *(Exclusion(side, NO_PREFIX_CACHING, _PREFIX) for side in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
     *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
     *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
+    Exclusion(OWN_DISPATCH, SEVERAL, "processes tell each other their options as text", _BY_NAME),
+    Exclusion(OWN_DISPATCH, RECORDING, "a recording names the method that it is replayed with", _BY_NAME),
     Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
     Exclusion(
         BALANCED_STAGES,

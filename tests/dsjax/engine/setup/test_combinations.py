@@ -8,6 +8,7 @@ from dsjax.engine.setup import combinations
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.combinations import EXCLUSIONS, NEEDS, Choice, check_combinations, combinations_tables
 from dsjax.errors import UserError
+from sharding.dispatch import Method
 
 APART = {"attention_mesh": "dp=8", "expert_mesh": "ep=8"}
 DISK = {"disk_cache": "pages", "disk_cache_bytes": 1 << 30}
@@ -29,6 +30,7 @@ MADE = {
     "--kv-events-config": {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},
     "--ep-dispatch-algorithm": {"ep_dispatch_algorithm": "static"},
     "--dispatch": {"dispatch": "padded"},
+    "a class given as dispatch": {"dispatch": Method},
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
     "--batch-invariant": {"batch_invariant": True},
     "--compile-ahead": {"compile_ahead": 2},
