@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, mesh_changer_of
-from dsjax.engine.engine_thread import EngineThread, Listener
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.request_streams import RequestStreams
 from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.stats import EngineObserver, StepStats
@@ -32,7 +32,13 @@ class ThreadedEngine:
         self.on_change: list[Callable[["Generations"], None]] = []
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = EngineThread(parts.core, _LoopListener(self))
+        self._thread = EngineThread(
+            parts.core,
+            on_done=lambda updates, stats: self._loop.call_soon_threadsafe(self.deliver, updates, stats),
+            on_change=self._take_change,
+            on_death=lambda error: self._loop.call_soon_threadsafe(self.fail, error),
+            wants_stats=lambda: bool(self.observers),
+        )
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
         self.closing = False
 
@@ -151,9 +157,11 @@ class ThreadedEngine:
         if self.on_death is not None:
             self.on_death()
 
-    def _change_mesh(self) -> None:
+    def _take_change(self) -> None:
+        """Check requests by another mesh's limits, and say that there is one, in the engine's thread."""
+        self._parts.inputs.change(self.core.scheduler.config)
         for call in self.on_change:
-            call(self.core.generations)
+            self._loop.call_soon_threadsafe(call, self.core.generations)
 
     def _fail_calls(self) -> None:
         for future in list(self._calls):
@@ -172,27 +180,6 @@ class AsyncEngine(RequestStreams, ThreadedEngine):
 
     def _end(self, completion_ids: Sequence[str]) -> None:
         self._thread.abort(completion_ids)
-
-
-class _LoopListener(Listener):
-    """Passes what happens in the engine's thread to the event loop."""
-
-    def __init__(self, engine: ThreadedEngine):
-        self._engine = engine
-
-    def wants_stats(self) -> bool:
-        return bool(self._engine.observers)
-
-    def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine.deliver, updates, stats)
-
-    def on_change(self) -> None:
-        engine = self._engine
-        engine._parts.inputs.change(engine.core.scheduler.config)
-        engine._loop.call_soon_threadsafe(engine._change_mesh)
-
-    def on_death(self, error: BaseException) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine.fail, error)
 
 
 def _resolve(future: asyncio.Future, result: object, error: Exception | None) -> None:

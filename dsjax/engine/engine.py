@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine_thread import EngineThread, Listener
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import MeshChanger
@@ -108,13 +108,13 @@ class EngineParts:
             self.core.generations.has_warmed_up()
 
 
-class LLMEngine(Listener):
+class LLMEngine:
     """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it."""
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer = parts.tokenizer
-        self._thread = EngineThread(parts.core, self)  # never started
+        self._thread = EngineThread(parts.core, on_done=self.on_done, on_change=self.on_change)  # never started
         self._ready: list[RequestOutput] = []
 
     def add_request(

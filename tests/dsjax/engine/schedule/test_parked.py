@@ -37,12 +37,7 @@ class Engine:
         parts = EngineParts(executor, tiny_tokenizer(), executor.config)
         self.core, self.inputs = parts.core, parts.inputs
         self.core.parked.seconds = seconds
-        self.listener = SimpleNamespace(
-            wants_stats=lambda: False,
-            on_change=lambda: None,
-            on_done=lambda updates, stats: self.updates.extend(updates),
-        )
-        self.thread = EngineThread(self.core, self.listener)
+        self.thread = EngineThread(self.core, on_done=lambda updates, stats: self.updates.extend(updates))
 
     def request(self, name: str, prompt: list[int], max_tokens: int) -> Request:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
@@ -159,8 +154,8 @@ def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the
 def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
     engine = Engine(monkeypatch)
     done: queue.SimpleQueue = queue.SimpleQueue()
-    engine.listener.on_done = lambda updates, stats: [done.put(update) for update in updates]
-    engine.listener.on_death = done.put
+    engine.thread.on_done = lambda updates, stats: [done.put(update) for update in updates]
+    engine.thread.on_death = done.put
     long = engine.add("long", *LONG)
     engine.turn(3)
     engine.change("small")
