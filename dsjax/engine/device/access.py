@@ -24,9 +24,9 @@ Running = Generator[Array, None, None]
 
 @dataclass(eq=False)
 class DeviceAccess:
-    """State, parameters and programs of one executor. Whoever changes the state or the parameters assigns them here.
+    """State, parameters and programs of one executor, as its parts see it. Whoever changes the state or the parameters assigns them here.
 
-    params: by path. placements: where experts are; None for a model without any. on_change: called when model and programs are others.
+    params: by path. placements: where experts are; None for a model without any.
     """
 
     model: ModelStep
@@ -35,12 +35,10 @@ class DeviceAccess:
     params: dict[str, Array]
     state: DeviceState
     placements: LayerPlacements | None = None
-    on_change: Callable[[], None] = lambda: None
 
     def go_on_with(self, model: ModelStep, programs: Programs) -> None:
         """Compute with other programs of the same state from now on, between two commands: the same model, its experts elsewhere."""
         self.model, self.programs = model, programs
-        self.on_change()
 
     def send(self, array: np.ndarray) -> Array:
         """An array whose first axis is the DP ranks, on the devices of each."""
