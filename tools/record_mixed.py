@@ -138,7 +138,7 @@ def main() -> None:
     found += run(llm, 10, arguments.seed + 1)
     loads = llm.engine.core.scheduler.ranks
     found["preemptions"] = sum(rank.num_preemptions for rank in loads)
-    found["prompt tokens from the cache"] = sum(rank.prefix_hits for rank in loads)
+    found["prompt tokens from the cache"] = sum(sum(rank.hits.values()) for rank in loads)
     llm.shutdown()
     record = StepRecording(arguments.file)
     found.update(f"{type(frame.command).__name__} commands" for frame in record if isinstance(frame, Launched))

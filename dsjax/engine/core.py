@@ -74,7 +74,7 @@ class EngineCore:
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
-        self._reported = (0, 0, 0)  # what `_totals` gave at the stats before
+        self._preemptions = 0  # at the stats before, of this scheduler
         for part in self.attachments:
             part.scheduled(self.scheduler)
 
@@ -194,8 +194,7 @@ class EngineCore:
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
         self._clear_dirty()
-        before, self._reported = self._reported, self._totals()
-        preemptions, queries, hits = (now - then for now, then in zip(self._reported, before, strict=True))
+        before, self._preemptions = self._preemptions, sum(rank.num_preemptions for rank in self.scheduler.ranks)
         counts, entered = self.executor.counts(), time.monotonic()
         seconds = entered - max(began, self._entered)
         for part in self.attachments:
@@ -213,10 +212,7 @@ class EngineCore:
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
             num_prompt_tokens=plan.num_prompt_tokens,
             num_padding_tokens=counts.num_padding_tokens,
-            num_preemptions=preemptions,
-            prefix_queries=queries,
-            prefix_hits=hits,
-            num_non_finite=sum(update.result is not None and not update.result.finite for update in updates),
+            num_preemptions=self._preemptions - before,
             compilations_after_warm_up=counts.compilations_after_warm_up,
             ranks=self.loads(),
             experts=counts.experts,
@@ -257,7 +253,7 @@ class EngineCore:
         limits = new.executor.limits
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.page_size)
-        self._reported = (0, 0, 0)
+        self._preemptions = 0
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.parked.larger_is_wanted = new.larger_is_wanted
@@ -335,11 +331,6 @@ class EngineCore:
         dirty = self.scheduler.take_dirty()
         if dirty is not None:
             self.executor.launch(clear_command(dirty))
-
-    def _totals(self) -> tuple[int, ...]:
-        """Preemptions, and tokens that the prefix cache was asked for and had, since the scheduler's start."""
-        names = ("num_preemptions", "prefix_queries", "prefix_hits")
-        return tuple(sum(getattr(rank, name) for rank in self.scheduler.ranks) for name in names)
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:

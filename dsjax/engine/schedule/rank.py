@@ -60,7 +60,7 @@ class Rank:
         backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are neither cached nor
             promised, of prompts under way the rest.
         promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
-        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached; hits: by tier.
+        prefix_queries: known tokens of the requests admitted for the first time. hits: how many were cached, by tier.
     """
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
@@ -68,7 +68,7 @@ class Rank:
         self.waiting, self.running = list[Request](), list[Request]()
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
-        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.num_preemptions = self.prefix_queries = 0
         self.hits: Counter[str] = Counter(device=0)
         self.dirty: list[int] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -297,7 +297,6 @@ class Rank:
             request.num_cached_tokens = max(0, request.num_computed_tokens - elsewhere)
             if self.config.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
-                self.prefix_hits += request.num_cached_tokens
                 self.hits.update(self.loads.hits(request))
         bisect.insort(self.running, request, key=_by_order)
         self.loads.sealed(request)

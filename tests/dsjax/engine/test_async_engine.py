@@ -244,8 +244,8 @@ async def test_observers_hear_of_every_step_and_of_every_output_that_was_deliver
     # 10 prompt tokens in chunks of 8, then 2 that were not cached; each makes 12 tokens, the last of which is not computed.
     assert sum(stats.num_prompt_tokens for stats in observer.steps) == 12
     assert sum(stats.num_decode_tokens for stats in observer.steps) == 22
-    assert sum(stats.prefix_queries for stats in observer.steps) == 20
-    assert sum(stats.prefix_hits for stats in observer.steps) == 8
+    ranks = observer.steps[-1].ranks
+    assert (sum(rank.queried for rank in ranks), sum(rank.hits["device"] for rank in ranks)) == (20, 8)
     for stats in observer.steps:
         assert stats.host_seconds.keys() == {"plan", "launch", "device", "enter"}
         assert sum(stats.host_seconds.values()) == pytest.approx(stats.duration)
