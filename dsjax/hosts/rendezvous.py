@@ -46,11 +46,10 @@ _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
 
 def open_endpoint(options: HostOptions) -> Endpoint:
     """Open this process's endpoint, process 0's at the coordinator's port; a `GroupError` or `UserError` where it cannot."""
-    credentials = options.credentials.read(options.coordinator[0], options.address)
     port = options.coordinator[1] if options.is_leader else 0
     try:
         holds = SERVICES if options.is_leader else ()
-        return Endpoint(options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=holds)
+        return Endpoint(options.address, options.credentials, port=port, silence=options.heartbeat_timeout, holds=holds)
     except OSError as error:
         advice = "choose another port" if options.is_leader else "give another --host-address"
         flag = "--coordinator-address" if options.is_leader else "--host-address"

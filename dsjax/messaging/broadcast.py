@@ -18,8 +18,7 @@ from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.background import note_failure
 from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
 from dsjax.messaging.endpoint import Endpoint
-from dsjax.messaging.errors import PeerLostError
-from dsjax.messaging.peer import Peer, Request
+from dsjax.messaging.peer import Peer, PeerLostError, Request
 from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decoded
 
 _SERVICE = "log"

@@ -1,4 +1,4 @@
-"""`Credentials`: how a process shows that it belongs to its deployment; `CredentialOptions`: where the user says it is."""
+"""`Credentials`: how a process shows that it belongs to its deployment."""
 
 from __future__ import annotations
 
@@ -24,28 +24,22 @@ class Credentials:
             raise needs_key(host)
 
 
-@dataclass(frozen=True)
-class CredentialOptions:
-    """The options of the same names. `cluster_key_file` is the name of a file, and no secret."""
+def read_credentials(cluster_key_file: str | None, *hosts: str, encrypt_bulk: bool = False) -> Credentials:
+    """Read the key, or make one for this user where all hosts are the loopback interface.
 
-    cluster_key_file: str | None = None
-    encrypt_bulk: bool = False
+    cluster_key_file: None: the key is in the environment, or nowhere. hosts: names or addresses that this process listens at and connects
+    to, as far as they are known.
 
-    def read(self, *hosts: str) -> Credentials:
-        """Read the key, or make one for this user where all hosts are the loopback interface.
-
-        hosts: names or addresses that this process listens at and connects to, as far as they are known.
-
-        Raises:
-            UserError: a host is beyond loopback and no key was given; or the file cannot be used.
-        """
-        key = given_key(self.cluster_key_file)
-        if key is None:
-            beyond = next((host for host in hosts if not is_loopback(host)), None)
-            if beyond is not None:
-                raise needs_key(beyond)
-            key = local_key()
-        return Credentials(key, self.encrypt_bulk)
+    Raises:
+        UserError: a host is beyond loopback and no key was given; or the file cannot be used.
+    """
+    key = given_key(cluster_key_file)
+    if key is None:
+        beyond = next((host for host in hosts if not is_loopback(host)), None)
+        if beyond is not None:
+            raise needs_key(beyond)
+        key = local_key()
+    return Credentials(key, encrypt_bulk)
 
 
 @functools.cache

@@ -40,8 +40,7 @@ from dsjax.messaging.curve import (
     listen_with_curve,
     verify_roles,
 )
-from dsjax.messaging.errors import NotAMemberError, PeerLostError
-from dsjax.messaging.peer import Handler, Peer, Request
+from dsjax.messaging.peer import Handler, NotAMemberError, Peer, PeerLostError, Request
 from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decoded, encode
 
 PING = "ping"

@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
 from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
-from dsjax.messaging.errors import NotAMemberError, PeerLostError
+from dsjax.messaging.peer import NotAMemberError, PeerLostError
 from dsjax.messaging.wire import MOST_FRAME_BYTES, decoded
 
 _LOOK_SECONDS = 0.05

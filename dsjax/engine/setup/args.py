@@ -207,7 +207,7 @@ class EngineArgs(
         for field in dataclasses.fields(self):
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
                 _check(field, getattr(self, field.name))
-        for name in ("speculation", "eplb", "num_redundant", "kv_events", "credentials", "prefill"):
+        for name in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
             getattr(self, name)  # a wrong one is refused here
         check_sizes(self)
         check_combinations(self)

@@ -11,7 +11,7 @@ import pytest
 from dsjax.errors import UserError
 from dsjax.messaging import cluster_key, credentials
 from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key
-from dsjax.messaging.credentials import CredentialOptions
+from dsjax.messaging.credentials import read_credentials
 
 TEXT = "0123456789abcdef" * 4
 
@@ -147,14 +147,14 @@ def test_what_lies_where_the_key_should_is_not_believed(tmp_path, what):
 
 def test_only_the_loopback_interface_needs_no_key(monkeypatch):
     monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
-    assert CredentialOptions().read("127.0.0.1", "localhost", "127.8.9.1", "::1").key.is_local
+    assert read_credentials(None, "127.0.0.1", "localhost", "127.8.9.1", "::1").key.is_local
     for host in ("192.0.2.1", "0.0.0.0", "::", "", "no-such-host.invalid"):
         with pytest.raises(
             UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
         ):
-            CredentialOptions().read("127.0.0.1", host)
+            read_credentials(None, "127.0.0.1", host)
     monkeypatch.setenv("DSJAX_CLUSTER_KEY", TEXT)
-    assert not CredentialOptions().read("192.0.2.1").key.is_local
+    assert not read_credentials(None, "192.0.2.1").key.is_local
     monkeypatch.setenv("DSJAX_CLUSTER_KEY", "")
     with pytest.raises(UserError, match="is empty"):  # and not "no key"
-        CredentialOptions().read("127.0.0.1")
+        read_credentials(None, "127.0.0.1")
