@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import Credentials, local_credentials, read_credentials
+from dsjax.messaging.cluster_key import Credentials, local_credentials, read_credentials
 from dsjax.options import Checked, option
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 Knows nothing of models, engines, groups or HTTP, and imports no JAX.
 """
 
-from dsjax.messaging.credentials import Credentials, read_credentials
+from dsjax.messaging.cluster_key import Credentials, read_credentials
 from dsjax.messaging.endpoint import Endpoint
 from dsjax.messaging.link import Link, LinkListener
 from dsjax.messaging.peer import NotAMemberError, Peer, PeerLostError, RefusedError, Request

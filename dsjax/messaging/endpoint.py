@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dsjax.addresses import join_address, split_address, zmq_endpoint, zmq_endpoints
 from dsjax.background import contained, note_failure, start_thread
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import Credentials
+from dsjax.messaging.cluster_key import Credentials
 from dsjax.messaging.curve import (
     LISTENER,
     ROLES,

@@ -5,63 +5,62 @@ import sys
 import pytest
 from deployments import OTHER, request
 
-from dsjax.hosts import link_monitor
+from dsjax.hosts import links
 from dsjax.hosts.interfaces import Interface, read_interfaces
-from dsjax.hosts.link_monitor import LinkMonitor, LinkState
-from dsjax.hosts.links import unreached
+from dsjax.hosts.links import Links, LinkState, unreached
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_links import add_link_metrics
 
 
 @pytest.fixture
-def monitor(monkeypatch, endpoints):
-    monkeypatch.setattr(link_monitor, "_SECONDS", 20.0)  # a machine that runs the suite may be slow
-    made = LinkMonitor(None, endpoints(), 1.0)
+def watching(monkeypatch, endpoints):
+    monkeypatch.setattr(links, "_PROBE_SECONDS", 20.0)  # a machine that runs the suite may be slow
+    made = Links(None, endpoints(), lambda generation: None)
     yield made
     made.close()
 
 
-def test_a_link_s_round_trip_and_segments_are_seen(monitor, endpoints):
-    own, one, other = monitor._endpoint, endpoints(), endpoints()
+def test_a_link_s_round_trip_and_segments_are_seen(watching, endpoints):
+    own, one, other = watching._endpoint, endpoints(), endpoints()
     members = [request(1, one.port), request(2, other.port)]
-    monitor.look(members)
-    assert set(monitor.links) == {1, 2}
-    first = monitor.links[1]
+    watching.probe(members)
+    assert set(watching.states) == {1, 2}
+    first = watching.states[1]
     segments = first.segments
     assert (first.probes, first.unanswered) == (1, 0)
     assert 0 < first.answer < 20
-    peers = dict(monitor._peers)
-    monitor.look(members)
-    assert monitor.links[1].probes == 2
-    assert [monitor._peers[one][0] is peers[one][0] for one in members] == [True, True], "the connection is kept"
+    peers = dict(watching._watched)
+    watching.probe(members)
+    assert watching.states[1].probes == 2
+    assert [watching._watched[one][0] is peers[one][0] for one in members] == [True, True], "the connection is kept"
     assert unreached(own, members) == [], "who is watched is reached as before"
     if sys.platform == "linux":
         assert 0 < first.round_trip < 20
-        assert 5 <= segments < monitor.links[1].segments
+        assert 5 <= segments < watching.states[1].segments
         assert 0 <= first.retransmitted < segments, (
             "the kernel sends a segment again where this machine is late to acknowledge it"
         )
 
 
-def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(monitor, endpoints):
+def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_watched(watching, endpoints):
     other = endpoints()
-    monitor.look([request(1, other.port)])
-    segments = monitor.links[1].segments
+    watching.probe([request(1, other.port)])
+    segments = watching.states[1].segments
     other.close()
     for _ in range(2):
-        monitor.look([request(1, other.port)])
-    state = monitor.links[1]
+        watching.probe([request(1, other.port)])
+    state = watching.states[1]
     assert (state.probes, state.unanswered) == (3, 2)
     assert state.segments >= segments, "a connection that is gone takes none of the counts away"
-    monitor.look([request(1, endpoints().port, pid=11)])
-    assert (monitor.links[1].probes, monitor.links[1].unanswered) == (4, 2)
-    monitor.look([])
-    assert (monitor.links, monitor._peers) == ({}, {}), "who is not in the mesh any more is not shown"
+    watching.probe([request(1, endpoints().port, pid=11)])
+    assert (watching.states[1].probes, watching.states[1].unanswered) == (4, 2)
+    watching.probe([])
+    assert (watching.states, watching._watched) == ({}, {}), "who is not in the mesh any more is not shown"
 
 
-def test_a_stranger_at_a_process_s_port_is_no_answer(monitor, endpoints):
-    monitor.look([request(1, endpoints(OTHER).port)])
-    assert monitor.links[1] == LinkState(probes=1, unanswered=1)
+def test_a_stranger_at_a_process_s_port_is_no_answer(watching, endpoints):
+    watching.probe([request(1, endpoints(OTHER).port)])
+    assert watching.states[1] == LinkState(probes=1, unanswered=1)
 
 
 def card(root, path, **files):

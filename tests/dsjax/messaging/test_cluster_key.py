@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.messaging import cluster_key, credentials
-from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key
-from dsjax.messaging.credentials import read_credentials
+from dsjax.messaging import cluster_key
+from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key, read_credentials
 
 TEXT = "0123456789abcdef" * 4
 
@@ -74,7 +73,7 @@ def test_a_file_that_everybody_can_read_is_told_of(tmp_path, caplog):
 def test_a_key_can_be_neither_shown_nor_written_down():
     key = ClusterKey(TEXT, "a test")
     assert repr(key) == "ClusterKey(source='a test')"
-    assert TEXT not in repr(credentials.Credentials(key))
+    assert TEXT not in repr(cluster_key.Credentials(key))
     with pytest.raises(TypeError, match="not written down"):
         pickle.dumps(key)
 
