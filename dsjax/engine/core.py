@@ -10,10 +10,10 @@ from dsjax.engine.contract.executor import Executor, RankResults
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
 from dsjax.engine.schedule.page_source import SourceChain
-from dsjax.engine.schedule.parked import ParkedRequest, ParkedRequests
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import FinishReason, Request, Status, StepPlan
-from dsjax.engine.schedule.scheduler import Scheduler, Update, refuse
+from dsjax.engine.schedule.request import Request, Status, StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.stats import DraftCounts, StepStats
@@ -109,16 +109,12 @@ class EngineCore:
 
     def park(self, request: Request, error: AdmissionError) -> list[Update]:
         """Have a request that `add` refuses with `error` wait for a larger mesh; give what became of it where it does not wait."""
-        return self._refuse(self.parked.park([(request, error)], time.monotonic()))
+        return self.parked.park(request, error, time.monotonic())
 
     def abort(self, request_id: str) -> Update | None:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
         now = time.monotonic()
-        update = self.scheduler.abort(request_id, now)
-        parked = self.parked.abort(request_id)
-        if parked is not None:
-            parked.finish(FinishReason.ABORT, now)
-            update = Update(parked, None, FinishReason.ABORT)
+        update = self.scheduler.abort(request_id, now) or self.parked.abort(request_id, now)
         for part in self.attachments:
             part.send()
         return update
@@ -129,7 +125,7 @@ class EngineCore:
         for part in self.attachments:
             part.begin_step(now)
             part.send()
-        return self._refuse(self.parked.expire(now))
+        return self.parked.expire(now)
 
     def step(
         self,
@@ -161,7 +157,7 @@ class EngineCore:
     def _step(self, meanwhile: Callable[[], None] | None, ahead: bool) -> list[Update]:
         self._stats = None
         if self.parked:
-            self._owed += self._refuse(self.parked.expire(time.monotonic()))
+            self._owed += self.parked.expire(time.monotonic())
         most = max(2, self.scheduler.config.num_batches) if ahead and self._is_async else 1
         while len(self._under_way) < most and self._launch():
             pass
@@ -257,13 +253,7 @@ class EngineCore:
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.parked.larger_is_wanted = new.larger_is_wanted
-        self.parked.resume_but(request for request, _ in refused)
-        return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
-
-    def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
-        """End requests that the mesh of now cannot hold, and that wait no longer."""
-        now, limit = time.monotonic(), self.parked.seconds
-        return [refuse(each.request, each.error, now, limit if now >= each.since + limit else 0) for each in ended]
+        return self._take_owed() + self.parked.renew(refused, time.monotonic())
 
     def stats(self) -> StepStats | None:
         """What the step did that the last call of `step` entered; None where it entered none. Counts are those since the stats before."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.schedule.page_events import Event, PageEvents
 from dsjax.engine.schedule.page_loads import SourcedPages
 from dsjax.engine.schedule.page_source import PageSource
@@ -278,14 +278,6 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
     except AdmissionError:
         request.set_max_tokens(before)  # a larger mesh may come
         raise
-
-
-def refuse(request: Request, error: AdmissionError, now: float, waited: float = 0.0) -> Update:
-    """End an accepted request that the mesh of now cannot hold. waited: seconds that it has waited for another one."""
-    request.finish(FinishReason.ERROR, now)
-    wait = f"; no larger mesh came in {waited:g} s" if waited else ""
-    message = f"the server's mesh has changed, and {error}{wait}"
-    return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)
 
 
 def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:

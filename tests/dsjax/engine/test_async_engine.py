@@ -6,6 +6,7 @@ These are the tests of `engine_thread.py` and `request_streams.py` too.
 import asyncio
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -390,7 +391,7 @@ async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_t
         last = output.outputs[0]
     assert (last.finish_reason, last.error) == ("error", "no_room_on_the_new_mesh")
     assert engine.num_unfinished == len(parked) == 0
-    assert parked.outcomes == {"aborted": 1, "expired": 1}
+    assert parked.outcomes == Counter(aborted=1, expired=1)
 
 
 @in_loop(start=False, generations=unchanging())

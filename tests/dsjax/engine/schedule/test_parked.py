@@ -2,6 +2,7 @@
 
 import queue
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -117,7 +118,7 @@ def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_c
         "the server's mesh has changed, and the prompt has 10 tokens and max_tokens is 40, together 50, but the cache of a rank "
         "holds 16 (4 pages of 4 tokens); shorten the prompt, lower max_tokens or raise --cache-tokens; no larger mesh came in 60 s"
     )
-    assert engine.core.parked.outcomes == {"expired": 1}
+    assert engine.core.parked.outcomes == Counter(expired=1)
     assert engine.core.rest_seconds is None
 
 
