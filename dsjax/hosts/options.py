@@ -156,14 +156,11 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
     from sharding.jax_internals import detect_cluster
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
+        # In Kubernetes without LeaderWorkerSet JAX tells of a package that it would want.
+        warnings.simplefilter("ignore")
         try:
             return detect_cluster(timeout)
-        except (
-            Exception
-        ) as error:  # of a cluster's interface, which a process that is alone in a container need not reach
+        except Exception as error:  # of a cluster's interface, which a lone process in a container need not reach
             _log.warning(
                 "JAX could not ask what started this process (%s); without --coordinator-address it is taken to be alone.",
                 error,

@@ -375,7 +375,7 @@ def fail_welcome(monkeypatch):
 def make_engine():
     """What front ends need of the engine's process; it cannot admit the first request."""
     made = SimpleNamespace(admitted=[], observers=[], on_death=None, drop=lambda link, handles: [])
-    made.rules = SimpleNamespace(make=once(BROKEN, lambda *a: []))
+    made.make_rules = once(BROKEN, lambda *a: [])
     made.admit = lambda link, one, requests: made.admitted.append(one)
     return made
 

@@ -166,9 +166,8 @@ class LeaderExecutor(ExecutorWrapper):
     def _inner(self, method: Any, *arguments: Any) -> Any:
         try:
             return method(*arguments)
-        except (
-            RuntimeError
-        ) as error:  # a collective has lost its other side, as may be known soon (`Generations.after`)
+        except RuntimeError as error:
+            # A collective has lost its other side, as may be known soon (`Generations.after`).
             self.group.check(error)
             raise
 
