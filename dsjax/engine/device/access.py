@@ -49,6 +49,7 @@ class DeviceAccess:
         return put(arrays, self.programs.everywhere)
 
 
+@dataclass(eq=False)
 class Pending:
     """A command that was launched.
 
@@ -56,14 +57,15 @@ class Pending:
     seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
-    def __init__(self, command: Command, handler: Handler):
-        self.command, self.handler = command, handler
-        self.running: Running | None = None
-        self.last: Array | None = None
-        self.kept: Any = None
-        self.error: str | None = None
-        self.done = False
-        self.started = self.ended = 0.0
+    command: Command
+    handler: Handler
+    running: Running | None = None
+    last: Array | None = None
+    kept: Any = None
+    error: str | None = None
+    done: bool = False
+    started: float = 0.0
+    ended: float = 0.0
 
 
 class Handler(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -232,7 +232,7 @@ class MeshExecutor(DeviceAccess):
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
         within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
-        admissions = [self.send(packed) for packed in pack_admissions(command, before)]
+        admit = self._change("admit", pack_admissions(command, before))
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
@@ -247,9 +247,7 @@ class MeshExecutor(DeviceAccess):
 
         def run() -> Running:
             pending.kept.placements.append(self.placements)
-            for packed in admissions:
-                self.state = self.programs.get("admit")(self.state, packed)
-                yield self.state.start
+            yield from admit
             for each in laid_out:
                 yield from self._run(pending, *each)
 
@@ -337,31 +335,26 @@ class MeshExecutor(DeviceAccess):
 
     def _copy(self, _: Pending, command: Copy) -> Running:
         pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
-        inputs = [self.send(piece) for piece in padded_pieces(pairs, COPIES, 0)]
-
-        def run() -> Running:
-            for packed in inputs:
-                self.state = self.programs.get("copy")(self.state, packed)
-                yield self.state.start
-
-        return run()
+        return self._change("copy", padded_pieces(pairs, COPIES, 0))
 
     def _clear(self, _: Pending, command: Clear) -> Running:
         marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
         for rank, rank_pages in enumerate(command.ranks):
             marked[rank, np.frombuffer(rank_pages, "<i4")] = True
-        return self._zero(marked)
+        return self._change("clear", [marked])
 
     def _flush(self, _: Pending, command: Flush) -> Running:
         self._slots.reset()
-        return self._zero(np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool))
+        return self._change("clear", [np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool)])
 
-    def _zero(self, marked: np.ndarray) -> Running:
-        sent = self.send(marked)
+    def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
+        """Send inputs; give the runs of a program that changes the state by each."""
+        sent = [self.send(one) for one in inputs]
 
         def run() -> Running:
-            self.state = self.programs.get("clear")(self.state, sent)
-            yield self.state.start
+            for packed in sent:
+                self.state = self.programs.get(kind)(self.state, packed)
+                yield self.state.start
 
         return run()
 

@@ -4,12 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import sha256
 
-from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.commands import NAME_BYTES, int32s
 from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.request import Request
 
-NAME_BYTES = 32
-"""Bytes of a page's name, which is a SHA-256 (`extend_hashes`)."""
 _NO_SALT = bytes(NAME_BYTES)
 
 
