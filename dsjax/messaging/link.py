@@ -163,11 +163,6 @@ class LinkListener(_Bulk):
         port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
         self.address = join_address(endpoint.host, port)
 
-    @property
-    def senders(self) -> set[str]:
-        """Names of those that are connected."""
-        return set(self._of)
-
     def receive(self, seconds: float | None = None) -> Message | None:
         """Wait for a message; None where none comes in time, or `wake` is called.
 
@@ -189,21 +184,6 @@ class LinkListener(_Bulk):
                         return None
                 if self._poll(left):
                     return None
-
-    def wait_for(self, names: Sequence[str], seconds: float) -> bool:
-        """Wait until processes of these names have connected, as long as nothing else comes; whether they have."""
-        end = time.monotonic() + seconds
-        with self._in_use():
-            while not self.senders.issuperset(names):
-                if self._lost:
-                    raise LinkLostError(self._lost.pop(0))
-                if time.monotonic() >= end:
-                    return False
-                if (frames := self._next_frames()) is not None:
-                    self._open(frames)
-                else:
-                    self._poll(min(_LOOK_SECONDS, end - time.monotonic()))
-        return True
 
     def send(self, name: str, header: bytes, *buffers: Any) -> None:
         """Send to a process that has connected; a `PeerLostError` where it is gone. The buffers must not change before it answers."""
