@@ -29,8 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dsjax import LLM, SamplingParams, StructuredOutputs
-from dsjax.engine.stream.step_record import Launched
-from dsjax.engine.stream.step_recording import StepRecording
+from dsjax.engine.stream.step_record import Launched, StepRecording
 
 PREFIXES = (
     '"""Tools for reading and writing files."""\n\nimport os\nimport sys\nfrom pathlib import Path\n\n\n',

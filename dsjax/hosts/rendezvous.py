@@ -21,10 +21,19 @@ from dsjax.addresses import join_address
 from dsjax.background import start_thread
 from dsjax.errors import UserError
 from dsjax.hosts import coordination
-from dsjax.hosts.admission import missing, on_loopback, unlike, unlike_first, waited_for, why_no_place
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions, own_address
-from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared
+from dsjax.hosts.wire import (
+    JoinRequest,
+    JoinResponse,
+    Prepared,
+    missing,
+    on_loopback,
+    unlike,
+    unlike_first,
+    waited_for,
+    why_no_place,
+)
 from dsjax.messaging import Endpoint, NotAMemberError, Peer, PeerLostError, RefusedError, Request
 from dsjax.messaging.endpoint import counted
 

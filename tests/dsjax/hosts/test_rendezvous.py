@@ -14,9 +14,8 @@ from waits import until
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, coordination, rendezvous
-from dsjax.hosts.admission import on_loopback
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.wire import JoinRequest
+from dsjax.hosts.wire import JoinRequest, on_loopback
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
 

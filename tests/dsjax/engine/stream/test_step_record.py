@@ -1,6 +1,6 @@
 """A recording of steps: what was told and what came of it, readable however its process ended, and replayed token by token.
 
-These are the tests of `stream/step_recording.py` and of `dsjax replay` too.
+These are the tests of `dsjax replay` too.
 """
 
 import json
@@ -43,7 +43,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream import step_record
-from dsjax.engine.stream.step_recording import StepRecording
+from dsjax.engine.stream.step_record import StepRecording
 from dsjax.errors import UserError
 
 LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
