@@ -89,11 +89,6 @@ class EngineCore:
         return any(part.busy for part in self.attachments)
 
     @property
-    def looks(self) -> bool:
-        """Whether an attachment wants `look` now and then while nothing is to be computed."""
-        return any(part.look_seconds is not None for part in self.attachments)
-
-    @property
     def rest_seconds(self) -> float | None:
         """How soon `look` is wanted while nothing is to be computed, also for requests that are parked; None: never."""
         wanted = [part.look_seconds for part in self.attachments] + [self.parked.look_seconds(time.monotonic())]

@@ -133,7 +133,8 @@ class EngineThread:
         wait: for a command, where nothing is to be computed. False, without a thread: hand over what the step did before this returns.
         """
         at_rest = not self.core.has_unfinished
-        is_stuck = self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
+        looks = any(part.look_seconds is not None for part in self.core.attachments)
+        is_stuck = self._num_idle >= MOST_IDLE and looks and not self.core.is_busy
         if wait and (at_rest or is_stuck):
             self._hand_over()
             with contextlib.suppress(queue.Empty):

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -36,9 +36,6 @@ from dsjax.hosts.wire import (
 )
 from dsjax.messaging import Endpoint, NotAMemberError, Peer, PeerLostError, RefusedError, Request
 from dsjax.messaging.endpoint import counted
-
-if TYPE_CHECKING:
-    from threading import Condition
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +108,7 @@ class Door:
         self._deadline = time.monotonic() + options.start_timeout
         own = JoinRequest.of(options, endpoint.port)
         self._membership = Membership(0, [own])
-        self._changed: Condition = self._membership.changed
+        self._changed = self._membership.changed
         self._callers: dict[int, _Caller] = {}
         self._own, self._prepared_here = own, Prepared()
         self._is_prepared = self._has_formed = self.is_closing = False
