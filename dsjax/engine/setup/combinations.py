@@ -181,22 +181,3 @@ def _refusal(pair: Exclusion) -> UserError:
     return UserError(
         f"{pair.one} does not go with {pair.other}: {pair.reason}; {pair.advice or 'leave one of the two out'}"
     )
-
-
-def combinations_tables() -> str:
-    """Give both tables in Markdown, as docs/troubleshooting.md has them: options with the same reason share a row."""
-    excluded: dict[tuple[str, ...], list[str]] = {}
-    for one, other, *why in EXCLUSIONS:
-        excluded.setdefault((_code(other), *why), []).append(_code(one))
-    needed: dict[str, list[str]] = {}
-    for need in NEEDS:
-        needed.setdefault(_code(need.other), []).append(_code(need.one))
-    rows = ["| options | do not go with | why | instead |", "|---|---|---|---|"]
-    rows += [f"| {', '.join(options)} | {' | '.join(rest)} |" for rest, options in excluded.items()]
-    rows += ["", "| options | need |", "|---|---|"]
-    rows += [f"| {', '.join(options)} | {other} |" for other, options in needed.items()]
-    return "\n".join(rows)
-
-
-def _code(choice: Choice) -> str:
-    return f"`{choice}`" if choice.text.startswith("--") and " and " not in choice.text else choice.text
