@@ -25,10 +25,6 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int, events: PageEvents | None = None, rank: int = 0):
-        if num_pages < 2:
-            raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
-        if page_size < 1:
-            raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
         self.page_size, self.num_pages, self.events, self.rank = page_size, num_pages, events, rank
         self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
