@@ -1,7 +1,5 @@
 """What a host's network cards have sent and received, and how fast they are, from Linux's `/sys/class`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

@@ -8,8 +8,6 @@ For `/metrics` each process also keeps a control connection to every other one, 
 trip and retransmitted segments. `dsjax bench network` measures bandwidth.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import struct

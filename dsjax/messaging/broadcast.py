@@ -3,8 +3,6 @@
 The writer's thread sends by itself, however busy the messaging thread is. A reader finds a gap by the entries' numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -3,8 +3,6 @@
 docs/security.md says what it protects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

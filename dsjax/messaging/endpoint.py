@@ -5,8 +5,6 @@ replies later. A connection is one incarnation of the other process: it is never
 over one that has ended fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -4,8 +4,6 @@ The user waits at the socket. A message is a header and buffers, cut into frames
 encrypted (`--encrypt-bulk`) is opened by a ticket, told over control messages: an open socket would hold a stranger's message in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import itertools

@@ -1,7 +1,5 @@
 """`ParkedRequests`: requests that a smaller mesh cannot hold, while they wait for a larger one. Plain Python."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """From options and a configuration to a ``ModelStep``, with every check and without any weights: loading and dry run share it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

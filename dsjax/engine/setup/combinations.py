@@ -1,7 +1,5 @@
 """Which options exclude each other, and which need another one: two tables (docs/troubleshooting.md). No JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

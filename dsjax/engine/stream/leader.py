@@ -1,7 +1,5 @@
 """`LeaderExecutor`: process 0's executor in a group of processes. What it is told, all others are told too, in the same order."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

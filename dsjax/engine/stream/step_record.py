@@ -9,8 +9,6 @@ one, or that ends inside a frame, is of a process that was killed, and can be re
 It holds token ids of prompts and outputs: it is as confidential as they are, so it is created for its owner alone (mode 0600).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
