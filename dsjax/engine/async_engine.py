@@ -63,14 +63,9 @@ class ThreadedEngine:
         return self._parts.num_ranks
 
     @property
-    def num_waiting(self) -> int:
-        """Completions that wait for a slot or for pages; may lag behind by a step."""
-        return self._thread.num_waiting
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Known tokens of the completions that wait; may lag behind by a step."""
-        return self._thread.waiting_tokens
+    def waiting(self) -> tuple[int, int]:
+        """Completions that wait for a slot or for pages, and their known tokens; may lag behind by a step."""
+        return self._thread.waiting
 
     @property
     def steppers(self) -> dict[str, EngineThread]:

@@ -68,14 +68,10 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
-    def num_waiting(self) -> int:
-        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
-        return self.core.scheduler.num_waiting + self._queued[0] - self._taken[0]
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
-        return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
+    def waiting(self) -> tuple[int, int]:
+        """Completions that wait for a slot or for pages, and their known tokens. Cheap; may lag behind by a step."""
+        (queued, tokens), (taken, tokens_taken), scheduler = self._queued, self._taken, self.core.scheduler
+        return scheduler.num_waiting + queued - taken, scheduler.waiting_tokens + tokens - tokens_taken
 
     def running_requests(self) -> list[list[Request]]:
         """The requests that hold a slot, of every rank; as `step_started`."""

@@ -146,7 +146,7 @@ def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the
     engine.thread.add([late])
     engine.turn()
     assert engine.core.parked.requests == [late]
-    assert engine.thread.num_waiting == 0, "the queue is free for others"
+    assert engine.thread.waiting == (0, 0), "the queue is free for others"
     engine.change("large")
     engine.finish()
     assert late.token_ids[10:] == expected_tokens(*LONG)
