@@ -68,12 +68,12 @@ class ThreadedEngine:
         return self._thread.waiting
 
     @property
-    def steppers(self) -> dict[str, EngineThread]:
-        """What takes steps in this process, by its name in messages: the engine, or the decode and the prefill engine."""
+    def steppers(self) -> dict[str, EngineCore]:
+        """The cores that take steps in this process, by their names in messages: the engine's, or those for decode and for prefill."""
         if not self._parts.prefills:
-            return {"the engine": self._thread}
+            return {"the engine": self.core}
         [prefill] = self._parts.prefill_engines
-        return {"the decode engine": self._thread, "the prefill engine": prefill.thread}
+        return {"the decode engine": self.core, "the prefill engine": prefill.core}
 
     @property
     def running(self) -> bool:

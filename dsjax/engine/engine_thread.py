@@ -58,11 +58,6 @@ class EngineThread:
         self._failure: BaseException | None = None  # of a change of the mesh, after which nothing goes on
 
     @property
-    def step_started(self) -> float | None:
-        """When the step under way began, on the monotonic clock; None between steps. Any thread may ask, also while the step hangs."""
-        return self.core.step_started
-
-    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
@@ -72,10 +67,6 @@ class EngineThread:
         """Completions that wait for a slot or for pages, and their known tokens. Cheap; may lag behind by a step."""
         (queued, tokens), (taken, tokens_taken), scheduler = self._queued, self._taken, self.core.scheduler
         return scheduler.num_waiting + queued - taken, scheduler.waiting_tokens + tokens - tokens_taken
-
-    def running_requests(self) -> list[list[Request]]:
-        """The requests that hold a slot, of every rank; as `step_started`."""
-        return [list(rank.running) for rank in self.core.scheduler.ranks]
 
     def start(self) -> None:
         """Begin."""
