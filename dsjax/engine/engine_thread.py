@@ -66,7 +66,8 @@ class EngineThread:
     def waiting(self) -> tuple[int, int]:
         """Completions that wait for a slot or for pages, and their known tokens. Cheap; may lag behind by a step."""
         (queued, tokens), (taken, tokens_taken), scheduler = self._queued, self._taken, self.core.scheduler
-        return scheduler.num_waiting + queued - taken, scheduler.waiting_tokens + tokens - tokens_taken
+        completions = sum(len(rank.waiting) for rank in scheduler.ranks)
+        return completions + queued - taken, scheduler.waiting_tokens + tokens - tokens_taken
 
     def start(self) -> None:
         """Begin."""

@@ -51,7 +51,7 @@ class Rank:
     has. `running` is sorted by `order`.
 
     A step is planned while the one before computes, so a request may have a row under way. It is then planned with bounds
-    (`Request.num_planned_tokens`), and gives pages and slot back only when no row is under way any more: what is still to be written cannot
+    (`Request.num_in_flight`), and gives pages and slot back only when no row is under way any more: what is still to be written cannot
     reach a page's next owner.
 
     Attributes:
@@ -207,7 +207,7 @@ class Rank:
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
         """Add the next chunk of a prompt; give its length."""
-        start, known = request.num_planned_tokens, len(request.token_ids)
+        start, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
         length = min(known - start, self.config.prefill_chunk, budget)
         sampled = start + length == known
         prefills.append(ScheduledRow(request, start, length, sampled))

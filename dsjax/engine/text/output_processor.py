@@ -125,7 +125,8 @@ class Completion:
         return logprobs
 
     def _token_text(self, token_id: int) -> str | None:
-        return self._tokenizer.token_text(token_id) if self._tokenizer else None
+        """A token alone, special or not; bytes that are no whole character are U+FFFD."""
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._tokenizer else None
 
 
 def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
