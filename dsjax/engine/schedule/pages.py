@@ -57,17 +57,13 @@ class PagePool:
         """How many pages hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def can_allocate(self, count: int) -> bool:
-        """Whether so many pages are free."""
-        return count <= len(self._free) + len(self._idle)
-
     def can_hold(self, cached: Sequence[int], count: int) -> bool:
         """Whether the pages `cached` can be held and `count` others be allocated beside them."""
-        return self.can_allocate(count + sum(not self._holders[page] for page in cached))
+        return self.num_free >= count + sum(not self._holders[page] for page in cached)
 
     def allocate(self, count: int, *, store: bool = True) -> list[int]:
-        """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them are offered to `on_evict`."""
-        if not self.can_allocate(count):
+        """Take pages. As many must be free. store: whether cached ones among them are offered to `on_evict`."""
+        if self.num_free < count:
             raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
         pages = []
         for _ in range(count):

@@ -305,7 +305,7 @@ class Rank:
         """Get a decode pages for so many tokens, preempting newer requests; False where it gives way itself, or has to wait for one."""
         self._seal(request)
         count = self.pool.pages_for(num_tokens) - len(request.pages)
-        while not self.pool.can_allocate(count):
+        while self.pool.num_free < count:
             if self.loads.release_held(self.waiting):
                 continue
             victim = self.running[-1]
@@ -322,7 +322,7 @@ class Rank:
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
         """Get a decode pages for its drafts too, as far as there are free ones: nobody gives way to a guess."""
         wanted = self.pool.pages_for(min(num_tokens, request.max_cached_tokens)) - len(request.pages)
-        if wanted > 0 and self.pool.can_allocate(wanted):
+        if 0 < wanted <= self.pool.num_free:
             request.pages += self.pool.allocate(wanted)
 
     def _preempt(self, request: Request) -> None:

@@ -170,13 +170,9 @@ class _Loader:
             EngineLayout.of(args, self.checkpoint, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)
         ]
         self.steps = [layout.step for layout in self.layouts]
+        self.step = self.steps[-1]  # with stages, that of the last one here
         self.weights = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
         self.experts: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
-
-    @property
-    def step(self) -> ModelStep:
-        """The model's step; with stages, that of the last one here."""
-        return self.steps[-1]
 
     def load(self, lock: PageFolder | None, opened: contextlib.ExitStack) -> LoadedEngine:
         """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
