@@ -125,10 +125,22 @@ class Links:
                 "hosts and their firewalls (any TCP port), then start it again"
             )
 
-    def unreached(self, members: Sequence[JoinRequest]) -> list[int]:
-        """The ids of those, but for itself, that do not answer this process."""
-        others = (member for member in members if member.process_id != self._membership.me.process_id)
-        return unreached(self._endpoint, others)
+    def unreached(self, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
+        """The ids of those, but for itself, that do not answer this process within so many seconds. All are asked at once."""
+        asked = [member for member in members if member.process_id != self._membership.me.process_id]
+        if not asked:
+            return []
+
+        def answers(member: JoinRequest) -> bool:
+            try:
+                self._endpoint.ping(join_address(member.address, member.port), "member", seconds)
+            except (OSError, UserError):
+                return False
+            return True
+
+        with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
+            answered = list(pool.map(answers, asked))
+        return [member.process_id for member, answer in zip(asked, answered, strict=True) if not answer]
 
     def watch(self, interval: float) -> None:
         """Look at the links to the present processes every so many seconds, in a thread, until `close`."""
@@ -204,23 +216,6 @@ def _answer_seconds(peer: Peer) -> float:
     begun = time.perf_counter()
     peer.request(PING).result(_PROBE_SECONDS)
     return time.perf_counter() - begun
-
-
-def unreached(endpoint: Endpoint, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
-    """The ids of those that do not answer within so many seconds. All are asked at once."""
-    asked = list(members)
-    if not asked:
-        return []
-
-    def answers(member: JoinRequest) -> bool:
-        try:
-            endpoint.ping(join_address(member.address, member.port), "member", seconds)
-        except (OSError, UserError):
-            return False
-        return True
-
-    with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
-        return [member.process_id for member, answer in zip(asked, pool.map(answers, asked), strict=True) if not answer]
 
 
 def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:

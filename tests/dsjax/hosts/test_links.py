@@ -6,15 +6,20 @@ Also what a host's counters say of its network cards.
 import socket
 import sys
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from deployments import OTHER, request
 
 from dsjax.hosts import links
 from dsjax.hosts.interfaces import Interface, read_interfaces
-from dsjax.hosts.links import Links, LinkState, left_out, unreached
+from dsjax.hosts.links import Links, LinkState, left_out
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_links import add_link_metrics
+
+
+def links_of(endpoint) -> Links:
+    return Links(SimpleNamespace(me=request(9, endpoint.port)), endpoint, lambda generation: None)
 
 
 def test_who_answers_is_reached_and_neither_who_is_gone_hangs_nor_has_another_key(endpoints):
@@ -23,8 +28,9 @@ def test_who_answers_is_reached_and_neither_who_is_gone_hangs_nor_has_another_ke
     with socket.create_server(("127.0.0.1", 0)) as hangs:
         ports = [well.port, gone.port, hangs.getsockname()[1], foreign.port]
         members = [request(number, port) for number, port in enumerate(ports)]
-        assert unreached(own, members, seconds=2) == [1, 2, 3]
-        assert unreached(own, members[:1]) == []
+        here = links_of(own)
+        assert here.unreached(members, seconds=2) == [1, 2, 3]
+        assert here.unreached(members[:1]) == []
 
 
 @pytest.mark.parametrize(
@@ -48,13 +54,13 @@ def test_as_few_as_it_takes_are_left_out_and_all_others_reach_each_other(cut, ex
 @pytest.fixture
 def watching(monkeypatch, endpoints):
     monkeypatch.setattr(links, "_PROBE_SECONDS", 20.0)  # a machine that runs the suite may be slow
-    made = Links(None, endpoints(), lambda generation: None)
+    made = links_of(endpoints())
     yield made
     made.close()
 
 
 def test_a_link_s_round_trip_and_segments_are_seen(watching, endpoints):
-    own, one, other = watching._endpoint, endpoints(), endpoints()
+    one, other = endpoints(), endpoints()
     members = [request(1, one.port), request(2, other.port)]
     watching.probe(members)
     assert set(watching.states) == {1, 2}
@@ -66,7 +72,7 @@ def test_a_link_s_round_trip_and_segments_are_seen(watching, endpoints):
     watching.probe(members)
     assert watching.states[1].probes == 2
     assert [watching._watched[one][0] is peers[one][0] for one in members] == [True, True], "the connection is kept"
-    assert unreached(own, members) == [], "who is watched is reached as before"
+    assert watching.unreached(members) == [], "who is watched is reached as before"
     if sys.platform == "linux":
         assert 0 < first.round_trip < 20
         assert 5 <= segments < watching.states[1].segments
