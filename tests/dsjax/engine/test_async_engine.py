@@ -142,7 +142,7 @@ async def test_a_prompt_is_rendered_and_prepared_in_one_worker_thread(engine, ex
 
     def render():
         threads.append(threading.current_thread())
-        return [1, 2], FINAL
+        return [[1, 2]], FINAL
 
     engine._inputs.prepare = watched
     stream = await engine.submit_rendered("r", render, DEFAULT_OPTIONS, in_thread=True)
