@@ -1,7 +1,6 @@
 """`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -9,8 +8,7 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, mesh_changer_of
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.request_streams import RequestStreams
-from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.stats import EngineObserver
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.outputs import EngineDeadError
 
@@ -21,9 +19,13 @@ Result = TypeVar("Result")
 
 
 class ThreadedEngine:
-    """An engine's core in a dedicated thread, seen from asyncio. A subclass takes what steps did, and the thread's death.
+    """An engine's core in a dedicated thread, seen from asyncio.
+
+    A subclass tells its clients, in the event loop's thread: `deliver(updates, stats)` takes what a step did, `fail_requests(error)` says
+    that nothing goes on, and `abort_all()` ends every request with an error.
 
     on_death: called when the engine has failed. on_change: called in the event loop's thread when the mesh has changed.
+    error, observers, closing: as of `RequestStreams`.
     """
 
     def __init__(self, parts: EngineParts):
@@ -40,22 +42,9 @@ class ThreadedEngine:
             wants_stats=lambda: bool(self.observers),
         )
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
+        self.error: BaseException | None = None
+        self.observers: list[EngineObserver] = []
         self.closing = False
-
-    error: BaseException | None
-    observers: list[EngineObserver]
-
-    @abstractmethod
-    def abort_all(self) -> None:
-        """End every request; each client gets an error."""
-
-    @abstractmethod
-    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Take what a step did, in the event loop's thread."""
-
-    @abstractmethod
-    def fail_requests(self, error: BaseException) -> None:
-        """Tell all who wait that nothing goes on."""
 
     @property
     def num_ranks(self) -> int:
