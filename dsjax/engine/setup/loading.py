@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -206,14 +205,7 @@ class _Loader:
             opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
         if args.record_steps is not None and (group is None or group.is_leader):
             device = self.step.mesh.devices.flat[0]
-            first = describe_recording(
-                args.executor_options,
-                executor.limits,
-                fingerprint(directory),
-                jax=jax.__version__,
-                platform=device.platform,
-                device_kind=device.device_kind,
-            )
+            first = describe_recording(args.executor_options, executor.limits, fingerprint(directory), device)
             executor = RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
         self.held.clear()
         has_tokenizer = (directory / "tokenizer.json").is_file() and not self.is_later

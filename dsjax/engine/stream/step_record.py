@@ -110,13 +110,11 @@ _frames = msgspec.msgpack.Decoder(Frame)
 _END_ROOM = 128
 
 
-def describe_recording(
-    options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, *, jax: str, platform: str, device_kind: str
-) -> Header:
-    """Make the header of a recording that begins now."""
+def describe_recording(options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, device: Any) -> Header:
+    """Make the header of a recording that begins now. device: one of JAX's."""
     sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
-    written_by = installed_version("dsjax")
-    return Header(FORMAT, VERSION, written_by, jax, platform, device_kind, fingerprint, options, sizes, time.time())
+    versions = FORMAT, VERSION, installed_version("dsjax"), installed_version("jax")
+    return Header(*versions, device.platform, device.device_kind, fingerprint, options, sizes, time.time())
 
 
 def check_writable(path: str | Path) -> None:

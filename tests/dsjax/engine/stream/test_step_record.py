@@ -8,6 +8,7 @@ import logging
 import re
 import stat
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -74,9 +75,8 @@ class ShiftedExecutor(FakeExecutor):
 
 
 def header(**changes):
-    first = step_record.describe_recording(
-        {"model": "demo"}, LIMITS, "f" * 64, jax="0.0", platform="none", device_kind="none"
-    )
+    device = SimpleNamespace(platform="none", device_kind="none")
+    first = step_record.describe_recording({"model": "demo"}, LIMITS, "f" * 64, device)
     return msgspec.structs.replace(first, **changes)
 
 
