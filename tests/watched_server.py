@@ -40,7 +40,7 @@ def load(rank: int, running: int = 0, waiting: int = 0, used: int = 0, cached: i
 
 def step(ranks: list[RankLoad], *, decode: int = 0, prompt: int = 0, padding: int = 0, **others) -> StepStats:
     """A step of 10 ms."""
-    counts = {"num_preemptions": 0, "prefix_queries": 0, "prefix_hits": 0, "num_non_finite": 0, **others}
+    counts = {"num_preemptions": 0, **others}
     counts.setdefault("compilations_after_warm_up", 0)
     parts = {name: counts.pop(name) for name in ("balance", "disk", "transfers") if name in counts}
     return StepStats(

@@ -29,8 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dsjax import LLM, SamplingParams, StructuredOutputs
-from dsjax.engine.stream.step_record import Launched
-from dsjax.engine.stream.step_recording import StepRecording
+from dsjax.engine.stream.step_record import Launched, StepRecording
 
 PREFIXES = (
     '"""Tools for reading and writing files."""\n\nimport os\nimport sys\nfrom pathlib import Path\n\n\n',
@@ -138,7 +137,7 @@ def main() -> None:
     found += run(llm, 10, arguments.seed + 1)
     loads = llm.engine.core.scheduler.ranks
     found["preemptions"] = sum(rank.num_preemptions for rank in loads)
-    found["prompt tokens from the cache"] = sum(rank.prefix_hits for rank in loads)
+    found["prompt tokens from the cache"] = sum(sum(rank.hits.values()) for rank in loads)
     llm.shutdown()
     record = StepRecording(arguments.file)
     found.update(f"{type(frame.command).__name__} commands" for frame in record if isinstance(frame, Launched))

@@ -92,9 +92,9 @@ class Processes:
             UserError: one has none.
         """
         if self._group is not None:
-            from dsjax.engine.setup.loading import check_shares
+            from dsjax.engine.setup.stages import check_shares
 
-            check_shares(spec, mesh, self._group)
+            check_shares(spec, {device.process_index for device in mesh.devices.flat}, self._group)
 
     def report(self, results: Results, write: Callable[[], None]) -> None:
         """Have process 0 print and write, while the others wait; what goes wrong there is an error in all.

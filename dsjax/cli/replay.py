@@ -15,8 +15,7 @@ from rich.table import Table
 from dsjax.cli.options import prepare_devices
 from dsjax.cli.output import JsonFile, report_console, write_json
 from dsjax.engine.contract.commands import Command, ConnectExperts, Flush, Score, Step, from_int32s
-from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, collected
-from dsjax.engine.stream.step_recording import StepRecording
+from dsjax.engine.stream.step_record import Collected, Launched, RecordError, RecordingEnd, StepRecording, collected
 from dsjax.options import check_place
 
 if TYPE_CHECKING:

@@ -1,16 +1,14 @@
 """`AsyncEngine`: the engine in a thread of its own, its outputs in asyncio."""
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import EngineParts, mesh_changer_of
-from dsjax.engine.engine_thread import EngineThread, Listener
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.request_streams import RequestStreams
-from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.stats import EngineObserver
 from dsjax.engine.text.input_processor import PreparedRequest
 from dsjax.engine.text.outputs import EngineDeadError
 
@@ -21,9 +19,13 @@ Result = TypeVar("Result")
 
 
 class ThreadedEngine:
-    """An engine's core in a dedicated thread, seen from asyncio. A subclass takes what steps did, and the thread's death.
+    """An engine's core in a dedicated thread, seen from asyncio.
+
+    A subclass tells its clients, in the event loop's thread: `deliver(updates, stats)` takes what a step did, `fail_requests(error)` says
+    that nothing goes on, and `abort_all()` ends every request with an error.
 
     on_death: called when the engine has failed. on_change: called in the event loop's thread when the mesh has changed.
+    error, observers, closing: as of `RequestStreams`.
     """
 
     def __init__(self, parts: EngineParts):
@@ -32,24 +34,17 @@ class ThreadedEngine:
         self.on_change: list[Callable[["Generations"], None]] = []
         self._parts = parts
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = EngineThread(parts.core, _LoopListener(self))
+        self._thread = EngineThread(
+            parts.core,
+            on_done=lambda updates, stats: self._loop.call_soon_threadsafe(self.deliver, updates, stats),
+            on_change=self._take_change,
+            on_death=lambda error: self._loop.call_soon_threadsafe(self.fail, error),
+            wants_stats=lambda: bool(self.observers),
+        )
         self._calls: set[asyncio.Future] = set()  # whose result is not there yet
+        self.error: BaseException | None = None
+        self.observers: list[EngineObserver] = []
         self.closing = False
-
-    error: BaseException | None
-    observers: list[EngineObserver]
-
-    @abstractmethod
-    def abort_all(self) -> None:
-        """End every request; each client gets an error."""
-
-    @abstractmethod
-    def deliver(self, updates: list[Update], stats: StepStats | None) -> None:
-        """Take what a step did, in the event loop's thread."""
-
-    @abstractmethod
-    def fail_requests(self, error: BaseException) -> None:
-        """Tell all who wait that nothing goes on."""
 
     @property
     def num_ranks(self) -> int:
@@ -57,22 +52,17 @@ class ThreadedEngine:
         return self._parts.num_ranks
 
     @property
-    def num_waiting(self) -> int:
-        """Completions that wait for a slot or for pages; may lag behind by a step."""
-        return self._thread.num_waiting
+    def waiting(self) -> tuple[int, int]:
+        """Completions that wait for a slot or for pages, and their known tokens; may lag behind by a step."""
+        return self._thread.waiting
 
     @property
-    def waiting_tokens(self) -> int:
-        """Known tokens of the completions that wait; may lag behind by a step."""
-        return self._thread.waiting_tokens
-
-    @property
-    def steppers(self) -> dict[str, EngineThread]:
-        """What takes steps in this process, by its name in messages: the engine, or the decode and the prefill engine."""
+    def steppers(self) -> dict[str, EngineCore]:
+        """The cores that take steps in this process, by their names in messages: the engine's, or those for decode and for prefill."""
         if not self._parts.prefills:
-            return {"the engine": self._thread}
+            return {"the engine": self.core}
         [prefill] = self._parts.prefill_engines
-        return {"the decode engine": self._thread, "the prefill engine": prefill.thread}
+        return {"the decode engine": self.core, "the prefill engine": prefill.core}
 
     @property
     def running(self) -> bool:
@@ -151,9 +141,11 @@ class ThreadedEngine:
         if self.on_death is not None:
             self.on_death()
 
-    def _change_mesh(self) -> None:
+    def _take_change(self) -> None:
+        """Check requests by another mesh's limits, and say that there is one, in the engine's thread."""
+        self._parts.inputs.change(self.core.scheduler.config)
         for call in self.on_change:
-            call(self.core.generations)
+            self._loop.call_soon_threadsafe(call, self.core.generations)
 
     def _fail_calls(self) -> None:
         for future in list(self._calls):
@@ -172,27 +164,6 @@ class AsyncEngine(RequestStreams, ThreadedEngine):
 
     def _end(self, completion_ids: Sequence[str]) -> None:
         self._thread.abort(completion_ids)
-
-
-class _LoopListener(Listener):
-    """Passes what happens in the engine's thread to the event loop."""
-
-    def __init__(self, engine: ThreadedEngine):
-        self._engine = engine
-
-    def wants_stats(self) -> bool:
-        return bool(self._engine.observers)
-
-    def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine.deliver, updates, stats)
-
-    def on_change(self) -> None:
-        engine = self._engine
-        engine._parts.inputs.change(engine.core.scheduler.config)
-        engine._loop.call_soon_threadsafe(engine._change_mesh)
-
-    def on_death(self, error: BaseException) -> None:
-        self._engine._loop.call_soon_threadsafe(self._engine.fail, error)
 
 
 def _resolve(future: asyncio.Future, result: object, error: Exception | None) -> None:

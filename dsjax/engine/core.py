@@ -10,10 +10,10 @@ from dsjax.engine.contract.executor import Executor, RankResults
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
 from dsjax.engine.schedule.page_source import SourceChain
-from dsjax.engine.schedule.parked import ParkedRequest, ParkedRequests
+from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad
-from dsjax.engine.schedule.request import FinishReason, Request, Status, StepPlan
-from dsjax.engine.schedule.scheduler import Scheduler, Update, refuse
+from dsjax.engine.schedule.request import Request, Status, StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler, Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.schedule.step_writer import StepWriter, clear_command
 from dsjax.engine.stats import DraftCounts, StepStats
@@ -42,7 +42,7 @@ class EngineCore:
 
     Attributes:
         parked: requests that the mesh of now cannot hold, and that wait for a larger one.
-        step_started: when the step under way began, on the monotonic clock; None between steps.
+        step_started: when the step under way began, on the monotonic clock; None between steps. Any thread may ask, also while it hangs.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineCore:
         self._owed: list[Update] = []  # entered, and not given yet: what comes behind may fail
         self._entered = 0.0  # when the last step was
         self._stats: StepStats | None = None
-        self._reported = (0, 0, 0)  # what `_totals` gave at the stats before
+        self._preemptions = 0  # at the stats before, of this scheduler
         for part in self.attachments:
             part.scheduled(self.scheduler)
 
@@ -87,11 +87,6 @@ class EngineCore:
     def is_busy(self) -> bool:
         """Whether an attachment needs steps although no request is unfinished."""
         return any(part.busy for part in self.attachments)
-
-    @property
-    def looks(self) -> bool:
-        """Whether an attachment wants `look` now and then while nothing is to be computed."""
-        return any(part.look_seconds is not None for part in self.attachments)
 
     @property
     def rest_seconds(self) -> float | None:
@@ -109,16 +104,12 @@ class EngineCore:
 
     def park(self, request: Request, error: AdmissionError) -> list[Update]:
         """Have a request that `add` refuses with `error` wait for a larger mesh; give what became of it where it does not wait."""
-        return self._refuse(self.parked.park([(request, error)], time.monotonic()))
+        return self.parked.park(request, error, time.monotonic())
 
     def abort(self, request_id: str) -> Update | None:
         """End a request; None where it is unknown or has ended. Its pages are free when no step has a row of it any more."""
         now = time.monotonic()
-        update = self.scheduler.abort(request_id, now)
-        parked = self.parked.abort(request_id)
-        if parked is not None:
-            parked.finish(FinishReason.ABORT, now)
-            update = Update(parked, None, FinishReason.ABORT)
+        update = self.scheduler.abort(request_id, now) or self.parked.abort(request_id, now)
         for part in self.attachments:
             part.send()
         return update
@@ -129,7 +120,7 @@ class EngineCore:
         for part in self.attachments:
             part.begin_step(now)
             part.send()
-        return self._refuse(self.parked.expire(now))
+        return self.parked.expire(now)
 
     def step(
         self,
@@ -161,7 +152,7 @@ class EngineCore:
     def _step(self, meanwhile: Callable[[], None] | None, ahead: bool) -> list[Update]:
         self._stats = None
         if self.parked:
-            self._owed += self._refuse(self.parked.expire(time.monotonic()))
+            self._owed += self.parked.expire(time.monotonic())
         most = max(2, self.scheduler.config.num_batches) if ahead and self._is_async else 1
         while len(self._under_way) < most and self._launch():
             pass
@@ -194,8 +185,7 @@ class EngineCore:
         updates = self.scheduler.update(plan, results, computed)
         self._owed += updates
         self._clear_dirty()
-        before, self._reported = self._reported, self._totals()
-        preemptions, queries, hits = (now - then for now, then in zip(self._reported, before, strict=True))
+        before, self._preemptions = self._preemptions, sum(rank.num_preemptions for rank in self.scheduler.ranks)
         counts, entered = self.executor.counts(), time.monotonic()
         seconds = entered - max(began, self._entered)
         for part in self.attachments:
@@ -213,10 +203,7 @@ class EngineCore:
             num_decode_tokens=sum(1 + row.num_drafts for rank in results for row in rank.decodes),
             num_prompt_tokens=plan.num_prompt_tokens,
             num_padding_tokens=counts.num_padding_tokens,
-            num_preemptions=preemptions,
-            prefix_queries=queries,
-            prefix_hits=hits,
-            num_non_finite=sum(update.result is not None and not update.result.finite for update in updates),
+            num_preemptions=self._preemptions - before,
             compilations_after_warm_up=counts.compilations_after_warm_up,
             ranks=self.loads(),
             experts=counts.experts,
@@ -257,17 +244,11 @@ class EngineCore:
         limits = new.executor.limits
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
         self._writer = StepWriter(limits.num_ranks, limits.page_size)
-        self._reported = (0, 0, 0)
+        self._preemptions = 0
         for part in self.attachments:
             part.scheduled(self.scheduler)
         self.parked.larger_is_wanted = new.larger_is_wanted
-        self.parked.resume_but(request for request, _ in refused)
-        return self._take_owed() + self._refuse(self.parked.park(refused, time.monotonic()))
-
-    def _refuse(self, ended: Sequence[ParkedRequest]) -> list[Update]:
-        """End requests that the mesh of now cannot hold, and that wait no longer."""
-        now, limit = time.monotonic(), self.parked.seconds
-        return [refuse(each.request, each.error, now, limit if now >= each.since + limit else 0) for each in ended]
+        return self._take_owed() + self.parked.renew(refused, time.monotonic())
 
     def stats(self) -> StepStats | None:
         """What the step did that the last call of `step` entered; None where it entered none. Counts are those since the stats before."""
@@ -335,11 +316,6 @@ class EngineCore:
         dirty = self.scheduler.take_dirty()
         if dirty is not None:
             self.executor.launch(clear_command(dirty))
-
-    def _totals(self) -> tuple[int, ...]:
-        """Preemptions, and tokens that the prefix cache was asked for and had, since the scheduler's start."""
-        names = ("num_preemptions", "prefix_queries", "prefix_hits")
-        return tuple(sum(getattr(rank, name) for rank in self.scheduler.ranks) for name in names)
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:

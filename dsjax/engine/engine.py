@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine_thread import EngineThread, Listener
-from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.page_events import EventSink
@@ -45,7 +44,7 @@ class EngineParts:
 
     Attributes:
         inputs, outputs: they may belong to another thread than the core.
-        prefills: links to the engines of this process that compute prompts for this one.
+        prefills, prefill_engines: links to the engines of this process that compute prompts for this one, and these engines.
     """
 
     def __init__(
@@ -80,6 +79,7 @@ class EngineParts:
             )
             opened.pop_all()
         self.prefills = () if prefills is None else tuple(prefills.links.values())
+        self.prefill_engines = [link.engine for link in self.prefills]
         self.inputs = InputProcessor(tokenizer, scheduler_config, executor.limits.vocab_size, eos_token_ids, args.seed)
         self.outputs = OutputProcessor(tokenizer, args.stream_interval)
 
@@ -87,11 +87,6 @@ class EngineParts:
     def num_ranks(self) -> int:
         """Number of DP ranks of the mesh."""
         return len(self.core.scheduler.ranks)
-
-    @property
-    def prefill_engines(self) -> "list[PrefillEngine]":
-        """Engines of this process that compute prompts for this one."""
-        return [link.engine for link in self.prefills]
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape. With an engine for prompts, a label begins with the engine's name, up to `ENGINE_END`."""
@@ -108,13 +103,13 @@ class EngineParts:
             self.core.generations.has_warmed_up()
 
 
-class LLMEngine(Listener):
+class LLMEngine:
     """The engine without threads: each `step` computes one, in the caller's thread. `LLM.generate` and the tests drive it."""
 
     def __init__(self, parts: EngineParts):
         self.core, self.inputs, self.outputs = parts.core, parts.inputs, parts.outputs
         self.tokenizer = parts.tokenizer
-        self._thread = EngineThread(parts.core, self)  # never started
+        self._thread = EngineThread(parts.core, on_done=self.on_done, on_change=self.on_change)  # never started
         self._ready: list[RequestOutput] = []
 
     def add_request(

@@ -18,23 +18,6 @@ from dsjax.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-class Listener:
-    """Who is told of what a core does, in its thread: here, nobody. A `RuntimeError` says that nobody listens any more."""
-
-    def wants_stats(self) -> bool:
-        """Whether somebody watches steps."""
-        return False
-
-    def on_done(self, updates: list[Update], stats: StepStats | None) -> None:
-        """A step did this, or a change of the mesh."""
-
-    def on_change(self) -> None:
-        """The core goes on on another mesh."""
-
-    def on_death(self, error: BaseException) -> None:
-        """The thread ends by an error."""
-
-
 MOST_IDLE = 3
 """After so many steps in a row that computed nothing, a thread waits for a command if its core wants to be looked at now and then. It takes
 more than one, because a step may send pages and the next one use their room.
@@ -44,11 +27,25 @@ more than one, because a step may send pages and the next one use their room.
 class EngineThread:
     """Runs a core, step after step; takes commands (add, abort, end) between steps and while the device computes one.
 
-    It hands a step's updates over once the next step is launched: the listener's thread needs Python's lock too.
+    It hands a step's updates over once the next step is launched: whoever takes them needs Python's lock too.
+
+    Called in the thread, where a `RuntimeError` says that nobody listens any more:
+        on_done: with what a step or a change of the mesh did. on_change: when the core goes on on another mesh.
+        on_death: when the thread ends by an error. wants_stats: whether somebody watches steps.
     """
 
-    def __init__(self, core: EngineCore, listener: Listener, name: str = "dsjax-engine"):
-        self.core, self._listener = core, listener
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        on_done: Callable[[list[Update], StepStats | None], object] = lambda updates, stats: None,
+        on_change: Callable[[], object] = lambda: None,
+        on_death: Callable[[BaseException], object] = lambda error: None,
+        wants_stats: Callable[[], bool] = lambda: False,
+        name: str = "dsjax-engine",
+    ):
+        self.core = core
+        self.on_done, self.on_change, self.on_death, self.wants_stats = on_done, on_change, on_death, wants_stats
         self._num_idle = 0  # steps in a row that computed nothing
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -61,28 +58,16 @@ class EngineThread:
         self._failure: BaseException | None = None  # of a change of the mesh, after which nothing goes on
 
     @property
-    def step_started(self) -> float | None:
-        """When the step under way began, on the monotonic clock; None between steps. Any thread may ask, also while the step hangs."""
-        return self.core.step_started
-
-    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
-    def num_waiting(self) -> int:
-        """Completions that wait for a slot or for pages. Cheap; may lag behind by a step."""
-        return self.core.scheduler.num_waiting + self._queued[0] - self._taken[0]
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Known tokens of the completions that wait. Cheap; may lag behind by a step."""
-        return self.core.scheduler.waiting_tokens + self._queued[1] - self._taken[1]
-
-    def running_requests(self) -> list[list[Request]]:
-        """The requests that hold a slot, of every rank; as `step_started`."""
-        return [list(rank.running) for rank in self.core.scheduler.ranks]
+    def waiting(self) -> tuple[int, int]:
+        """Completions that wait for a slot or for pages, and their known tokens. Cheap; may lag behind by a step."""
+        (queued, tokens), (taken, tokens_taken), scheduler = self._queued, self._taken, self.core.scheduler
+        completions = sum(len(rank.waiting) for rank in scheduler.ranks)
+        return completions + queued - taken, scheduler.waiting_tokens + tokens - tokens_taken
 
     def start(self) -> None:
         """Begin."""
@@ -109,15 +94,15 @@ class EngineThread:
         """Change the mesh or the expert processes, as `EngineCore.change` says, between steps. The thread ends by what `make` raises."""
         try:
             updates = self.core.change(make)
-            self._listener.on_change()
-            self._listener.on_done(updates, None)
+            self.on_change()
+            self.on_done(updates, None)
         except BaseException as error:
             self._failure = error  # there is no executor any more
             raise
 
     def end(self) -> None:
         """End, between two steps."""
-        self._commands.put(self._end)
+        self._commands.put(lambda: setattr(self, "_ending", True))
 
     def join(self, timeout: float) -> None:
         """Wait for the end, so long at most."""
@@ -136,7 +121,8 @@ class EngineThread:
         wait: for a command, where nothing is to be computed. False, without a thread: hand over what the step did before this returns.
         """
         at_rest = not self.core.has_unfinished
-        is_stuck = self._num_idle >= MOST_IDLE and self.core.looks and not self.core.is_busy
+        looks = any(part.look_seconds is not None for part in self.core.attachments)
+        is_stuck = self._num_idle >= MOST_IDLE and looks and not self.core.is_busy
         if wait and (at_rest or is_stuck):
             self._hand_over()
             with contextlib.suppress(queue.Empty):
@@ -158,7 +144,7 @@ class EngineThread:
             if not wait:
                 self._hand_over()
         elif updates := self.core.look():
-            self._listener.on_done(updates, None)
+            self.on_done(updates, None)
         return True
 
     def _run(self) -> None:
@@ -173,7 +159,7 @@ class EngineThread:
             # A process of the group was lost, and the loop has ended before this step did.
             with contextlib.suppress(RuntimeError):
                 self._hand_over()
-                self._listener.on_death(error)
+                self.on_death(error)
             self.core.abandon()
 
     def _step(self, ahead: bool) -> None:
@@ -182,13 +168,13 @@ class EngineThread:
         scheduler = self.core.scheduler
         updates = self.core.step(self._meanwhile, ahead=ahead, before_change=self._hand_over)
         if self.core.scheduler is not scheduler:  # it has gone on without a process
-            self._listener.on_change()
-            self._listener.on_done(updates, None)
+            self.on_change()
+            self.on_done(updates, None)
             return
         self._hand_over()  # nothing is left but for a step in which there was nothing to compute
         stats = self.core.stats()
         self._num_idle = self._num_idle + 1 if stats is None else 0
-        stats = stats if self._listener.wants_stats() else None
+        stats = stats if self.wants_stats() else None
         if updates or stats is not None:
             self._done = (updates, stats)
 
@@ -208,15 +194,12 @@ class EngineThread:
     def _hand_over(self) -> None:
         if self._done is not None:
             done, self._done = self._done, None
-            self._listener.on_done(*done)
+            self.on_done(*done)
 
     def _take_commands(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
             self._num_idle = 0
-
-    def _end(self) -> None:
-        self._ending = True
 
     def _add(self, requests: Sequence[Request]) -> None:
         refused = []
@@ -226,7 +209,7 @@ class EngineThread:
             except AdmissionError as error:  # it was prepared for a larger mesh
                 refused += self.core.park(request, error)
         if refused:
-            self._listener.on_done(refused, None)
+            self.on_done(refused, None)
         self._taken = _plus(self._taken, requests)
 
 

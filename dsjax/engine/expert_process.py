@@ -361,7 +361,7 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     """
     args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
     share = expert_share(args)
-    credentials = args.credentials.read(split_address(share.address)[0])
+    credentials = args.credentials(split_address(share.address)[0])
     _listen(share.address, _bind)  # before anything is loaded
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     mesh = MeshSpec(dp_size=share.devices).build()

@@ -9,6 +9,7 @@ import logging
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,8 +106,8 @@ class LLM:
         from dsjax.engine.setup.loading import load_model
         from dsjax.engine.transfer.prefill_links import PrefillLinks
 
-        library = ProgramLibrary()
-        links, dialer = None, None
+        library, prefills = ProgramLibrary(), None
+        linked = partial(PrefillLinks, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout)
         if self.args.disaggregation_mode == "prefill":
             raise UserError(
                 "an engine that computes prompts for others makes no text; dsjax.engine.disaggregated.load_prefill has it"
@@ -115,7 +116,7 @@ class LLM:
             from dsjax.engine.disaggregated import load_separated
 
             loaded, link = load_separated(self.args, show_progress=show_progress)
-            links = [link]
+            prefills = linked([link])
             opened.callback(link.close)
         else:
             loaded = load_model(self.args, group, library=library, show_progress=show_progress)
@@ -123,13 +124,9 @@ class LLM:
         if self.args.disaggregation_mode == "decode":
             from dsjax.engine.disaggregated import remote_links
 
-            links, dialer = [], remote_links(self.args, loaded, group)
+            dialer = remote_links(self.args, loaded, group)
+            prefills = linked([], dialer)
             opened.callback(dialer.close)
-        prefills = None
-        if links is not None:
-            prefills = PrefillLinks(
-                links, dialer, local_tokens=self.args.local_prefill_tokens, timeout=self.args.transfer_timeout
-            )
         if loaded.facts.kernels_note and set(loaded.facts.kernels.values()) == {"plain"}:
             _log.warning("Plain kernels are used: %s.", loaded.facts.kernels_note)
         self.group = group
@@ -147,8 +144,6 @@ class LLM:
             generations=self._generations,
         )
         self.engine = LLMEngine(self.parts)
-        opened.pop_all()
-        opened.callback(self.engine.shutdown)
         self._facts = loaded.facts
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from dsjax.engine.contract.executor import Executor, Progress
 from dsjax.engine.core import EngineCore
-from dsjax.engine.engine_thread import EngineThread, Listener
+from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import MeshChanger
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -54,7 +54,7 @@ class PrefillEngine:
         self._inbox: queue.SimpleQueue[tuple[ToPrefill, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
-        self.thread = EngineThread(self.core, _DeathListener(self), "dsjax-prefill")
+        self.thread = EngineThread(self.core, on_death=self._die, name="dsjax-prefill")
 
     def start(self) -> None:
         """Begin to take what is posted."""
@@ -119,18 +119,10 @@ class PrefillEngine:
             if isinstance(message, PrefillRequest) and receive is not None:
                 receive(TransferFailed(message.transfer, self.service.reason))
 
-
-class _DeathListener(Listener):
-    """Hears of the thread's end alone: the service itself enters steps."""
-
-    def __init__(self, engine: PrefillEngine):
-        self._engine = engine
-
-    def on_death(self, error: BaseException) -> None:
-        """Take no further message, and say why transfers fail."""
-        engine = self._engine
-        engine.error = error
-        engine.service.reason += f": {error}"
+    def _die(self, error: BaseException) -> None:
+        """Take no further message, and say why transfers fail, in the thread; the service itself enters steps."""
+        self.error = error
+        self.service.reason += f": {error}"
         _log.error("The prefill engine has failed; prompts are computed where they are decoded from now on.")
-        engine.on_death()
-        engine._end()
+        self.on_death()
+        self._end()

@@ -179,21 +179,16 @@ class RequestStreams(ABC):
     async def submit_rendered(
         self,
         request_id: str,
-        render: Callable[[], tuple[Prompt, SamplingParams]],
+        render: Callable[[], tuple[Sequence[Prompt], SamplingParams]],
         options: RequestOptions,
         *,
         in_thread: bool,
     ) -> OutputStream:
-        """Queue the prompt that `render` makes, with the parameters that follow from it; raises as `submit`, and what `render` raises.
+        """Queue the one prompt that `render` makes, with the parameters that follow from it; raises as `submit`, and what `render` raises.
 
         in_thread: render and prepare in a worker thread, since that takes long.
         """
-
-        def make() -> tuple[list[Prompt], SamplingParams]:
-            prompt, params = render()
-            return [prompt], params
-
-        return await self._submit([request_id], make, [self._inputs.draw_seed()], options, in_thread)
+        return await self._submit([request_id], render, [self._inputs.draw_seed()], options, in_thread)
 
     async def _submit(
         self,

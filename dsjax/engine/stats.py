@@ -43,8 +43,6 @@ class StepStats:
         host_seconds: by part: `plan`, `launch` (inputs laid out and sent), `device` (behind the step before, and computing), `enter`.
         num_decode_tokens, num_prompt_tokens: computed; a preempted request's tokens are prompt tokens when computed again.
             num_padding_tokens: computed for nothing.
-        prefix_queries, prefix_hits: known tokens of requests admitted for the first time, and those found in the cache.
-        num_non_finite: requests that failed because their logits were not finite.
         compilations_after_warm_up: total so far; must stay 0. ranks: after the step.
         drafts: None where none were to be verified.
         parts: what the core's attachments have done so far, by their names: `balance` (`BalanceStats`), `disk` (`DiskCounts`), `transfers`
@@ -59,9 +57,6 @@ class StepStats:
     num_prompt_tokens: int
     num_padding_tokens: int
     num_preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    num_non_finite: int
     compilations_after_warm_up: int
     ranks: list[RankLoad]
     experts: ExpertCounts | None = None

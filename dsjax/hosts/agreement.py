@@ -1,7 +1,5 @@
 """`Agreement`: what all processes of a generation say to each other's questions, which process 0 gathers."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Nothing here may start a backend: `join` must come before JAX sees a device.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import socket

@@ -19,7 +19,6 @@ from dsjax.background import contained
 from dsjax.hosts import coordination
 from dsjax.hosts.agreement import Agreement
 from dsjax.hosts.gloo.collectives import Collectives
-from dsjax.hosts.link_monitor import LinkMonitor
 from dsjax.hosts.links import Links
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions
@@ -60,7 +59,7 @@ class HostGroup(Membership):
         on_change: process 0's: called in another thread when a member has gone (with the error), has come back or wants to leave (None).
         has_ended: whether process 0 has said that nothing more will come.
         agreement: what all in the generation say. collectives: this process's connections for them.
-        links: whom of the others it reaches. monitor: how its links to them are; None where nobody looks.
+        links: whom of the others it reaches, and how its links to them are.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class HostGroup(Membership):
         self.collectives = Collectives()
         peer_of = door.peer_of if door is not None else lambda process_id: None
         self.links = Links(self, endpoint, self.collectives.cut, peer_of)
-        self.monitor: LinkMonitor | None = None
         self._inboxes: dict[int, queue.SimpleQueue[Heard]] = {}
         if response.generation == 0:
             self._inboxes[0] = queue.SimpleQueue()
@@ -142,8 +140,7 @@ class HostGroup(Membership):
         service = self._door.service if self._door is not None else None
         coordination.join(options, response.service, self.collectives, service)
         if options.link_monitor_interval:
-            self.monitor = LinkMonitor(self, self.endpoint, options.link_monitor_interval)
-            self.monitor.start()
+            self.links.watch(options.link_monitor_interval)
         atexit.register(self.leave)
         if response.generation == 0:
             self.agreement.run("links", lambda: self.links.check([one.process_id for one in self.members]))
@@ -360,8 +357,6 @@ class HostGroup(Membership):
             with contextlib.ExitStack() as closing:
                 closing.callback(self.endpoint.close, linger=1.0)
                 closing.callback(self.links.close)
-                if self.monitor is not None:
-                    closing.callback(self.monitor.close)
                 if self._door is not None:
                     self._door.is_closing = True
                     self.end(reason)

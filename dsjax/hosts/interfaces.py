@@ -1,7 +1,5 @@
 """What a host's network cards have sent and received, and how fast they are, from Linux's `/sys/class`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +23,8 @@ def read_interfaces(root: Path = Path("/sys/class")) -> Iterator[Interface]:
     Nothing on another system, or where the system does not show a card.
     """
     for device in sorted(root.glob("net/*")):
-        megabits = _number(
-            device / "speed"
-        )  # in 10^6 bits a second; -1, or an error, where there is no link or no card
+        # In 10^6 bits a second; -1, or an error, where there is no link or no card.
+        megabits = _number(device / "speed")
         sent, received = (_number(device / "statistics" / f"{way}_bytes") for way in ("tx", "rx"))
         if megabits and megabits > 0 and sent is not None and received is not None:
             yield Interface(device.name, sent, received, megabits * 1e6 / 8)

@@ -3,31 +3,40 @@
 Heartbeats go to process 0 alone, so a link that is cut between two others shows only in a collective that never ends. So all look at all
 at the start, a process looks before it comes back, and all look when a collective has failed although every process lives. A process is
 reached when its endpoint answers a `ping`: one that hangs accepts a connection, and says nothing.
-"""
 
-from __future__ import annotations
+For `/metrics` each process also keeps a control connection to every other one, and pings over it every few seconds; the kernel counts round
+trip and retransmitted segments. `dsjax bench network` measures bandwidth.
+"""
 
 import contextlib
 import os
+import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
 from dsjax.addresses import join_address
-from dsjax.background import contained
+from dsjax.background import contained, start_thread
 from dsjax.errors import UserError
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.wire import Announcement, JoinRequest
 from dsjax.messaging import Endpoint, Peer, PeerLostError, RefusedError, Request
+from dsjax.messaging.endpoint import PING
 
 _SERVICE = "look"
 SECONDS = 3.0
 """In which a process must have answered. TCP sends the first packet of a connection again after 1 s; a link that loses two is none."""
 _GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
+_PROBES, _PROBE_SECONDS = 5, 1.0
+"""Pings of a look at a link, and in how long each must be answered; TCP sends a lost packet again after 0.2 s."""
+_RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
+"""Where `struct tcp_info` of Linux has the smoothed round trip in microseconds, and how many segments were sent again and in all."""
 
 
 class Look(msgspec.Struct, frozen=True, array_like=True):
@@ -37,10 +46,31 @@ class Look(msgspec.Struct, frozen=True, array_like=True):
     members: list[JoinRequest]
 
 
+@dataclass
+class LinkState:
+    """A link to another process, as far as it was seen. None: not yet, or not on this system.
+
+    Attributes:
+        round_trip: seconds between a packet and its acknowledgement, smoothed by the kernel.
+        answer: seconds until the other process answered, the least of the last look: with both sides' Python.
+        probes, unanswered: looks; those without an answer.
+        segments, retransmitted: of the connection; the second ÷ the first is the share of packets that were lost.
+    """
+
+    round_trip: float | None = None
+    answer: float | None = None
+    probes: int = 0
+    unanswered: int = 0
+    segments: int = 0
+    retransmitted: int = 0
+
+
 class Links:
     """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, as of `Announcement`).
 
     cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
+
+    states: of the links that are watched, by process id.
     """
 
     def __init__(
@@ -52,6 +82,10 @@ class Links:
     ):
         self._membership, self._endpoint, self._cut, self._peer_of = membership, endpoint, cut, peer_of
         self.left_out: dict[int, tuple[int, str]] = {}
+        self.states: dict[int, LinkState] = {}
+        # The connection to each watched process, and its segments so far, sent and sent again.
+        self._watched: dict[JoinRequest, tuple[Peer, int, int]] = {}
+        self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-links")
         endpoint.serve(_SERVICE, self._answer, roles=("listener",), kind=Look)
 
@@ -91,14 +125,72 @@ class Links:
                 "hosts and their firewalls (any TCP port), then start it again"
             )
 
-    def unreached(self, members: Sequence[JoinRequest]) -> list[int]:
-        """The ids of those, but for itself, that do not answer this process."""
-        others = (member for member in members if member.process_id != self._membership.me.process_id)
-        return unreached(self._endpoint, others)
+    def unreached(self, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
+        """The ids of those, but for itself, that do not answer this process within so many seconds. All are asked at once."""
+        asked = [member for member in members if member.process_id != self._membership.me.process_id]
+        if not asked:
+            return []
+
+        def answers(member: JoinRequest) -> bool:
+            try:
+                self._endpoint.ping(join_address(member.address, member.port), "member", seconds)
+            except (OSError, UserError):
+                return False
+            return True
+
+        with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
+            answered = list(pool.map(answers, asked))
+        return [member.process_id for member, answer in zip(asked, answered, strict=True) if not answer]
+
+    def watch(self, interval: float) -> None:
+        """Look at the links to the present processes every so many seconds, in a thread, until `close`."""
+
+        def look() -> None:
+            while not self._closed.wait(interval):
+                self.probe([member for member in self._membership.present if member != self._membership.me])
+
+        start_thread("link monitor", look, name="dsjax-link-monitor", restarts=True)
+
+    def probe(self, members: Sequence[JoinRequest]) -> None:
+        """Probe the links to these, one after another, and forget all others."""
+        for member in [one for one in self._watched if one not in members]:
+            self._drop(member)
+        self.states = {one.process_id: self.states.get(one.process_id, LinkState()) for one in members}
+        for member in members:
+            if self._closed.is_set():
+                return
+            state = self.states[member.process_id]
+            state.probes += 1
+            try:
+                self._probe(member, state)
+            except (OSError, TimeoutError, UserError):
+                state.unanswered += 1
+                self._drop(member)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Answer no more, and look at no link any more."""
+        self._closed.set()
+        for member in list(self._watched):
+            self._drop(member)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _probe(self, member: JoinRequest, state: LinkState) -> None:
+        if member not in self._watched:
+            address = join_address(member.address, member.port)
+            self._watched[member] = self._endpoint.connect(address, "member", _PROBE_SECONDS), 0, 0
+        peer, segments, retransmitted = self._watched[member]
+        state.answer = min(_answer_seconds(peer) for _ in range(_PROBES))
+        info = peer.tcp_info()
+        if len(info) >= _SEGMENTS + 4:
+            micros, again, sent = (struct.unpack_from("=I", info, at)[0] for at in (_RTT, _RETRANSMITTED, _SEGMENTS))
+            state.round_trip = micros * 1e-6
+            state.segments += sent - segments
+            state.retransmitted += again - retransmitted
+            self._watched[member] = peer, sent, again
+
+    def _drop(self, member: JoinRequest) -> None:
+        if member in self._watched:
+            self._watched.pop(member)[0].close()
 
     def _answer(self, request: Request) -> None:
         """Answer process 0."""
@@ -120,21 +212,10 @@ class Links:
         return error
 
 
-def unreached(endpoint: Endpoint, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
-    """The ids of those that do not answer within so many seconds. All are asked at once."""
-    asked = list(members)
-    if not asked:
-        return []
-
-    def answers(member: JoinRequest) -> bool:
-        try:
-            endpoint.ping(join_address(member.address, member.port), "member", seconds)
-        except (OSError, UserError):
-            return False
-        return True
-
-    with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as pool:
-        return [member.process_id for member, answer in zip(asked, pool.map(answers, asked), strict=True) if not answer]
+def _answer_seconds(peer: Peer) -> float:
+    begun = time.perf_counter()
+    peer.request(PING).result(_PROBE_SECONDS)
+    return time.perf_counter() - begun
 
 
 def left_out(cut: Mapping[int, Collection[int]]) -> list[int]:

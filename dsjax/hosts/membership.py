@@ -1,7 +1,5 @@
 """`Membership`: who is in a group, as this process knows it: members, the mesh epoch of now, who is lost, who leaves. No sockets."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

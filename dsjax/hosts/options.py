@@ -8,11 +8,11 @@ import os
 import socket
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsjax.addresses import join_address, split_address
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import CredentialOptions
+from dsjax.messaging.cluster_key import Credentials, local_credentials, read_credentials
 from dsjax.options import Checked, option
 
 _log = logging.getLogger(__name__)
@@ -62,10 +62,9 @@ class GroupOptions(Checked):
         of_host=True,
     )
 
-    @property
-    def credentials(self) -> CredentialOptions:
-        """Where the cluster key is, and what is encrypted."""
-        return CredentialOptions(self.cluster_key_file, self.encrypt_bulk)
+    def credentials(self, *hosts: str) -> Credentials:
+        """Read them for a process that listens at these hosts, and connects to them; raises as `read_credentials`."""
+        return read_credentials(self.cluster_key_file, *hosts, encrypt_bulk=self.encrypt_bulk)
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class HostOptions:
     start_timeout: int = 300
     heartbeat_timeout: int = 10
     link_monitor_interval: int = 0
-    credentials: CredentialOptions = CredentialOptions()
+    credentials: Credentials = field(default_factory=local_credentials, compare=False)
 
     @property
     def is_leader(self) -> bool:
@@ -127,18 +126,17 @@ class HostOptions:
                 f"{max(num_processes - 1, 0)}, another for each process"
             )
         coordinator = split_address(coordinator_address, "--coordinator-address")
-        found = cls(
+        address = own_address(coordinator, process_id, options.host_address)
+        return cls(
             coordinator,
             num_processes,
             process_id,
-            own_address(coordinator, process_id, options.host_address),
+            address,
             options.start_timeout,
             options.heartbeat_timeout,
             link_monitor_interval,
-            options.credentials,
+            options.credentials(coordinator[0], address),
         )
-        found.credentials.read(coordinator[0], found.address)  # what is wrong with them is said now
-        return found
 
 
 def _from_leader_worker_set(variables: Mapping[str, str]) -> tuple[str, int, int] | None:
@@ -158,14 +156,11 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
     from sharding.jax_internals import detect_cluster
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # in Kubernetes without LeaderWorkerSet JAX tells of a package that it would want
+        # In Kubernetes without LeaderWorkerSet JAX tells of a package that it would want.
+        warnings.simplefilter("ignore")
         try:
             return detect_cluster(timeout)
-        except (
-            Exception
-        ) as error:  # of a cluster's interface, which a process that is alone in a container need not reach
+        except Exception as error:  # of a cluster's interface, which a lone process in a container need not reach
             _log.warning(
                 "JAX could not ask what started this process (%s); without --coordinator-address it is taken to be alone.",
                 error,

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,15 +21,21 @@ from dsjax.addresses import join_address
 from dsjax.background import start_thread
 from dsjax.errors import UserError
 from dsjax.hosts import coordination
-from dsjax.hosts.admission import missing, on_loopback, unlike, unlike_first, waited_for, why_no_place
 from dsjax.hosts.membership import GroupError, Membership
 from dsjax.hosts.options import HostOptions, own_address
-from dsjax.hosts.wire import JoinRequest, JoinResponse, Prepared
+from dsjax.hosts.wire import (
+    JoinRequest,
+    JoinResponse,
+    Prepared,
+    missing,
+    on_loopback,
+    unlike,
+    unlike_first,
+    waited_for,
+    why_no_place,
+)
 from dsjax.messaging import Endpoint, NotAMemberError, Peer, PeerLostError, RefusedError, Request
 from dsjax.messaging.endpoint import counted
-
-if TYPE_CHECKING:
-    from threading import Condition
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +52,10 @@ _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 2.0, 30.0
 
 def open_endpoint(options: HostOptions) -> Endpoint:
     """Open this process's endpoint, process 0's at the coordinator's port; a `GroupError` or `UserError` where it cannot."""
-    credentials = options.credentials.read(options.coordinator[0], options.address)
     port = options.coordinator[1] if options.is_leader else 0
     try:
         holds = SERVICES if options.is_leader else ()
-        return Endpoint(options.address, credentials, port=port, silence=options.heartbeat_timeout, holds=holds)
+        return Endpoint(options.address, options.credentials, port=port, silence=options.heartbeat_timeout, holds=holds)
     except OSError as error:
         advice = "choose another port" if options.is_leader else "give another --host-address"
         flag = "--coordinator-address" if options.is_leader else "--host-address"
@@ -103,7 +108,7 @@ class Door:
         self._deadline = time.monotonic() + options.start_timeout
         own = JoinRequest.of(options, endpoint.port)
         self._membership = Membership(0, [own])
-        self._changed: Condition = self._membership.changed
+        self._changed = self._membership.changed
         self._callers: dict[int, _Caller] = {}
         self._own, self._prepared_here = own, Prepared()
         self._is_prepared = self._has_formed = self.is_closing = False

@@ -3,14 +3,12 @@
 Knows nothing of models, engines, groups or HTTP, and imports no JAX.
 """
 
-from dsjax.messaging.credentials import CredentialOptions, Credentials
+from dsjax.messaging.cluster_key import Credentials, read_credentials
 from dsjax.messaging.endpoint import Endpoint
-from dsjax.messaging.errors import NotAMemberError, PeerLostError, RefusedError
 from dsjax.messaging.link import Link, LinkListener
-from dsjax.messaging.peer import Peer, Request
+from dsjax.messaging.peer import NotAMemberError, Peer, PeerLostError, RefusedError, Request
 
 __all__ = [
-    "CredentialOptions",
     "Credentials",
     "Endpoint",
     "Link",
@@ -20,4 +18,5 @@ __all__ = [
     "PeerLostError",
     "RefusedError",
     "Request",
+    "read_credentials",
 ]

@@ -3,8 +3,6 @@
 The writer's thread sends by itself, however busy the messaging thread is. A reader finds a gap by the entries' numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -18,8 +16,7 @@ from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.background import note_failure
 from dsjax.messaging.curve import connect_with_curve, listen_with_curve, verify_roles
 from dsjax.messaging.endpoint import Endpoint
-from dsjax.messaging.errors import PeerLostError
-from dsjax.messaging.peer import Peer, Request
+from dsjax.messaging.peer import Peer, PeerLostError, Request
 from dsjax.messaging.wire import MOST_FRAME_BYTES, MOST_MESSAGE_BYTES, decoded
 
 _SERVICE = "log"
@@ -56,8 +53,8 @@ class BroadcastLog:
         endpoint.owned.add(self)
         endpoint.serve(_SERVICE, self._greet, roles=("member",), kind=bytes)
 
-    def append(self, epoch: int, body: bytes) -> int:
-        """Add an entry; give its number."""
+    def append(self, epoch: int, body: bytes) -> None:
+        """Add an entry."""
         if len(body) > MOST_MESSAGE_BYTES:
             raise ValueError(f"an entry has {len(body):,} bytes, at most {MOST_MESSAGE_BYTES:,} can be sent")
         with self._lock:
@@ -65,7 +62,6 @@ class BroadcastLog:
             short = len(body) <= MOST_FRAME_BYTES
             rest = [] if short else [body[at : at + MOST_FRAME_BYTES] for at in range(0, len(body), MOST_FRAME_BYTES)]
             self._send(Entry(number, epoch, body if short else b""), rest)
-        return number
 
     def close(self, linger: float = 0.0) -> None:
         """End. linger: seconds in which what was appended may still leave."""
@@ -127,12 +123,8 @@ class LogReader:
                 end = 0.0
             self._heard.wait(_HELLO_SECONDS)
             if (self._closed or time.monotonic() > end) and not self._heard.is_set():
-                self.close()
+                endpoint.post(self._end)
                 raise PeerLostError(f"the log at {address} cannot be heard")
-
-    def close(self) -> None:
-        """Hear no more."""
-        self._endpoint.post(self._end)
 
     def _begin(self) -> None:
         self._endpoint.read(self._socket, self._receive)

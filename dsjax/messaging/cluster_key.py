@@ -1,11 +1,10 @@
-"""`ClusterKey`: the secret that all processes of a deployment share, as the user gives it, or as it is made for this user.
+"""`ClusterKey`: the secret that all processes of a deployment share, given or made for this user; `Credentials`: what is made with it.
 
 docs/security.md says what it protects.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import hashlib
 import hmac
 import logging
@@ -14,9 +13,11 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from dsjax.addresses import is_loopback
 from dsjax.errors import UserError, why_unreadable
 from dsjax.owned_folder import DistrustedError, OwnedFolder, open_file, write_whole
 
@@ -143,3 +144,49 @@ def _key_in(folder: str, descriptor: int) -> ClusterKey:
             return ClusterKey(file.read(_MOST_CHARACTERS + 2), f"the file {path}", is_local=True)
         except ValueError as error:  # a UserError, or no text
             raise UserError(f"{path} holds no cluster key; delete it, and a new one is made") from error
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What connections between processes are made with. encrypt_bulk: whether links encrypt too; control messages always are."""
+
+    key: ClusterKey
+    encrypt_bulk: bool = False
+
+    def check_host(self, host: str) -> None:
+        """Check that a host may be used, or raise a `UserError`: a key made for this user serves the loopback interface alone."""
+        if self.key.is_local and not is_loopback(host):
+            raise needs_key(host)
+
+
+def read_credentials(cluster_key_file: str | None, *hosts: str, encrypt_bulk: bool = False) -> Credentials:
+    """Read the key, or make one for this user where all hosts are the loopback interface.
+
+    cluster_key_file: None: the key is in the environment, or nowhere. hosts: names or addresses that this process listens at and connects
+    to, as far as they are known.
+
+    Raises:
+        UserError: a host is beyond loopback and no key was given; or the file cannot be used.
+    """
+    key = given_key(cluster_key_file)
+    if key is None:
+        beyond = next((host for host in hosts if not is_loopback(host)), None)
+        if beyond is not None:
+            raise needs_key(beyond)
+        key = local_key()
+    return Credentials(key, encrypt_bulk)
+
+
+@functools.cache
+def local_credentials() -> Credentials:
+    """The credentials of this user on the loopback interface."""
+    return Credentials(local_key())
+
+
+def needs_key(host: str) -> UserError:
+    """Say that a host beyond loopback needs a key."""
+    return UserError(
+        f"{host or 'an address that is not known yet'} is beyond the loopback interface, where processes must share a key: give all of "
+        f"them the same one with {FLAG} FILE or in the environment variable {VARIABLE}, at least "
+        f"{LEAST_CHARACTERS} characters (openssl rand -hex 32 makes one)"
+    )

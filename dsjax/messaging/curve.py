@@ -3,8 +3,6 @@
 Every process of a deployment can make the keys of every role: roles keep a message from the wrong kind of process, not from a traitor.
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,6 @@ replies later. A connection is one incarnation of the other process: it is never
 over one that has ended fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -29,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dsjax.addresses import join_address, split_address, zmq_endpoint, zmq_endpoints
 from dsjax.background import contained, note_failure, start_thread
 from dsjax.errors import UserError
-from dsjax.messaging.credentials import Credentials
+from dsjax.messaging.cluster_key import Credentials
 from dsjax.messaging.curve import (
     LISTENER,
     ROLES,
@@ -40,8 +38,7 @@ from dsjax.messaging.curve import (
     listen_with_curve,
     verify_roles,
 )
-from dsjax.messaging.errors import NotAMemberError, PeerLostError
-from dsjax.messaging.peer import Handler, Peer, Request
+from dsjax.messaging.peer import Handler, NotAMemberError, Peer, PeerLostError, Request
 from dsjax.messaging.wire import MOST_FRAME_BYTES, Kind, decode, decoded, encode
 
 PING = "ping"

@@ -4,8 +4,6 @@ The user waits at the socket. A message is a header and buffers, cut into frames
 encrypted (`--encrypt-bulk`) is opened by a ticket, told over control messages: an open socket would hold a stranger's message in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import itertools
@@ -24,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dsjax.addresses import join_address, split_address, zmq_endpoint
 from dsjax.messaging.curve import connect_with_curve, enforce, listen_with_curve, verify_roles, verify_ticket
 from dsjax.messaging.endpoint import CONNECT_SECONDS, Endpoint
-from dsjax.messaging.errors import NotAMemberError, PeerLostError
+from dsjax.messaging.peer import NotAMemberError, PeerLostError
 from dsjax.messaging.wire import MOST_FRAME_BYTES, decoded
 
 _LOOK_SECONDS = 0.05
@@ -163,11 +161,6 @@ class LinkListener(_Bulk):
         port = split_address(self._socket.last_endpoint.decode().removeprefix("tcp://"))[1]
         self.address = join_address(endpoint.host, port)
 
-    @property
-    def senders(self) -> set[str]:
-        """Names of those that are connected."""
-        return set(self._of)
-
     def receive(self, seconds: float | None = None) -> Message | None:
         """Wait for a message; None where none comes in time, or `wake` is called.
 
@@ -189,21 +182,6 @@ class LinkListener(_Bulk):
                         return None
                 if self._poll(left):
                     return None
-
-    def wait_for(self, names: Sequence[str], seconds: float) -> bool:
-        """Wait until processes of these names have connected, as long as nothing else comes; whether they have."""
-        end = time.monotonic() + seconds
-        with self._in_use():
-            while not self.senders.issuperset(names):
-                if self._lost:
-                    raise LinkLostError(self._lost.pop(0))
-                if time.monotonic() >= end:
-                    return False
-                if (frames := self._next_frames()) is not None:
-                    self._open(frames)
-                else:
-                    self._poll(min(_LOOK_SECONDS, end - time.monotonic()))
-        return True
 
     def send(self, name: str, header: bytes, *buffers: Any) -> None:
         """Send to a process that has connected; a `PeerLostError` where it is gone. The buffers must not change before it answers."""

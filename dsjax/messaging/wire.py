@@ -1,7 +1,5 @@
 """Control messages as frames: one frame of MessagePack, and further ones where the body is long."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from typing import Any

@@ -51,9 +51,9 @@ class ChatAnswer(Answer):
         texts = [message.text or "" for message in body.messages]
         field = "tools" if body.forced_tools else body.form_field()
 
-        def render() -> tuple[EncodedPrompt, SamplingParams]:
+        def render() -> tuple[list[EncodedPrompt], SamplingParams]:
             prompt = render_prompt(self._tokenizer, body, body.offered_tools, self._serving.tool_format)
-            return EncodedPrompt(prompt.token_ids), self._params(prompt, max_tokens, logprobs, form)
+            return [EncodedPrompt(prompt.token_ids)], self._params(prompt, max_tokens, logprobs, form)
 
         with naming_the_form(field), self._serving.admitted(body, texts, place) as options:
             takes_long = form is not None or bool(body.offered_tools) or sum(map(len, texts)) > INLINE_LENGTH

@@ -236,6 +236,6 @@ def metrics_of(model: "LLM", name: str) -> "Metrics":
         generations=model.parts.core.generations,
         parked=model.parts.core.parked,
         prefills=model.parts.prefill_engines,
-        links=None if group is None or group.monitor is None else lambda: group.monitor.links,
+        links=(lambda: group.links.states) if group is not None and group.options.link_monitor_interval else None,
         expert_links=None if links() is None else links,
     )

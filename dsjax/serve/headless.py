@@ -20,7 +20,7 @@ from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts import HostOptions
 from dsjax.hosts.interfaces import read_interfaces
-from dsjax.hosts.link_monitor import LinkState
+from dsjax.hosts.links import LinkState
 from dsjax.serve.connections import JsonResponse, affordable_connections, bounded_connections
 from dsjax.serve.guards import OPEN_PATHS, Keys
 from dsjax.serve.metrics_apart import add_expert_link_metrics
@@ -121,8 +121,8 @@ class Headless(Probes):
         return None if executor is None else executor.extension(ExpertLinks)
 
     def _links(self) -> Mapping[int, LinkState]:
-        monitor = getattr(getattr(self._follower, "group", None), "monitor", None)
-        return {} if monitor is None else monitor.links
+        group = getattr(self._follower, "group", None)
+        return {} if group is None else group.links.states
 
     @property
     def phase(self) -> str:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dsjax.hosts.interfaces import Interface
-from dsjax.hosts.link_monitor import LinkState
+from dsjax.hosts.links import LinkState
 from dsjax.serve.metrics_families import Labels, Reading, Registry
 
 Links = Callable[[], Mapping[int, LinkState]]
 
 
 def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], Iterable[Interface]]) -> None:
-    """Add what `LinkMonitor` sees, and the cards' counters."""
+    """Add what `Links` sees, and the cards' counters."""
 
     def of(field: str) -> Callable[[], Reading]:
         def read() -> Iterator[tuple[Labels, float]]:

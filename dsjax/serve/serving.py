@@ -86,11 +86,11 @@ class QueueGate:
         # What would wait alone may always come in: a limit below one request's size must not refuse it for ever.
         # What waits is a sum over all ranks. It is computed only where there is a limit.
         if self._most_requests:
-            waiting = self._engine.num_waiting + self._entering_requests
+            waiting = self._engine.waiting[0] + self._entering_requests
             if waiting and waiting + requests > self._most_requests:
                 return f"{waiting} requests wait, and this server lets {self._most_requests} wait"
         if self._most_tokens:
-            waiting = self._engine.waiting_tokens + self._entering_tokens
+            waiting = self._engine.waiting[1] + self._entering_tokens
             if waiting and waiting + tokens > self._most_tokens:
                 return f"{waiting:,} tokens wait, and this server lets {self._most_tokens:,} wait"
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from dsjax.engine.async_engine import ThreadedEngine
-from dsjax.engine.engine_thread import EngineThread
+from dsjax.engine.core import EngineCore
 from dsjax.engine.schedule.request import Request, Status
 
 HANG_EXIT_CODE = 70
@@ -27,14 +27,14 @@ class Watchdog:
 
     Args:
         step_timeout: seconds after which a step is taken for a hang; 0: never.
-        steppers: what takes steps, by its name in messages.
+        steppers: the cores that take steps, by their names in messages.
         notify_clients: called before the end; ends their streams with an error.
     """
 
     def __init__(
         self,
         step_timeout: float,
-        steppers: Mapping[str, EngineThread],
+        steppers: Mapping[str, EngineCore],
         *,
         notify_clients: Callable[[], None],
         exit: Callable[[int], None] = os._exit,
@@ -98,10 +98,10 @@ class Watchdog:
             "that another never enters, or is lost.",
             file=out,
         )
-        for rank, requests in enumerate(self._steppers[name].running_requests()):
-            rows = [request for request in requests if request.status is Status.RUNNING]
+        for number, rank in enumerate(self._steppers[name].scheduler.ranks):
+            rows = [request for request in list(rank.running) if request.status is Status.RUNNING]
             if rows:
-                print(f"rank {rank}: {len(rows)} rows", file=out)
+                print(f"rank {number}: {len(rows)} rows", file=out)
             for request in rows[:_MOST_REQUESTS]:
                 print(f"  {_row(request)}", file=out)
             if len(rows) > _MOST_REQUESTS:

@@ -39,10 +39,10 @@ from dsjax.engine.tiers import disk_pages, event_publisher, page_folder
 from dsjax.engine.transfer import chunk_network, jax_transport, messages, page_chunks, page_network
 from dsjax.hosts import HostOptions, coordination
 from dsjax.hosts.group import GroupError
-from dsjax.hosts.link_monitor import LinkMonitor
+from dsjax.hosts.links import Links
 from dsjax.hosts.wire import Announcement
 from dsjax.messaging import Endpoint, Link
-from dsjax.messaging.credentials import local_credentials
+from dsjax.messaging.cluster_key import local_credentials
 from dsjax.serve import connections, headless
 from dsjax.serve.front_ends import processes
 from dsjax.serve.metrics import Metrics
@@ -342,10 +342,11 @@ def fail_messaging(monkeypatch):
 
 def fail_link_monitor(monkeypatch):
     """The next look sees the links."""
-    made = LinkMonitor(SimpleNamespace(present=[], me=None), None, 0.01)
+    endpoint = SimpleNamespace(serve=lambda *service, **options: None)
+    made = Links(SimpleNamespace(present=[], me=None), endpoint, lambda generation: None)
     looked = threading.Event()
-    monkeypatch.setattr(made, "look", once(BROKEN, lambda members: looked.set()))
-    made.start()
+    monkeypatch.setattr(made, "probe", once(BROKEN, lambda members: looked.set()))
+    made.watch(0.01)
     assert looked.wait(60)
     made.close()
 
@@ -369,7 +370,7 @@ def fail_welcome(monkeypatch):
 def make_engine():
     """What front ends need of the engine's process; it cannot admit the first request."""
     made = SimpleNamespace(admitted=[], observers=[], on_death=None, drop=lambda link, handles: [])
-    made.rules = SimpleNamespace(make=once(BROKEN, lambda *a: []))
+    made.make_rules = once(BROKEN, lambda *a: [])
     made.admit = lambda link, one, requests: made.admitted.append(one)
     return made
 

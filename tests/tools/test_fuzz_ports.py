@@ -94,7 +94,7 @@ def test_a_link_hears_nobody_but_those_that_have_its_ticket(ends, encrypted):
         return message.sender, message.header, sum(map(len, message.frames)), link.receive(SECONDS).header
 
     assert wrong_at(listener.address, ask) == []
-    assert listener.senders == {"one"}
+    assert set(listener._of) == {"one"}, "nobody else is connected"
     link.close()
     listener.close()
 
@@ -102,14 +102,13 @@ def test_a_link_hears_nobody_but_those_that_have_its_ticket(ends, encrypted):
 def test_a_log_is_read_by_members_and_written_by_nobody_else(ends):
     log, heard = BroadcastLog(ends[0]), queue.SimpleQueue()
     leader = ends[1].connect(ends[0].address, "member")
-    reader = LogReader(ends[1], leader, log.address, b"a", lambda *entry: heard.put(entry), heard.put)
+    LogReader(ends[1], leader, log.address, b"a", lambda *entry: heard.put(entry), heard.put)
 
     def ask(number):
         log.append(number, b"entry")
         return heard.get(timeout=SECONDS)
 
     assert wrong_at(log.address, ask) == []
-    reader.close()
     log.close()
 
 

@@ -53,8 +53,7 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
     limits = _limits(setting, rows)
     small = {path: jnp.zeros((1,), info.storage_dtype) for path, info in setting.step.table.infos.items()}
     executor = MeshExecutor(setting.step, small, limits, Buckets((rows,), (Rectangle(1, 16),), False))
-    device = executor.device
-    device.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), device.state)
+    executor.state = jax.tree.map(lambda array: jnp.zeros((1,), array.dtype), executor.state)
     real: Programs = executor.programs
     shape = real.shape(Rectangle(rows, 1), None)
     handed_on = len(dataclasses.fields(Positions)) * rows
@@ -66,7 +65,9 @@ def _executor(setting: Setting, rows: int) -> MeshExecutor:
 
     packed = jax.device_put(np.zeros((1, shape.packed_width), np.int32), real.rows)
     program = jax.jit(nothing, donate_argnums=1, keep_unused=True).lower(small, executor.state, packed).compile()
-    device.programs = SimpleNamespace(shape=real.shape, get=lambda *key: program, put_rows=real.put_rows, shared=False)
+    executor.programs = SimpleNamespace(
+        shape=real.shape, get=lambda *key: program, put_rows=real.put_rows, shared=False
+    )
     return executor
 
 

@@ -75,17 +75,23 @@ class AttentionProcesses:
             one.close()
 
     def _connect(self, told: Sequence[tuple[str, bytes]]) -> None:
-        """Connect to the others, and wait for them."""
+        """Connect to the others, and wait for a word of each."""
         own, end = str(self._group.options.process_id), time.monotonic() + self._group.options.start_timeout
         try:
             for member, (address, ticket) in zip(self._group.present, told, strict=True):
                 if str(member.process_id) != own:
-                    self._links[str(member.process_id)] = Link(self._group.endpoint, address, ticket, own)
-            while not self._listener.wait_for(list(self._words), _LOOK_SECONDS):
+                    link = self._links[str(member.process_id)] = Link(self._group.endpoint, address, ticket, own)
+                    link.send(_WORD.pack(0, 0))
+            while missing := sorted(name for name, words in self._words.items() if not words):
+                message = self._listener.receive(_LOOK_SECONDS)
+                if message is not None:
+                    self._words[message.sender].append(_WORD.unpack(message.header))
+                    continue
                 self._group.check()
                 if time.monotonic() > end:
-                    missing = sorted(set(self._words) - self._listener.senders)
                     raise GroupError(f"processes {missing} of the attention side do not connect to {own}")
+            for words in self._words.values():
+                words.popleft()
         except PeerLostError as error:
             self._group.check(error)
             raise GroupError(f"another process of the attention side is gone: {error}") from error

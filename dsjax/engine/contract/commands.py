@@ -15,7 +15,7 @@ VERSION = 9
 ALWAYS = 2**31 - 1
 """`until` of a bias that holds for every token."""
 NAME_BYTES = 32
-"""Bytes of a page's name (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
+"""Bytes of a page's name, which is a SHA-256 (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
 TOKEN_MADE = -1
 """`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
 

@@ -1,7 +1,5 @@
 """`JsonOption`: an option that is a JSON object, such as `--speculative-config`: how it is read, and what is said of wrong ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`SpeculativeConfig`: how many tokens the MTP module drafts ahead of the model, and at which load."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -24,9 +24,9 @@ Running = Generator[Array, None, None]
 
 @dataclass(eq=False)
 class DeviceAccess:
-    """State, parameters and programs of one executor. Whoever changes the state or the parameters assigns them here.
+    """State, parameters and programs of one executor, as its parts see it. Whoever changes the state or the parameters assigns them here.
 
-    params: by path. placements: where experts are; None for a model without any. on_change: called when model and programs are others.
+    params: by path. placements: where experts are; None for a model without any.
     """
 
     model: ModelStep
@@ -35,12 +35,10 @@ class DeviceAccess:
     params: dict[str, Array]
     state: DeviceState
     placements: LayerPlacements | None = None
-    on_change: Callable[[], None] = lambda: None
 
     def go_on_with(self, model: ModelStep, programs: Programs) -> None:
         """Compute with other programs of the same state from now on, between two commands: the same model, its experts elsewhere."""
         self.model, self.programs = model, programs
-        self.on_change()
 
     def send(self, array: np.ndarray) -> Array:
         """An array whose first axis is the DP ranks, on the devices of each."""
@@ -51,6 +49,7 @@ class DeviceAccess:
         return put(arrays, self.programs.everywhere)
 
 
+@dataclass(eq=False)
 class Pending:
     """A command that was launched.
 
@@ -58,14 +57,15 @@ class Pending:
     seconds of the monotonic clock; with two steps in flight `started` is when it was enqueued.
     """
 
-    def __init__(self, command: Command, handler: Handler):
-        self.command, self.handler = command, handler
-        self.running: Running | None = None
-        self.last: Array | None = None
-        self.kept: Any = None
-        self.error: str | None = None
-        self.done = False
-        self.started = self.ended = 0.0
+    command: Command
+    handler: Handler
+    running: Running | None = None
+    last: Array | None = None
+    kept: Any = None
+    error: str | None = None
+    done: bool = False
+    started: float = 0.0
+    ended: float = 0.0
 
 
 class Handler(NamedTuple):

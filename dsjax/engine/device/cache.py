@@ -85,8 +85,3 @@ def describe(step: ModelStep, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
         name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
         for name, (width, dtype) in step.attention.arrays.items()
     }
-
-
-def token_slots(step: ModelStep, pages: int) -> int:
-    """Usable token slots of all DP ranks together."""
-    return (pages - 1) * step.page_size * step.spec.dp_size

@@ -1,7 +1,5 @@
 """How XLA is told to compile the programs of an engine."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -23,8 +23,7 @@ from dsjax.engine.contract.commands import (
 )
 from dsjax.engine.contract.executor import RankResults, RowResult, TokenScore
 from dsjax.engine.device.buckets import Launch, num_decodes, padded_pieces
-from dsjax.engine.device.logit_edits import bias_width, mask_words
-from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted
+from dsjax.engine.device.sampler import NONE_ALLOWED, NOT_FINITE, Scores, Wanted, bias_width, mask_words
 from dsjax.engine.device.slots import (
     ADMISSION_WIDTH,
     ADMISSIONS,

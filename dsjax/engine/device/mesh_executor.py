@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,6 @@ from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, Exper
 from dsjax.engine.device import device_state
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Kind, Pending, Running
 from dsjax.engine.device.buckets import Buckets, Launch, num_decodes, padded_pieces
-from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_recorder import ExpertRecorder
 from dsjax.engine.device.launch_rows import (
     LaunchOutcome,
@@ -58,7 +57,7 @@ PartMaker = Callable[[DeviceAccess, PageStaging], DevicePart]
 """Makes an optional part of an executor: one that moves pages or experts."""
 
 
-class MeshExecutor:
+class MeshExecutor(DeviceAccess):
     """Runs one model on one mesh. Every shape is compiled by ``warm_up``, or at first use.
 
     On one device, and on accelerators, two steps may be in flight: all programs of a command are enqueued at once. On emulated
@@ -68,8 +67,6 @@ class MeshExecutor:
         parts: make the optional parts, which carry out commands of their own. Their order is that in which pages are looked for.
         meet: waits for the other processes of the mesh, where there are any; they all call it at the same place.
         library, experts: as in `Programs`.
-
-    device: the state, the parameters and the programs, as the parts have them.
     """
 
     def __init__(
@@ -86,50 +83,29 @@ class MeshExecutor:
         library: ProgramLibrary | None = None,
         experts: Worker | None = None,
     ):
-        self.limits, self.buckets = limits, buckets
         params = {path: params[path] for path in step.table.infos}
         described = device_state.describe(step, limits, num_drafts, counts_loads=experts_per_exchange > 0)
         programs = Programs(step, params, described, limits, experts_per_exchange, meet, library, experts)
-        self.device = DeviceAccess(step, limits, programs, params, programs.allocate(), step.placement)
+        super().__init__(step, limits, programs, params, programs.allocate(), step.placement)
+        self.buckets = buckets
         emulated = step.mesh.devices.flat[0].platform == "cpu" and step.spec.num_devices > 1
         self.max_in_flight = 1 if emulated else 2
         self._slots = SlotTable(limits.num_ranks, limits.max_rows_decode, limits.vocab_size)
-        self.device.on_change = self._go_on
         self._recorder: ExpertRecorder | None = None
-        self._table, staging = CommandTable(), PageStaging(self.device)
+        self._table, staging = CommandTable(), PageStaging(self)
         self._table.add(Step, Handler(self._step, self._collect_step, is_awaited=True))
         self._table.add(Score, Handler(self._score, _collect_score, is_awaited=True))
         self._table.add(Flush, Handler(self._flush, is_awaited=True))
         self._table.add(Copy, Handler(self._copy, keeps_last=False))
         self._table.add(Clear, Handler(self._clear, keeps_last=False))
         with contextlib.ExitStack() as begun:  # where a part cannot be made, those before it end their threads
-            self._parts = [begun.enter_context(contextlib.closing(make(self.device, staging))) for make in parts]
+            self._parts = [begun.enter_context(contextlib.closing(make(self, staging))) for make in parts]
             begun.pop_all()
         for part in (staging, *self._parts):
             part.register(self._table)
         self._queue: deque[Pending] = deque()
         self._padding = 0
         self._warm: frozenset[Hashable] | None = None
-
-    @property
-    def model(self) -> model_step.ModelStep:
-        """The model's step on these devices."""
-        return self.device.model
-
-    @property
-    def params(self) -> dict[str, Array]:
-        """The parameters by path."""
-        return self.device.params
-
-    @property
-    def state(self) -> DeviceState:
-        """What the devices keep from step to step."""
-        return self.device.state
-
-    @property
-    def programs(self) -> Programs:
-        """The compiled programs."""
-        return self.device.programs
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """What a part offers of this kind; None: nothing does."""
@@ -214,18 +190,19 @@ class MeshExecutor:
         self._queue.clear()
         self.programs.drop()
         self._parts = []
-        params, self.device.params = self.params, {}
+        params, self.params = self.params, {}
         if held is not None:
-            held.keep(self.device.model, params, self.device.placements)
-            table = self.device.model.table.infos
+            held.keep(self.model, params, self.placements)
+            table = self.model.table.infos
             kept = {id(array) for path, array in params.items() if table[path].init != "derived"}
             arrays = [array for array in arrays if id(array) not in kept]
         for array in arrays:
             with contextlib.suppress(RuntimeError):
                 array.delete()
 
-    def _go_on(self) -> None:
-        """Go on with other programs. What is recorded of experts begins anew."""
+    def go_on_with(self, model: model_step.ModelStep, programs: Programs) -> None:
+        """Compute with other programs. What is recorded of experts begins anew."""
+        super().go_on_with(model, programs)
         self._recorder = ExpertRecorder(self.model) if self.recording else None
         self._warm = self.programs.compiled
 
@@ -255,11 +232,11 @@ class MeshExecutor:
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
         within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
-        admissions = [self.device.send(packed) for packed in pack_admissions(command, before)]
+        admit = self._change("admit", pack_admissions(command, before))
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
         inputs = [
-            self.device.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
+            self.send(pack_launch(command, launch, shape, within if place == 0 else nothing, most_drafts))
             for place, (launch, shape) in enumerate(zip(launches, shapes, strict=True))
         ]
         rules = [self._rules(command, launch, shape) for launch, shape in zip(launches, shapes, strict=True)]
@@ -269,10 +246,8 @@ class MeshExecutor:
         laid_out = list(zip(launches, shapes, inputs, rules, strict=True))
 
         def run() -> Running:
-            pending.kept.placements.append(self.device.placements)
-            for packed in admissions:
-                self.device.state = self.programs.get("admit")(self.state, packed)
-                yield self.state.start
+            pending.kept.placements.append(self.placements)
+            yield from admit
             for each in laid_out:
                 yield from self._run(pending, *each)
 
@@ -284,12 +259,12 @@ class MeshExecutor:
         if proposes and launch.prefill is None and rules.wanted is None and not rules.scored:
             program = self.programs.get("drafting step", shape, proposes)
             arguments = (self.params, self.state, packed, *self._arrived())
-            self.device.state, outcome, drafts, reports = program(*arguments)
+            self.state, outcome, drafts, reports = program(*arguments)
             yield outcome
             yield from self._keep(pending, LaunchOutcome(launch, shape, rules, outcome, reports, drafts))
             return
         program = self.programs.get("step", shape, launch.scored)
-        self.device.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
+        self.state, at, outcome, logits, hidden, reports, *prompt_scores = program(
             self.params, self.state, packed, *self._arrived()
         )
         yield outcome
@@ -297,18 +272,18 @@ class MeshExecutor:
         if rules.wanted is not None:
             biased = logits
             for piece in rules.biases:
-                biased = self.programs.get("biases", shape.positions)(self.device.state, at, biased, piece)
+                biased = self.programs.get("biases", shape.positions)(self.state, at, biased, piece)
                 yield biased
             masks = self.programs.no_masks(shape.positions) if rules.masks is None else rules.masks
             draw = self.programs.get("draw", shape.positions)
-            self.device.state, outcome = draw(self.device.state, at, logits, biased, masks, rules.wanted)
+            self.state, outcome = draw(self.state, at, logits, biased, masks, rules.wanted)
             yield outcome
         if rules.scored:
             scores = self.programs.get("score", shape.positions)(logits, outcome)
             yield scores.ranks
         if proposes:
             program = self.programs.get("drafts", shape, proposes)
-            self.device.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
+            self.state, drafts = program(self.params, self.state, packed, at, outcome, hidden)
             yield drafts
         launched = LaunchOutcome(launch, shape, rules, outcome, reports, drafts, scores, *prompt_scores)
         yield from self._keep(pending, launched)
@@ -347,12 +322,12 @@ class MeshExecutor:
             first, length = np.zeros((ranks, 1), np.int32), np.zeros((ranks, 1), np.int32)
             row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
             first[0, 0], length[0, 0] = start, len(part)
-            inputs.append(self.device.send(RowGroup.pack(row, first, length, table)))
+            inputs.append(self.send(RowGroup.pack(row, first, length, table)))
 
         def run() -> Running:
             for packed in inputs:
                 program = self.programs.get("every token")
-                self.device.state, logits = program(self.params, self.state, packed, *self._arrived())
+                self.state, logits = program(self.params, self.state, packed, *self._arrived())
                 pending.kept.append(logits)
                 yield logits
 
@@ -360,31 +335,26 @@ class MeshExecutor:
 
     def _copy(self, _: Pending, command: Copy) -> Running:
         pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
-        inputs = [self.device.send(piece) for piece in padded_pieces(pairs, COPIES, 0)]
-
-        def run() -> Running:
-            for packed in inputs:
-                self.device.state = self.programs.get("copy")(self.state, packed)
-                yield self.state.start
-
-        return run()
+        return self._change("copy", padded_pieces(pairs, COPIES, 0))
 
     def _clear(self, _: Pending, command: Clear) -> Running:
         marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
         for rank, rank_pages in enumerate(command.ranks):
             marked[rank, np.frombuffer(rank_pages, "<i4")] = True
-        return self._zero(marked)
+        return self._change("clear", [marked])
 
     def _flush(self, _: Pending, command: Flush) -> Running:
         self._slots.reset()
-        return self._zero(np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool))
+        return self._change("clear", [np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool)])
 
-    def _zero(self, marked: np.ndarray) -> Running:
-        sent = self.device.send(marked)
+    def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
+        """Send inputs; give the runs of a program that changes the state by each."""
+        sent = [self.send(one) for one in inputs]
 
         def run() -> Running:
-            self.device.state = self.programs.get("clear")(self.state, sent)
-            yield self.state.start
+            for packed in sent:
+                self.state = self.programs.get(kind)(self.state, packed)
+                yield self.state.start
 
         return run()
 
@@ -393,9 +363,9 @@ class MeshExecutor:
         rules = self._slots.rules_of(command, launch, shape)
         if rules.wanted is None:
             return rules
-        masks = None if rules.masks is None else self.device.send(rules.masks)
-        wanted = self.device.send_everywhere(rules.wanted)
-        return rules._replace(wanted=wanted, biases=[self.device.send(piece) for piece in rules.biases], masks=masks)
+        masks = None if rules.masks is None else self.send(rules.masks)
+        wanted = self.send_everywhere(rules.wanted)
+        return rules._replace(wanted=wanted, biases=[self.send(piece) for piece in rules.biases], masks=masks)
 
     def _collect_step(self, pending: Pending) -> list[RankResults]:
         """What a step's rows yielded, which the slots follow."""

@@ -1,7 +1,5 @@
 """``PageStaging``: pages on their way into the cache from a store beside the devices: sent ahead of a step, and placed before the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

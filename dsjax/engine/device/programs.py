@@ -23,8 +23,7 @@ from dsjax.engine.device.buckets import Buckets, Rectangle, sampling_room
 from dsjax.engine.device.compiler_options import compiler_options
 from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.expert_programs import ExpertLayers
-from dsjax.engine.device.logit_edits import bias_width, mask_words
-from dsjax.engine.device.sampler import Wanted
+from dsjax.engine.device.sampler import Wanted, bias_width, mask_words
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, Positions, StepRows
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
 from dsjax.engine.program_cache.library import ProgramLibrary

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dsjax.engine.device import logit_edits
+from dsjax.engine.device import sampler
 from dsjax.engine.device.device_state import MOST_COUNTED, DeviceState
 from dsjax.engine.device.sampler import Scores, SlotSampling, Wanted, sample, score
 from dsjax.engine.device.slots import Positions, StepRows, commit
@@ -21,14 +21,14 @@ from sharding.indices import take
 def add_biases(
     step: ModelStep, state: DeviceState, at: Positions, logits: Float[Array, "B J V"], biases: Int[Array, "B _ 4"]
 ) -> Float[Array, "B J V"]:
-    """Logits with the biases of ``logit_edits.add_biases``; the vocabulary stays spread over ``tp``."""
+    """Logits with the biases of ``sampler.add_biases``; the vocabulary stays spread over ``tp``."""
     _, _, vocab = step.logits_spec(logits.shape[1])
     spec, by_rank = P(step.spec.batch_axes, None, vocab), P(step.spec.batch_axes)
 
     def local(logits, biases, at, prompts):
         first = lax.axis_index(spec[2]) * logits.shape[-1] if spec[2] else 0
         biases, at, prompts = jax.tree.map(lambda array: array[0], (biases, at, prompts))
-        return logit_edits.add_biases(logits[0], _places(at, take(prompts, _slots(at))), biases, first)[None]
+        return sampler.add_biases(logits[0], _places(at, take(prompts, _slots(at))), biases, first)[None]
 
     run = jax.shard_map(
         local, mesh=step.mesh, in_specs=(spec, by_rank, by_rank, by_rank), out_specs=spec, check_vma=False
@@ -62,11 +62,11 @@ def draw(
         def penalised(logits):
             before = take(counts, here).astype(jnp.int32)
             if most_drafts:
-                before = logit_edits.counts_along_drafts(before, at.token, at.number, most_drafts, MOST_COUNTED)
-            return logit_edits.penalise(logits, before, of_slot.presence, of_slot.frequency, of_slot.repetition)
+                before = sampler.counts_along_drafts(before, at.token, at.number, most_drafts, MOST_COUNTED)
+            return sampler.penalise(logits, before, of_slot.presence, of_slot.frequency, of_slot.repetition)
 
         changed = lax.cond(wanted.penalties, penalised, lambda logits: logits, biased)
-        allowed = lambda logits: jnp.where(logit_edits.allowed(masks, logits.shape[-1]), logits, -jnp.inf)  # noqa: E731
+        allowed = lambda logits: jnp.where(sampler.allowed(masks, logits.shape[-1]), logits, -jnp.inf)  # noqa: E731
         changed = lax.cond(wanted.masks, allowed, lambda logits: logits, changed)
         of_rows = jax.tree.map(lambda array: array[None], of_slot)
         place = jnp.maximum(_places(at, of_slot.num_prompt_tokens), 0)

@@ -42,7 +42,7 @@ def join_group(args: EngineArgs, options: HostOptions | None):
     if args.enable_dbo:
         start_exchanges_early()
     if args.is_side:  # what is wrong with it is said before a model is loaded
-        args.credentials.read(args.transfer_host or (options.address if options else LOOPBACK))
+        args.credentials(args.transfer_host or (options.address if options else LOOPBACK))
     if options is None:
         emulate_devices(devices)
         return None

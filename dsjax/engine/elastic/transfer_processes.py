@@ -109,7 +109,7 @@ def endpoint_of(args: EngineArgs, group: HostGroup | None, port: int = 0) -> End
     host = host_of(args, group)
     if group is not None and not port and host == group.options.address:
         return group.endpoint
-    credentials = group.endpoint.credentials if group is not None else args.credentials.read(host)
+    credentials = group.endpoint.credentials if group is not None else args.credentials(host)
     try:
         silence = (group.options if group else args).heartbeat_timeout
         return Endpoint(host, credentials, port=port, silence=silence)

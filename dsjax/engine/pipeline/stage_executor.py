@@ -76,9 +76,9 @@ class StageExecutor(MeshExecutor):
         for passed, one in zip(outcomes, made, strict=True):
             if self._recorder is not None:
                 self._recorder.add(passed.reports, passed.shape.groups, placements)
-            sent = [self.device.send(array) for array in one if array is not None]
+            sent = [self.send(array) for array in one if array is not None]
             program = self.programs.get(*entering(passed.shape, 0 if one.drafts is None else one.drafts.shape[-1]))
-            self.device.state = program(self.state, passed.positions, *sent)
+            self.state = program(self.state, passed.positions, *sent)
             if self.max_in_flight == 1:
                 jax.block_until_ready(self.state.start)
 
@@ -110,7 +110,7 @@ class StageExecutor(MeshExecutor):
             yield from super()._run(pending, launch, shape, packed, rules)
             return
         program = self.programs.get("step", shape, False)
-        self.device.state, at, hidden, reports = program(self.params, self.state, packed, *self._arrived())
+        self.state, at, hidden, reports = program(self.params, self.state, packed, *self._arrived())
         self.leaving.append(hidden)
         pending.kept.outcomes.append(_PassedOn(shape, at, reports if pending.kept.recording else {}))
         yield hidden

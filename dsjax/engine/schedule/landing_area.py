@@ -1,7 +1,5 @@
 """`LandingArea`: pages of one DP rank that a source brings, and that are not in the cache yet. Plain Python."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`PageLoads`: pages on their way from a source into one rank's cache, and the requests that wait for them. `SourcedPages`: all ranks."""
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,12 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import sha256
 
-from dsjax.engine.contract.commands import int32s
+from dsjax.engine.contract.commands import NAME_BYTES, int32s
 from dsjax.engine.schedule.page_events import PageEvents
 from dsjax.engine.schedule.request import Request
 
-NAME_BYTES = 32
-"""Bytes of a page's name, which is a SHA-256 (`extend_hashes`)."""
 _NO_SALT = bytes(NAME_BYTES)
 
 
@@ -27,10 +25,6 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int, events: PageEvents | None = None, rank: int = 0):
-        if num_pages < 2:
-            raise ValueError(f"found {num_pages} pages a rank, expected at least 2: page 0 is reserved")
-        if page_size < 1:
-            raise ValueError(f"found a page size of {page_size} tokens, expected at least 1")
         self.page_size, self.num_pages, self.events, self.rank = page_size, num_pages, events, rank
         self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
@@ -63,17 +57,13 @@ class PagePool:
         """How many pages hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def can_allocate(self, count: int) -> bool:
-        """Whether so many pages are free."""
-        return count <= len(self._free) + len(self._idle)
-
     def can_hold(self, cached: Sequence[int], count: int) -> bool:
         """Whether the pages `cached` can be held and `count` others be allocated beside them."""
-        return self.can_allocate(count + sum(not self._holders[page] for page in cached))
+        return self.num_free >= count + sum(not self._holders[page] for page in cached)
 
     def allocate(self, count: int, *, store: bool = True) -> list[int]:
-        """Take pages. The caller has asked `can_allocate` before. store: whether cached ones among them are offered to `on_evict`."""
-        if not self.can_allocate(count):
+        """Take pages. As many must be free. store: whether cached ones among them are offered to `on_evict`."""
+        if self.num_free < count:
             raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
         pages = []
         for _ in range(count):

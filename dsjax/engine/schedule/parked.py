@@ -1,12 +1,12 @@
 """`ParkedRequests`: requests that a smaller mesh cannot hold, while they wait for a larger one. Plain Python."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dsjax.engine.schedule.request import Request
+from dsjax.engine.contract.executor import ErrorKind, RowResult
+from dsjax.engine.schedule.request import FinishReason, Request
+from dsjax.engine.schedule.scheduler import Update
 from dsjax.engine.schedule.scheduler_config import AdmissionError
 
 
@@ -40,40 +40,37 @@ class ParkedRequests:
         """All of them, for a mesh that may hold them."""
         return [parked.request for parked in self._parked.values()]
 
-    def resume_but(self, refused: Iterable[Request]) -> None:
-        """Let those go that another mesh holds: all but these."""
-        refused_ids = {request.request_id for request in refused}
-        for request_id in self._parked.keys() - refused_ids:
-            del self._parked[request_id]
-            self.outcomes["resumed"] += 1
+    def park(self, request: Request, error: AdmissionError, now: float) -> list[Update]:
+        """Have a new request wait that the mesh of now refuses; give what `expire` does."""
+        self._parked[request.request_id] = ParkedRequest(request, error, now)
+        return self.expire(now)
 
-    def park(self, refused: Iterable[tuple[Request, AdmissionError]], now: float) -> list[ParkedRequest]:
-        """Keep requests that the mesh of now refuses; give those that do not wait, or have waited long enough."""
-        ended = []
+    def renew(self, refused: Iterable[tuple[Request, AdmissionError]], now: float) -> list[Update]:
+        """Keep the requests that another mesh refuses, and let all others go; give what `expire` does."""
+        before, self._parked = self._parked, {}
         for request, error in refused:
-            before = self._parked.get(request.request_id)
-            if before is None and not self._limit:
-                ended.append(ParkedRequest(request, error, now))
-            else:
-                since = now if before is None else before.since
-                self._parked[request.request_id] = ParkedRequest(request, error, since)
-        return ended + self.expire(now)
+            earlier = before.pop(request.request_id, None)
+            self._parked[request.request_id] = ParkedRequest(request, error, now if earlier is None else earlier.since)
+        self.outcomes["resumed"] += len(before)
+        return self.expire(now)
 
-    def expire(self, now: float) -> list[ParkedRequest]:
-        """Take those that have waited long enough."""
+    def expire(self, now: float) -> list[Update]:
+        """End those that have waited long enough, or need not wait."""
         late = [parked for parked in self._parked.values() if parked.since + self._limit <= now]
-        for parked in late:
-            del self._parked[parked.request.request_id]
-            self.outcomes["expired"] += 1
-        return late
+        for request, _, since in late:
+            del self._parked[request.request_id]
+            self.outcomes["expired"] += since < now
+        waits = (self.seconds if now >= parked.since + self.seconds else 0 for parked in late)
+        return [_refuse(request, error, now, wait) for (request, error, _), wait in zip(late, waits, strict=True)]
 
-    def abort(self, request_id: str) -> Request | None:
-        """Take one that nobody waits for any more; None where it is not here."""
+    def abort(self, request_id: str, now: float) -> Update | None:
+        """End one that nobody waits for any more; None where it is not here."""
         parked = self._parked.pop(request_id, None)
         if parked is None:
             return None
         self.outcomes["aborted"] += 1
-        return parked.request
+        parked.request.finish(FinishReason.ABORT, now)
+        return Update(parked.request, None, FinishReason.ABORT)
 
     def look_seconds(self, now: float) -> float | None:
         """Seconds until the next one has waited long enough; None where none waits."""
@@ -83,3 +80,11 @@ class ParkedRequests:
     @property
     def _limit(self) -> float:
         return self.seconds if self.larger_is_wanted else 0.0
+
+
+def _refuse(request: Request, error: AdmissionError, now: float, waited: float) -> Update:
+    """End an accepted request that the mesh of now cannot hold. waited: seconds that it has waited for another one."""
+    request.finish(FinishReason.ERROR, now)
+    wait = f"; no larger mesh came in {waited:g} s" if waited else ""
+    message = f"the server's mesh has changed, and {error}{wait}"
+    return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)

@@ -51,7 +51,7 @@ class Rank:
     has. `running` is sorted by `order`.
 
     A step is planned while the one before computes, so a request may have a row under way. It is then planned with bounds
-    (`Request.num_planned_tokens`), and gives pages and slot back only when no row is under way any more: what is still to be written cannot
+    (`Request.num_in_flight`), and gives pages and slot back only when no row is under way any more: what is still to be written cannot
     reach a page's next owner.
 
     Attributes:
@@ -60,7 +60,7 @@ class Rank:
         backlog: tokens to be computed before every request here makes its next one: of waiting requests those that are neither cached nor
             promised, of prompts under way the rest.
         promised: hashes of the pages that requests here are to compute for their prompts; for each, by how many requests.
-        prefix_queries, prefix_hits: known tokens of the requests admitted for the first time, and how many were cached; hits: by tier.
+        prefix_queries: known tokens of the requests admitted for the first time. hits: how many were cached, by tier.
     """
 
     def __init__(self, pool: PagePool, config: SchedulerConfig, loads: PageLoads):
@@ -68,7 +68,7 @@ class Rank:
         self.waiting, self.running = list[Request](), list[Request]()
         self.load = self.waiting_tokens = self.backlog = 0
         self.promised: Counter[bytes] = Counter()
-        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        self.num_preemptions = self.prefix_queries = 0
         self.hits: Counter[str] = Counter(device=0)
         self.dirty: list[int] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -207,7 +207,7 @@ class Rank:
 
     def _schedule_chunk(self, request: Request, budget: int, prefills: list[ScheduledRow]) -> int:
         """Add the next chunk of a prompt; give its length."""
-        start, known = request.num_planned_tokens, len(request.token_ids)
+        start, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
         length = min(known - start, self.config.prefill_chunk, budget)
         sampled = start + length == known
         prefills.append(ScheduledRow(request, start, length, sampled))
@@ -297,7 +297,6 @@ class Rank:
             request.num_cached_tokens = max(0, request.num_computed_tokens - elsewhere)
             if self.config.prefix_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += len(request.token_ids)
-                self.prefix_hits += request.num_cached_tokens
                 self.hits.update(self.loads.hits(request))
         bisect.insort(self.running, request, key=_by_order)
         self.loads.sealed(request)
@@ -306,7 +305,7 @@ class Rank:
         """Get a decode pages for so many tokens, preempting newer requests; False where it gives way itself, or has to wait for one."""
         self._seal(request)
         count = self.pool.pages_for(num_tokens) - len(request.pages)
-        while not self.pool.can_allocate(count):
+        while self.pool.num_free < count:
             if self.loads.release_held(self.waiting):
                 continue
             victim = self.running[-1]
@@ -323,7 +322,7 @@ class Rank:
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
         """Get a decode pages for its drafts too, as far as there are free ones: nobody gives way to a guess."""
         wanted = self.pool.pages_for(min(num_tokens, request.max_cached_tokens)) - len(request.pages)
-        if wanted > 0 and self.pool.can_allocate(wanted):
+        if 0 < wanted <= self.pool.num_free:
             request.pages += self.pool.allocate(wanted)
 
     def _preempt(self, request: Request) -> None:

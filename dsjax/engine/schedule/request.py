@@ -196,11 +196,6 @@ class Request:
         return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
-    def num_planned_tokens(self) -> int:
-        """The most tokens that can be in the cache when the steps under way are done."""
-        return self.num_computed_tokens + self.num_in_flight
-
-    @property
     def max_cached_tokens(self) -> int:
         """The most tokens that it can ever have in the cache: its last one is never computed."""
         return max(self.num_prompt_tokens, self.max_total_tokens - 1)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.schedule.page_events import Event, PageEvents
 from dsjax.engine.schedule.page_loads import SourcedPages
 from dsjax.engine.schedule.page_source import PageSource
@@ -59,11 +59,6 @@ class Scheduler:
         return len(self._requests)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a slot or for pages."""
-        return sum(len(rank.waiting) for rank in self.ranks)
-
-    @property
     def waiting_tokens(self) -> int:
         """Known tokens of the waiting requests."""
         return sum(rank.waiting_tokens for rank in self.ranks)
@@ -113,10 +108,6 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._give(request)
 
-    def rank_of(self, request: Request) -> Rank:
-        """The rank that has a request."""
-        return self.ranks[request.rank]
-
     def _give(self, request: Request) -> None:
         request.rank = self._router.choose(request)
         self.ranks[request.rank].add(request)
@@ -126,7 +117,7 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self.rank_of(request).remove(request)
+        self.ranks[request.rank].remove(request)
         self.source.ended(request)
         request.finish(FinishReason.ABORT, now)
         return Update(request, None, FinishReason.ABORT)
@@ -157,7 +148,7 @@ class Scheduler:
                 self.source.added(request)
             new._requests[request.request_id] = request
             new._give(request)
-            new.rank_of(request).num_preemptions += ran
+            new.ranks[request.rank].num_preemptions += ran
         return new, refused
 
     def schedule(self, now: float = 0.0) -> StepPlan:
@@ -278,14 +269,6 @@ def _check_fits(request: Request, config: SchedulerConfig) -> None:
     except AdmissionError:
         request.set_max_tokens(before)  # a larger mesh may come
         raise
-
-
-def refuse(request: Request, error: AdmissionError, now: float, waited: float = 0.0) -> Update:
-    """End an accepted request that the mesh of now cannot hold. waited: seconds that it has waited for another one."""
-    request.finish(FinishReason.ERROR, now)
-    wait = f"; no larger mesh came in {waited:g} s" if waited else ""
-    message = f"the server's mesh has changed, and {error}{wait}"
-    return Update(request, RowResult(error=message, kind=ErrorKind.NO_ROOM), FinishReason.ERROR)
 
 
 def _enter_chunk(rank: Rank, row: ScheduledRow, result: RowResult, now: float) -> Update | None:

@@ -41,18 +41,6 @@ class SchedulerConfig:
     speculation: SpeculativeConfig | None = None
     num_batches: int = 1
 
-    def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "max_prefill_rows", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise UserError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                "so running requests would stall each other; raise the first or lower the second"
-            )
-        if self.policy not in ("fcfs", "priority"):
-            raise UserError(f"scheduling policy {self.policy!r} is unknown, expected fcfs or priority")
-
     @classmethod
     def from_limits(cls, limits: ExecutorLimits, *, prefix_caching: bool = True, **options: Any) -> "SchedulerConfig":
         """Use all the room that an executor has. options: the fields that no limit gives."""

@@ -15,7 +15,7 @@ from dsjax.engine.setup.side_options import SideOptions, check_sides, check_size
 from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
-from dsjax.options import option
+from dsjax.options import flag_of, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 INDEX_SCORES = ("float", "hadamard", "fp8", "hadamard_fp8")
@@ -207,7 +207,7 @@ class EngineArgs(
         for field in dataclasses.fields(self):
             if field.name not in ("speculative_config", "eplb_config", "kv_events_config", "prefill_config"):
                 _check(field, getattr(self, field.name))
-        for name in ("speculation", "eplb", "num_redundant", "kv_events", "credentials", "prefill"):
+        for name in ("speculation", "eplb", "num_redundant", "kv_events", "prefill"):
             getattr(self, name)  # a wrong one is refused here
         check_sizes(self)
         check_combinations(self)
@@ -262,25 +262,22 @@ class EngineArgs(
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:
-    flag = f"--{field.name.replace('_', '-')}"
     choices, least = field.metadata.get("choices"), field.metadata.get("least")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    left_out = value is None and field.default is None
     if isinstance(field.default, bool):
-        if not isinstance(value, bool):
-            raise UserError(f"{flag} is {value!r}, expected True or False")
-        return
-    if isinstance(field.default, float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise UserError(f"{flag} is {value!r}, expected a number above 0 and at most 1")
-        return
-    if field.metadata.get("classes") and isinstance(value, type):
-        return  # whoever takes it says what it must inherit
-    if choices is not None and value not in choices:
-        raise UserError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
-    if least is None:
-        if choices is None and not (isinstance(value, str) or (value is None and field.default is None)):
-            raise UserError(f"{flag} is {value!r}, expected text")
-    elif value is None:
-        if field.default is not None:
-            raise UserError(f"{flag} is None, expected an integer of at least {least}")
-    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{flag} is {value!r}, expected an integer of at least {least}")
+        is_right, expected = isinstance(value, bool), "True or False"
+    elif isinstance(field.default, float):
+        is_right, expected = is_number and 0 < value <= 1, "a number above 0 and at most 1"
+    elif choices is not None:
+        is_class = field.metadata.get("classes") and isinstance(
+            value, type
+        )  # whoever takes it says what it must inherit
+        is_right, expected = is_class or value in choices, f"one of {', '.join(choices)}"
+    elif least is not None:
+        is_right = left_out or (is_number and isinstance(value, int) and value >= least)
+        expected = f"an integer of at least {least}"
+    else:
+        is_right, expected = left_out or isinstance(value, str), "text"
+    if not is_right:
+        raise UserError(f"{flag_of(field)} is {value!r}, expected {expected}")

@@ -1,7 +1,5 @@
 """From options and a configuration to a ``ModelStep``, with every check and without any weights: loading and dry run share it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,7 +168,7 @@ def remote_experts(args: EngineArgs, platform: str, endpoint: Endpoint | None) -
     """Make the backend of experts at `--afd-address`, for attention on this platform. endpoint: of this process, if it has one."""
     addresses, owns_endpoint = afd_addresses(args), endpoint is None
     if endpoint is None:
-        credentials = args.credentials.read(*(split_address(address)[0] for address in addresses))
+        credentials = args.credentials(*(split_address(address)[0] for address in addresses))
         endpoint = Endpoint("127.0.0.1", credentials, silence=args.heartbeat_timeout)
     return RemoteExperts(
         expert_spec(args),

@@ -1,7 +1,5 @@
 """What `--batch-invariant` asks of a step: refusals where it cannot be had, and the sums whose order it leaves open on accelerators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from dsjax.config.weights import WEIGHT_FORMATS

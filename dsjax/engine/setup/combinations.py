@@ -1,7 +1,5 @@
 """Which options exclude each other, and which need another one: two tables (docs/troubleshooting.md). No JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,6 +69,7 @@ EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None an
 RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
 EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
 BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
+OWN_DISPATCH = Choice("a class given as dispatch", lambda args: isinstance(args.dispatch, type))
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
@@ -78,6 +77,7 @@ _ATTENTION = "prompts are computed on the attention side"
 _PREFIX = "it has pages of the prefix cache, which the other option turns off"
 _ELSEWHERE = "a recording would lack what pages from elsewhere held"
 _KEEPS = "the decode side alone keeps pages and tells of them"
+_BY_NAME = "give --dispatch a method's name, or leave one of the two out"
 _NAMES_ALL = "the meshes of the two sides name all devices"
 
 EXCLUSIONS = (
@@ -120,6 +120,8 @@ EXCLUSIONS = (
     *(Exclusion(side, NO_PREFIX_CACHING, _PREFIX) for side in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
     *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
     *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
+    Exclusion(OWN_DISPATCH, SEVERAL, "processes tell each other their options as text", _BY_NAME),
+    Exclusion(OWN_DISPATCH, RECORDING, "a recording names the method that it is replayed with", _BY_NAME),
     Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
     Exclusion(
         BALANCED_STAGES,
@@ -177,22 +179,3 @@ def _refusal(pair: Exclusion) -> UserError:
     return UserError(
         f"{pair.one} does not go with {pair.other}: {pair.reason}; {pair.advice or 'leave one of the two out'}"
     )
-
-
-def combinations_tables() -> str:
-    """Give both tables in Markdown, as docs/troubleshooting.md has them: options with the same reason share a row."""
-    excluded: dict[tuple[str, ...], list[str]] = {}
-    for one, other, *why in EXCLUSIONS:
-        excluded.setdefault((_code(other), *why), []).append(_code(one))
-    needed: dict[str, list[str]] = {}
-    for need in NEEDS:
-        needed.setdefault(_code(need.other), []).append(_code(need.one))
-    rows = ["| options | do not go with | why | instead |", "|---|---|---|---|"]
-    rows += [f"| {', '.join(options)} | {' | '.join(rest)} |" for rest, options in excluded.items()]
-    rows += ["", "| options | need |", "|---|---|"]
-    rows += [f"| {', '.join(options)} | {other} |" for other, options in needed.items()]
-    return "\n".join(rows)
-
-
-def _code(choice: Choice) -> str:
-    return f"`{choice}`" if choice.text.startswith("--") and " and " not in choice.text else choice.text

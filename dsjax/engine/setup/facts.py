@@ -142,7 +142,7 @@ def describe_engine(
         mla={"prefill": step.prefill_form, "decode": step.decode_form},
         weight_bytes=device_bytes(params),
         cache_bytes=cache_bytes,
-        cache_tokens=device_cache.token_slots(step, limits.pages_per_rank),
+        cache_tokens=(limits.pages_per_rank - 1) * limits.page_size * limits.num_ranks,
         page_size=limits.page_size,
         max_model_len=args.scheduler_config(limits).max_request_len,
         max_num_seqs=limits.max_rows_decode,

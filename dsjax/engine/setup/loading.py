@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -47,7 +46,7 @@ from dsjax.engine.setup.assembly import experts_apart, remote_experts, weights_f
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
-from dsjax.engine.setup.stages import OwnStages, placement_of_all
+from dsjax.engine.setup.stages import OwnStages, check_shares, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
 from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
@@ -56,7 +55,6 @@ from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
 from dsjax.engine.tiers.page_folder import PageFiles, PageFolder
 from dsjax.engine.transfer.page_chunks import PageChunks
-from dsjax.errors import UserError
 from dsjax.hosts.group import HostGroup
 from dsjax.hosts.options import address_of_this_host, means_loopback
 from dsjax.model.derived import materialise
@@ -119,32 +117,30 @@ def load_model(
     with contextlib.ExitStack() as opened:
         if lock is not None:
             opened.callback(lock.close)
-        library = library or ProgramLibrary()
         held = HeldWeights() if held is None else held
-        loader = _Loader(args, group, mesh, is_later, library, show_progress, held)
+        loader = _Loader(args, group, mesh, is_later, library or ProgramLibrary(), show_progress, held)
         loaded = loader.load(lock, opened)
         opened.pop_all()
         return loaded
 
 
+@dataclass(eq=False)
 class _Loader:
     """Loads one model for `load_model`, whose arguments these are.
 
     Each stage of this process has a layout, parameters and an executor; without stages there is one of each.
     """
 
-    def __init__(
-        self,
-        args: EngineArgs,
-        group: HostGroup | None,
-        mesh: Mesh | None,
-        is_later: bool,
-        library: ProgramLibrary,
-        show_progress: bool,
-        held: HeldWeights,
-    ):
-        self.args, self.group, self.is_later, self.library, self.held = args, group, is_later, library, held
-        self.show_progress = show_progress
+    args: EngineArgs
+    group: HostGroup | None
+    mesh: Mesh | None
+    is_later: bool
+    library: ProgramLibrary
+    show_progress: bool
+    held: HeldWeights
+
+    def __post_init__(self):
+        args, group = self.args, self.group
         self.spec = spec = MeshSpec.parse(args.mesh)
         self.checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
         self.config, self.directory = self.checkpoint.config, self.checkpoint.directory
@@ -154,17 +150,17 @@ class _Loader:
         self.stages: OwnStages | None = None
         expert_mesh: Mesh | None = None
         if spec.pp_size > 1:
-            held.clear()  # a stage's parameters are parts of the whole model's, which are read
+            self.held.clear()  # a stage's parameters are parts of the whole model's, which are read
             self.stages = OwnStages.of(args, self.config, group)
             meshes = self.stages.meshes
         elif experts is None or args.afd_role == "attention":
-            meshes = [mesh or spec.build()]
+            meshes = [self.mesh or spec.build()]
         else:
             mesh, expert_mesh = build_both(spec, experts)
             meshes = [mesh]
-        if group is not None and not is_later and self.stages is None:
-            check_shares(spec, meshes[0], group)
-        library.keep_in(enable_compile_cache())
+        if group is not None and not self.is_later and self.stages is None:
+            check_shares(spec, {device.process_index for device in meshes[0].devices.flat}, group)
+        self.library.keep_in(enable_compile_cache())
         self.on_cpu = meshes[0].devices.flat[0].platform == "cpu"
         if self.on_cpu:
             keep_freed_memory()
@@ -173,13 +169,9 @@ class _Loader:
             EngineLayout.of(args, self.checkpoint, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)
         ]
         self.steps = [layout.step for layout in self.layouts]
+        self.step = self.steps[-1]  # with stages, that of the last one here
         self.weights = weights_format(args, self.config, self.step.dtype, self.checkpoint.bf16_experts)
         self.experts: Side | None = None if expert_mesh is None else ExpertSide(self.step.apart, expert_mesh)
-
-    @property
-    def step(self) -> ModelStep:
-        """The model's step; with stages, that of the last one here."""
-        return self.steps[-1]
 
     def load(self, lock: PageFolder | None, opened: contextlib.ExitStack) -> LoadedEngine:
         """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
@@ -199,17 +191,13 @@ class _Loader:
         space = page_space(args, self.step, directory) if lock or limits.transfers else None
         disk = lock and (lambda shapes: DiskPages(PageFiles(lock, space, shapes), args.disk_cache_bytes))
         with explained_out_of_memory("its cache was made", SMALLER_CACHE):
-            if self.stages is None:
-                executor: Executor = self._executor(self.layouts[0], params[0], limits, disk, opened)
-                engine_facts = facts[0]
-            else:
-                pages = disk and DividedPages(len(self.steps), disk)
-                executors = [
-                    self._executor(layout, one, limits, pages and pages.part, opened)
-                    for layout, one in zip(self.layouts, params, strict=True)
-                ]
-                executor = self.stages.join(executors, pages, opened)
-                engine_facts = self.stages.describe(facts, self.steps)
+            pages = DividedPages(len(self.steps), disk) if disk and self.stages else None
+            executors = [
+                self._executor(layout, one, limits, pages.part if pages else disk, opened)
+                for layout, one in zip(self.layouts, params, strict=True)
+            ]
+            executor: Executor = self.stages.join(executors, pages, opened) if self.stages else executors[0]
+        engine_facts = self.stages.describe(facts, self.steps) if self.stages else facts[0]
         opened.pop_all()  # the executor closes them
         opened.callback(lambda: executor.shutdown())  # the one of now, which may lead others
         if group is not None and group.is_leader and len(group.present) > 1:
@@ -217,14 +205,7 @@ class _Loader:
             opened.callback(group.leave, "its engine could not be started")  # first, so that the others hear why
         if args.record_steps is not None and (group is None or group.is_leader):
             device = self.step.mesh.devices.flat[0]
-            first = describe_recording(
-                args.executor_options,
-                executor.limits,
-                fingerprint(directory),
-                jax=jax.__version__,
-                platform=device.platform,
-                device_kind=device.device_kind,
-            )
+            first = describe_recording(args.executor_options, executor.limits, fingerprint(directory), device)
             executor = RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
         self.held.clear()
         has_tokenizer = (directory / "tokenizer.json").is_file() and not self.is_later
@@ -436,17 +417,6 @@ def _common_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[st
         "activation_scheme": str(step.scheme),
         "dispatch_wire": args.dispatch_wire,
     }
-
-
-def check_shares(spec: MeshSpec, mesh: Mesh, group: HostGroup) -> None:
-    """Refuse a mesh in which a process of the group has no device: it would have nothing to follow with."""
-    sharing = {device.process_index for device in mesh.devices.flat}
-    idle = [member for member in group.members if member.process_id not in sharing]
-    if idle:
-        raise UserError(
-            f"mesh {spec} takes {spec.num_devices} of the group's {jax.device_count()} devices, none of them of {idle[0].name}; "
-            f"start {len(sharing)} processes, or use a larger mesh"
-        )
 
 
 def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:

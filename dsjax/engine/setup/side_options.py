@@ -1,7 +1,5 @@
 """`SideOptions`, of prefill apart from decode: which options each side's engine gets, and whether they go together. No JAX."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -51,7 +52,7 @@ class OwnStages:
         meshes = spec.build_stages()
         owners = [owner_of(stage, mesh) for stage, mesh in zip(stages, meshes, strict=True)]
         if group is not None:
-            check_owners(spec, owners, group)
+            check_shares(spec, owners, group)
             own = [place for place, owner in enumerate(owners) if owner == group.options.process_id]
             stages, meshes = ([each[place] for place in own] for each in (stages, meshes))
         return cls(spec, config, group, args.eplb is not None, owners, stages, meshes)
@@ -112,12 +113,22 @@ def owner_of(stage: Stage, mesh: Mesh) -> int:
     return owners[0]
 
 
-def check_owners(spec: MeshSpec, order: Sequence[int], group: HostGroup) -> None:
-    """Refuse stages that leave a process of the group without any: it would have nothing to follow with."""
-    idle = [member for member in group.members if member.process_id not in order]
+def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> None:
+    """Refuse a mesh in which a process of the group has no device, or no stage: it would have nothing to follow with.
+
+    sharing: ids of the processes that have some.
+    """
+    idle = [member for member in group.members if member.process_id not in sharing]
     if idle:
+        stages = spec.pp_size > 1
+        has = (
+            f"has {spec.pp_size} stages"
+            if stages
+            else f"takes {spec.num_devices} of the group's {jax.device_count()} devices"
+        )
         raise UserError(
-            f"mesh {spec} has {spec.pp_size} stages, none of them of {idle[0].name}; start {len(set(order))} processes, or use more stages"
+            f"mesh {spec} {has}, none of them of {idle[0].name}; start {len(set(sharing))} processes, or use "
+            f"{'more stages' if stages else 'a larger mesh'}"
         )
 
 

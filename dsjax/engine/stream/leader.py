@@ -1,7 +1,5 @@
 """`LeaderExecutor`: process 0's executor in a group of processes. What it is told, all others are told too, in the same order."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,9 +164,8 @@ class LeaderExecutor(ExecutorWrapper):
     def _inner(self, method: Any, *arguments: Any) -> Any:
         try:
             return method(*arguments)
-        except (
-            RuntimeError
-        ) as error:  # a collective has lost its other side, as may be known soon (`Generations.after`)
+        except RuntimeError as error:
+            # A collective has lost its other side, as may be known soon (`Generations.after`).
             self.group.check(error)
             raise
 

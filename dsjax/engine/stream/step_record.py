@@ -1,4 +1,4 @@
-"""The stream of commands written to a file while an engine runs: `dsjax serve --record-steps FILE`. `step_recording.py` reads it.
+"""The stream of commands written to a file while an engine runs: `dsjax serve --record-steps FILE`; `StepRecording` reads it.
 
 The file is eight bytes of `MAGIC`, then frames: the length of a message as four little-endian bytes, and the message in MessagePack. The
 first is the `Header`; then come, in the order in which the engine's thread did these things, a `Launched` for every command and a
@@ -9,12 +9,11 @@ one, or that ends inside a frame, is of a process that was killed, and can be re
 It holds token ids of prompts and outputs: it is as confidential as they are, so it is created for its owner alone (mode 0600).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -107,16 +106,15 @@ class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 Frame = Launched | Collected | RecordingEnd
 
 _encoder = msgspec.msgpack.Encoder()
+_frames = msgspec.msgpack.Decoder(Frame)
 _END_ROOM = 128
 
 
-def describe_recording(
-    options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, *, jax: str, platform: str, device_kind: str
-) -> Header:
-    """Make the header of a recording that begins now."""
+def describe_recording(options: dict[str, Any], limits: ExecutorLimits, fingerprint: str, device: Any) -> Header:
+    """Make the header of a recording that begins now. device: one of JAX's."""
     sizes = {name: int(size) for name, size in dataclasses.asdict(limits).items()}
-    written_by = installed_version("dsjax")
-    return Header(FORMAT, VERSION, written_by, jax, platform, device_kind, fingerprint, options, sizes, time.time())
+    versions = FORMAT, VERSION, installed_version("dsjax"), installed_version("jax")
+    return Header(*versions, device.platform, device.device_kind, fingerprint, options, sizes, time.time())
 
 
 def check_writable(path: str | Path) -> None:
@@ -279,3 +277,57 @@ def _unusual(result: RowResult) -> RowOutcome:
 def _frame(message: msgspec.Struct) -> bytes:
     data = _encoder.encode(message)
     return len(data).to_bytes(4, "little") + data
+
+
+class StepRecording:
+    """A recording. Iterating gives its frames, each time from the first.
+
+    Raises:
+        RecordError: not a recording, or one of another format or version of the commands.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                if file.read(len(MAGIC)) != MAGIC:
+                    raise RecordError(
+                        f"{self.path} is no recording of steps (dsjax serve --record-steps FILE makes one)"
+                    )
+                first = _read(file)
+        except OSError as error:
+            raise RecordError(f"{self.path} cannot be read: {error.strerror}") from error
+        if first is None:
+            raise RecordError(f"{self.path} ends inside its header, so nothing of it can be replayed")
+        self._start = len(MAGIC) + 4 + len(first)
+        self.header = self._checked(first)
+
+    def __iter__(self) -> Iterator[Frame]:
+        with self.path.open("rb") as file:
+            file.seek(self._start)
+            while (message := _read(file)) is not None:
+                try:
+                    yield _frames.decode(message)
+                except msgspec.DecodeError as error:
+                    raise RecordError(f"{self.path} is damaged before byte {file.tell():,}: {error}") from None
+
+    def _checked(self, first: bytes) -> Header:
+        try:
+            said = msgspec.msgpack.decode(first)
+            if (said["format"], said["commands"]) != (FORMAT, VERSION):
+                raise RecordError(
+                    f"{self.path} has format {said['format']} with commands of version {said['commands']}, written by dsjax "
+                    f"{said.get('dsjax')}; this dsjax reads format {FORMAT} with commands of version {VERSION}. "
+                    "Replay it with the dsjax that wrote it."
+                )
+            return msgspec.msgpack.decode(first, type=Header)
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise RecordError(f"{self.path} has a header that cannot be read: {error}") from None
+
+
+def _read(file: IO[bytes]) -> bytes | None:
+    """The next message; None at the end, also where that is inside a frame."""
+    prefix = file.read(4)
+    size = int.from_bytes(prefix, "little")
+    message = file.read(size)
+    return message if len(prefix) == 4 and len(message) == size else None

@@ -44,7 +44,7 @@ class PreparedRequest:
 class InputProcessor:
     """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
 
-    seed: of that generator. compiles_grammars: as of `RuleMaker`, which `rules` is.
+    seed: of that generator. compiles_grammars: False in a front end, since the engine's process compiles them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class InputProcessor:
         self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
         self._own_ids_fit = tokenizer is not None and tokenizer.vocab_size <= vocab_size
         self._seeds = random.Random(seed)
-        self.rules = RuleMaker(tokenizer, vocab_size, eos_token_ids, compiles_grammars)
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
 
     def draw_seed(self) -> int:
         """A uint32, for a request without a seed or for another process's processor."""
@@ -99,7 +99,7 @@ class InputProcessor:
             max_tokens = self.config.max_request_len - len(token_ids)
         else:
             self.config.check_fits(len(token_ids), max_tokens)
-        rules = self.rules.make(params, stop_ids)
+        rules = self.make_rules(params, stop_ids)
         if params.seed is not None:  # 64 bits folded into 32; seeds below 2**32 stay as they are
             seed = (params.seed ^ ((params.seed % 2**64) >> 32)) & 0xFFFFFFFF
         base_seed = self.draw_seed() if seed is None else seed
@@ -126,6 +126,30 @@ class InputProcessor:
             for other in completions[1:]:
                 other.page_hashes = list(hashes)
         return PreparedRequest(request_id, text, token_ids, params, completions)
+
+    def make_rules(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
+        """Rules for the logits of each of the `n` completions; None where nothing but seed, temperature and truncation matter.
+
+        Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop.
+
+        stop_ids: what `min_tokens` holds back. Raises a `SamplingError` as `prepare` does.
+        """
+        _check_token_ids(params, self.vocab_size)
+        structured = params.structured_outputs
+        plain = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
+        if plain and structured is None and params.allowed_token_ids is None:
+            return [None] * params.n
+        bad_words, compiler = bad_word_runs(params.bad_words, self._tokenizer), self._grammars
+        return [
+            LogitRules(
+                params,
+                self.vocab_size,
+                stop_ids,
+                bad_words,
+                None if structured is None or compiler is None else compiler.compile(structured),
+            )
+            for _ in range(params.n)
+        ]
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
@@ -159,42 +183,6 @@ class InputProcessor:
         if not token_ids:
             raise PromptError("the prompt is empty, expected at least one token")
         return text, token_ids
-
-
-class RuleMaker:
-    """Makes of a request's parameters the rules for its logits.
-
-    Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop.
-    compiles_grammars: False in a front end, since the engine's process compiles them.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int], compiles_grammars: bool = True
-    ):
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids) if compiles_grammars else None
-
-    def make(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
-        """Rules for each of the `n` completions; None where nothing but seed, temperature and truncation matter.
-
-        stop_ids: what `min_tokens` holds back. Raises a `SamplingError` as `InputProcessor.prepare` does.
-        """
-        _check_token_ids(params, self._vocab_size)
-        structured = params.structured_outputs
-        plain = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
-        if plain and structured is None and params.allowed_token_ids is None:
-            return [None] * params.n
-        bad_words = bad_word_runs(params.bad_words, self._tokenizer)
-        return [
-            LogitRules(
-                params,
-                self._vocab_size,
-                stop_ids,
-                bad_words,
-                None if structured is None or self._grammars is None else self._grammars.compile(structured),
-            )
-            for _ in range(params.n)
-        ]
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:

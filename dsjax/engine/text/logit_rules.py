@@ -4,8 +4,6 @@ What is known when the request gets its slot travels with its admission. What de
 tokens) becomes a *guide*: a mask for each position of the next row.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

@@ -125,7 +125,8 @@ class Completion:
         return logprobs
 
     def _token_text(self, token_id: int) -> str | None:
-        return self._tokenizer.token_text(token_id) if self._tokenizer else None
+        """A token alone, special or not; bytes that are no whole character are U+FFFD."""
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._tokenizer else None
 
 
 def error_kind(params: SamplingParams, result: RowResult | None) -> ErrorKind:
@@ -145,7 +146,6 @@ class _Group:
         self.completions = [Completion(index, r, tokenizer) for index, r in enumerate(prepared.completions)]
         self.open = len(self.completions)
         self._told_prompt = False
-        self._last_metrics: RequestMetrics | None = None
 
     def output(self, changed: list[Completion]) -> RequestOutput:
         """Tell of the completions that changed, or of all with `FINAL_ONLY`."""
@@ -159,7 +159,7 @@ class _Group:
             prepared.prompt_token_ids,
             [completion.take(kind) for completion in changed],
             self.open == 0,
-            self._metrics(),
+            None if self.open else self._metrics(),
             prepared.completions[0].num_cached_tokens,
             self._prompt_logprobs(changed[0]),
         )
@@ -172,26 +172,15 @@ class _Group:
     def _metrics(self) -> RequestMetrics:
         requests = self.prepared.completions
         first = requests[0]
-        if len(requests) == 1:  # the usual case, once for each token of every stream
-            token, preemptions = first.first_token_time, first.num_preemptions
-        else:
-            token = _least(r.first_token_time for r in requests)
-            preemptions = sum(r.num_preemptions for r in requests)
-        last = self._last_metrics
-        # Where nothing has changed since the last output, both share one object: most tokens of a stream.
-        told = None if last is None else (last.first_token_time, last.num_preemptions)
-        if self.open and token is not None and told == (token, preemptions):
-            return last
-        self._last_metrics = RequestMetrics(
+        return RequestMetrics(
             arrival_time=first.arrival_time,
             first_scheduled_time=_least(r.first_scheduled_time for r in requests),
-            first_token_time=token,
-            finish_time=None if self.open else max(r.finish_time or 0.0 for r in requests),
-            num_preemptions=preemptions,
+            first_token_time=_least(r.first_token_time for r in requests),
+            finish_time=max(r.finish_time or 0.0 for r in requests),
+            num_preemptions=sum(r.num_preemptions for r in requests),
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens or 0,
         )
-        return self._last_metrics
 
 
 class OutputProcessor:

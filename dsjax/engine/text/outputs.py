@@ -72,6 +72,7 @@ class RequestOutput:
         prompt: the text given; None where token ids were given.
         outputs: the completions that this output tells of; with `OutputKind.FINAL_ONLY` all of them, by index. finished: whether all have
             ended.
+        metrics: in the last output; None before.
         num_cached_tokens: of the prompt, in the prefix cache; None before the first admission.
         prompt_logprobs: one entry a token of the prompt, the first None. None where not asked for, and with `DELTA` in all outputs but the
             first.

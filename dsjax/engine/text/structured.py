@@ -1,7 +1,5 @@
 """Structured output: grammars compiled by llguidance, and followed token by token. See ``docs/sampling.md``."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -121,10 +121,6 @@ class Tokenizer:
             known_bytes = self._bytes[token_id] = _bytes_of(self._backend.id_to_token(token_id))
         return known_bytes
 
-    def token_text(self, token_id: int) -> str:
-        """A token alone as text, special or not; bytes that are no whole character are U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         if text is None:

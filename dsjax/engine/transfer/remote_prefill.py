@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
-from dsjax.engine.contract.commands import Command, PullPages, int32s, names_of
+from dsjax.engine.contract.commands import NAME_BYTES, Command, PullPages, int32s, names_of
 from dsjax.engine.schedule.landing_area import LandingBuffer
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
-from dsjax.engine.schedule.pages import NAME_BYTES, extend_hashes
+from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import (
     CHUNK_PAGES,

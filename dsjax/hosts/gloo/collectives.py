@@ -7,8 +7,6 @@ after 20.0 s, and after 0.1 s when each closes its connections. gloo has no call
 Linux lists in `/proc`; elsewhere, and for other platforms' collectives, nothing is closed and the time limit decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

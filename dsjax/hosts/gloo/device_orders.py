@@ -5,8 +5,6 @@ store, the addresses of its members. A group that lost a member, or in which one
 another order it is another group. Plain Python and NumPy.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence

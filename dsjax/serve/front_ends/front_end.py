@@ -76,7 +76,7 @@ class RemoteEngine(RequestStreams):
     """
 
     channel: Channel
-    num_waiting = waiting_tokens = 0
+    waiting = (0, 0)
     """What waits is the engine's to know, which admits for all front ends together."""
     change_under_way = None
     """So is a change of the mesh: requests that come meanwhile wait there."""

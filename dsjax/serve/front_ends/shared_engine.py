@@ -8,7 +8,7 @@ from dsjax.engine.async_engine import ThreadedEngine
 from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.schedule.scheduler import Update
-from dsjax.engine.stats import EngineObserver, StepStats
+from dsjax.engine.stats import StepStats
 from dsjax.serve.front_ends.link import FrontEnd, Links
 from dsjax.serve.front_ends.messages import EndStreams, NewRequest, RequestProgress, StepUpdates, UpdateEntry
 
@@ -17,14 +17,12 @@ class SharedEngine(ThreadedEngine):
     """The engine for requests that other processes have checked: it follows no text, and passes tokens on.
 
     Attributes:
-        rules: makes what changes a request's logits.
+        make_rules: makes what changes a request's logits.
     """
 
     def __init__(self, parts: EngineParts):
         super().__init__(parts)
-        self.error: BaseException | None = None
-        self.observers: list[EngineObserver] = []
-        self.rules = parts.inputs.rules
+        self.make_rules = parts.inputs.make_rules
         self.front_ends: Links | None = None
         # By the core's id: where a completion came from, its handle there, and whether its first token was sent.
         self._owners: dict[str, _Owner] = {}

@@ -6,6 +6,7 @@ These are the tests of `engine_thread.py` and `request_streams.py` too.
 import asyncio
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -141,7 +142,7 @@ async def test_a_prompt_is_rendered_and_prepared_in_one_worker_thread(engine, ex
 
     def render():
         threads.append(threading.current_thread())
-        return [1, 2], FINAL
+        return [[1, 2]], FINAL
 
     engine._inputs.prepare = watched
     stream = await engine.submit_rendered("r", render, DEFAULT_OPTIONS, in_thread=True)
@@ -244,8 +245,8 @@ async def test_observers_hear_of_every_step_and_of_every_output_that_was_deliver
     # 10 prompt tokens in chunks of 8, then 2 that were not cached; each makes 12 tokens, the last of which is not computed.
     assert sum(stats.num_prompt_tokens for stats in observer.steps) == 12
     assert sum(stats.num_decode_tokens for stats in observer.steps) == 22
-    assert sum(stats.prefix_queries for stats in observer.steps) == 20
-    assert sum(stats.prefix_hits for stats in observer.steps) == 8
+    ranks = observer.steps[-1].ranks
+    assert (sum(rank.queried for rank in ranks), sum(rank.hits["device"] for rank in ranks)) == (20, 8)
     for stats in observer.steps:
         assert stats.host_seconds.keys() == {"plan", "launch", "device", "enter"}
         assert sum(stats.host_seconds.values()) == pytest.approx(stats.duration)
@@ -273,7 +274,7 @@ async def test_requests_that_come_during_the_first_step_after_a_rest_are_in_the_
 async def test_what_waits_is_counted_before_the_thread_has_taken_it(engine, executor):
     engine._loop = asyncio.get_running_loop()  # the thread is not started
     await engine.submit("a", [[1, 2, 3], [4, 5]], SamplingParams(n=2, max_tokens=4))
-    assert (engine.num_waiting, engine.waiting_tokens) == (4, 10)
+    assert engine.waiting == (4, 10)
 
 
 @in_loop(step_seconds=0.05)
@@ -390,7 +391,7 @@ async def test_streams_of_requests_that_wait_for_a_larger_mesh_stay_open_until_t
         last = output.outputs[0]
     assert (last.finish_reason, last.error) == ("error", "no_room_on_the_new_mesh")
     assert engine.num_unfinished == len(parked) == 0
-    assert parked.outcomes == {"aborted": 1, "expired": 1}
+    assert parked.outcomes == Counter(aborted=1, expired=1)
 
 
 @in_loop(start=False, generations=unchanging())

@@ -1,7 +1,5 @@
 """What a step did is handed over also when nothing follows it."""
 
-from types import SimpleNamespace
-
 from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
@@ -13,8 +11,7 @@ from dsjax.engine.engine_thread import EngineThread
 def test_a_last_token_is_handed_over_though_the_only_other_request_is_aborted_right_behind_its_step():
     executor, updates = FakeExecutor(), []
     parts = EngineParts(executor, tiny_tokenizer(), executor.config)
-    listener = SimpleNamespace(wants_stats=lambda: False, on_done=lambda done, stats: updates.extend(done))
-    thread = EngineThread(parts.core, listener)
+    thread = EngineThread(parts.core, on_done=lambda done, stats: updates.extend(done))
     requests = []
     for name, max_tokens in (("ends", 1), ("goes on", 8)):
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)

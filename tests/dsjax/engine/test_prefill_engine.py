@@ -59,13 +59,7 @@ def test_a_decode_engine_that_dies_ends_the_prefill_engine_of_its_process():
     pair, deaths = Pair(decode={"max_rows_prefill": 1}), []
     [engine] = pair.engines
     pair.core.executor.chunks_take, pair.core.executor.fail_at_step = None, 2
-    listener = SimpleNamespace(
-        wants_stats=lambda: False,
-        on_done=lambda updates, stats: None,
-        on_change=lambda: None,
-        on_death=deaths.append,
-    )
-    thread = EngineThread(pair.core, listener)
+    thread = EngineThread(pair.core, on_death=deaths.append)
     pair.add("has its prompt computed", range(50))
     thread.start()
     while not pair.incoming.num_under_way:

@@ -7,14 +7,14 @@ import time
 
 import msgspec
 import pytest
+from deployments import OTHER
 from group_in_threads import enter, opened, options_of
 from waits import until
 
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions, coordination, rendezvous
-from dsjax.hosts.admission import on_loopback
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.hosts.wire import JoinRequest
+from dsjax.hosts.wire import JoinRequest, on_loopback
 
 ALIKE = {"the version of dsjax": "1.0", "--mesh": "dp=4", "the checkpoint fingerprint": "ab12"}
 
@@ -168,14 +168,13 @@ def test_one_that_cannot_be_in_the_group_is_refused_alone_and_the_group_goes_on_
     assert [member.process_id for member in last] == [0, 1, 2]
 
 
-def test_who_was_refused_and_who_had_another_key_is_named_when_the_time_is_over(monkeypatch):
+def test_who_was_refused_and_who_had_another_key_is_named_when_the_time_is_over():
     processes = group_of(2, timeout=4)
     leader: list = []
     thread = threading.Thread(target=lambda: leader.extend(hold([processes[0]])))
     thread.start()
     (refused,) = messages(hold([dataclasses.replace(processes[1], num_processes=3)]))
-    monkeypatch.setenv("DSJAX_CLUSTER_KEY", "another key, and a long one, too".replace(" ", "-"))
-    (stranger,) = messages(hold([processes[1]]))
+    (stranger,) = messages(hold([dataclasses.replace(processes[1], credentials=OTHER)]))
     thread.join(60)
     (found,) = messages(leader)
     assert "process 1 of 2 did not come to 127.0.0.1:" in found

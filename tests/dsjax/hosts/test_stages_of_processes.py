@@ -14,7 +14,7 @@ from llm_process import generate_alone, record
 from processes import Group
 from quick_compilation import FEW_SHAPES
 
-from dsjax.engine.setup.stages import check_owners, owner_of
+from dsjax.engine.setup.stages import check_shares, owner_of
 from dsjax.errors import UserError
 from sharding import MeshError, MeshSpec
 
@@ -66,4 +66,4 @@ def test_a_stage_is_of_one_process():
 def test_a_process_without_a_stage_is_refused_by_name():
     group = SimpleNamespace(members=[SimpleNamespace(process_id=k, name=f"host-{k}") for k in range(3)])
     with pytest.raises(UserError, match="has 2 stages, none of them of host-1; start 2 processes"):
-        check_owners(MeshSpec.parse("pp=2,dp=2"), [0, 2], group)
+        check_shares(MeshSpec.parse("pp=2,dp=2"), [0, 2], group)

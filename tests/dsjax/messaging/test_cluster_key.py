@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.messaging import cluster_key, credentials
-from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key
-from dsjax.messaging.credentials import CredentialOptions
+from dsjax.messaging import cluster_key
+from dsjax.messaging.cluster_key import ClusterKey, given_key, local_key, read_credentials
 
 TEXT = "0123456789abcdef" * 4
 
@@ -74,7 +73,7 @@ def test_a_file_that_everybody_can_read_is_told_of(tmp_path, caplog):
 def test_a_key_can_be_neither_shown_nor_written_down():
     key = ClusterKey(TEXT, "a test")
     assert repr(key) == "ClusterKey(source='a test')"
-    assert TEXT not in repr(credentials.Credentials(key))
+    assert TEXT not in repr(cluster_key.Credentials(key))
     with pytest.raises(TypeError, match="not written down"):
         pickle.dumps(key)
 
@@ -147,14 +146,14 @@ def test_what_lies_where_the_key_should_is_not_believed(tmp_path, what):
 
 def test_only_the_loopback_interface_needs_no_key(monkeypatch):
     monkeypatch.delenv("DSJAX_CLUSTER_KEY", raising=False)
-    assert CredentialOptions().read("127.0.0.1", "localhost", "127.8.9.1", "::1").key.is_local
+    assert read_credentials(None, "127.0.0.1", "localhost", "127.8.9.1", "::1").key.is_local
     for host in ("192.0.2.1", "0.0.0.0", "::", "", "no-such-host.invalid"):
         with pytest.raises(
             UserError, match=r"--cluster-key-file FILE or in the environment variable DSJAX_CLUSTER_KEY"
         ):
-            CredentialOptions().read("127.0.0.1", host)
+            read_credentials(None, "127.0.0.1", host)
     monkeypatch.setenv("DSJAX_CLUSTER_KEY", TEXT)
-    assert not CredentialOptions().read("192.0.2.1").key.is_local
+    assert not read_credentials(None, "192.0.2.1").key.is_local
     monkeypatch.setenv("DSJAX_CLUSTER_KEY", "")
     with pytest.raises(UserError, match="is empty"):  # and not "no key"
-        CredentialOptions().read("127.0.0.1")
+        read_credentials(None, "127.0.0.1")

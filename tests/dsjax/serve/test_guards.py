@@ -182,7 +182,7 @@ def test_too_much_waiting_is_429_with_a_time_before_it_is_tokenised(start_server
     wait_until(lambda: server.pages_in_use > 0)
     for waiting in (1, 2):
         answers.append(server.post_later(COMPLETIONS, LONG))
-        wait_until(lambda waiting=waiting: server.engine.num_waiting == waiting)
+        wait_until(lambda waiting=waiting: server.engine.waiting[0] == waiting)
     encoded = []
     monkeypatch.setattr(server.engine.tokenizer, "encode", lambda *a, **k: encoded.append(a) or [1])
     for body in ({**LONG, "prompt": "a" * 40}, {**LONG, "prompt": [5] * 10, "n": 2}):

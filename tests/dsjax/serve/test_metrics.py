@@ -26,7 +26,7 @@ from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.tiers.page_tiers import TierCounts
 from dsjax.engine.transfer.remote_prefill import TransferCounts
 from dsjax.hosts.interfaces import Interface
-from dsjax.hosts.link_monitor import LinkState
+from dsjax.hosts.links import LinkState
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.metrics_families import one_two_five
 from sharding import MeshSpec

@@ -4,6 +4,7 @@ import io
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import httpx
@@ -31,8 +32,9 @@ class Fake:
     def step_started(self):
         return self._began()
 
-    def running_requests(self):
-        return [[], [running("cmpl-stuck")]]
+    @property
+    def scheduler(self):
+        return SimpleNamespace(ranks=[SimpleNamespace(running=rows) for rows in ([], [running("cmpl-stuck")])])
 
 
 def watch(step_started, out) -> tuple[Watchdog, list]:

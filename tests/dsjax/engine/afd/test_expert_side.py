@@ -58,7 +58,7 @@ def test_chunks_decodes_drafts_micro_batches_and_rounds_are_those_of_one_device_
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     halves = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
     apart = LLM(str(checkpoint), **SIZES, **SIDES, **options, **drafts, **halves)
-    attention, side, facts = apart.executor.device.model, apart.executor.programs.experts, apart.facts
+    attention, side, facts = apart.executor.model, apart.executor.programs.experts, apart.facts
     np.testing.assert_array_equal(attention.placement.physical_to_logical[:2], rows)
     assert {device for array in side.params.values() for device in array.devices()} == set(side.mesh.devices.flat)
     assert not set(side.mesh.devices.flat) & set(attention.mesh.devices.flat)

@@ -18,7 +18,7 @@ from dsjax.engine.afd.messages import COMPILE, OPEN, PLACE, STAGE, Answered, Cal
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.messaging import Endpoint, Link, LinkListener, RefusedError
-from dsjax.messaging.credentials import local_credentials
+from dsjax.messaging.cluster_key import local_credentials
 from dsjax.messaging.endpoint import PING
 
 FIRST = 2

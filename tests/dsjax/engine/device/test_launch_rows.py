@@ -21,7 +21,7 @@ from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.buckets import Launch, Rectangle, RowPiece
 from dsjax.engine.device.launch_rows import SlotRules, SlotTable, pack_admissions, pack_launch, split_page_changes
-from dsjax.engine.device.logit_edits import bias_width
+from dsjax.engine.device.sampler import bias_width
 from dsjax.engine.device.slots import ADMISSION_WIDTH, ADMISSIONS, COUNTED, PAGE_CHANGES, LaunchShape
 from dsjax.engine.schedule.request import ScheduledRow
 from dsjax.engine.schedule.step_writer import StepWriter

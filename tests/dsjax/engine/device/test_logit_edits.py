@@ -10,7 +10,7 @@ from published_logits import published
 from dsjax.engine.contract.commands import ALWAYS
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.device.buckets import padded_pieces
-from dsjax.engine.device.logit_edits import (
+from dsjax.engine.device.sampler import (
     BIASES_PER_POSITION,
     add_biases,
     allowed,

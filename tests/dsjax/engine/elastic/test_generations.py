@@ -313,7 +313,7 @@ def test_attention_and_experts_apart_go_up_and_down_in_the_middle_of_requests_an
         running.step(2)
         llm.scale(mesh, expert_mesh=experts)
         assert (llm.facts.mesh, llm.facts.expert_mesh) == ("tp=2", experts or "ep=2")
-        device, counts = llm.executor.device, llm._generations.counts.weight_bytes
+        device, counts = llm.executor, llm._generations.counts.weight_bytes
         assert counts["read"] == 0  # what either side holds goes on to the other devices
         there = counts["kept"] + counts["moved"]
         assert there - before == sum(

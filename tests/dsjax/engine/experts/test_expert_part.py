@@ -65,7 +65,7 @@ def test_loads_are_those_of_one_mesh_and_experts_move_without_changing_a_token(l
     np.testing.assert_array_equal(counts.logical_load, recorded.logical_load)
     assert counts.rounds > 0
     assert 0 < counts.padding_share < 1
-    side = llm.executor.device.programs.experts
+    side = llm.executor.programs.experts
     assert_same(experts([side.params], llm), held)
     for seed in (1, 2):
         before = slots_of(llm).physical_to_logical

@@ -2,6 +2,7 @@
 
 import queue
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -37,12 +38,7 @@ class Engine:
         parts = EngineParts(executor, tiny_tokenizer(), executor.config)
         self.core, self.inputs = parts.core, parts.inputs
         self.core.parked.seconds = seconds
-        self.listener = SimpleNamespace(
-            wants_stats=lambda: False,
-            on_change=lambda: None,
-            on_done=lambda updates, stats: self.updates.extend(updates),
-        )
-        self.thread = EngineThread(self.core, self.listener)
+        self.thread = EngineThread(self.core, on_done=lambda updates, stats: self.updates.extend(updates))
 
     def request(self, name: str, prompt: list[int], max_tokens: int) -> Request:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
@@ -122,7 +118,7 @@ def test_it_ends_with_the_error_when_it_has_waited_long_enough_though_the_mesh_c
         "the server's mesh has changed, and the prompt has 10 tokens and max_tokens is 40, together 50, but the cache of a rank "
         "holds 16 (4 pages of 4 tokens); shorten the prompt, lower max_tokens or raise --cache-tokens; no larger mesh came in 60 s"
     )
-    assert engine.core.parked.outcomes == {"expired": 1}
+    assert engine.core.parked.outcomes == Counter(expired=1)
     assert engine.core.rest_seconds is None
 
 
@@ -150,7 +146,7 @@ def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the
     engine.thread.add([late])
     engine.turn()
     assert engine.core.parked.requests == [late]
-    assert engine.thread.num_waiting == 0, "the queue is free for others"
+    assert engine.thread.waiting == (0, 0), "the queue is free for others"
     engine.change("large")
     engine.finish()
     assert late.token_ids[10:] == expected_tokens(*LONG)
@@ -159,8 +155,8 @@ def test_one_that_was_accepted_for_the_mesh_before_waits_too_in_its_place_of_the
 def test_a_thread_that_rests_ends_it_in_time(monkeypatch):
     engine = Engine(monkeypatch)
     done: queue.SimpleQueue = queue.SimpleQueue()
-    engine.listener.on_done = lambda updates, stats: [done.put(update) for update in updates]
-    engine.listener.on_death = done.put
+    engine.thread.on_done = lambda updates, stats: [done.put(update) for update in updates]
+    engine.thread.on_death = done.put
     long = engine.add("long", *LONG)
     engine.turn(3)
     engine.change("small")

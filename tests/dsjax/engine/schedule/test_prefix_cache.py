@@ -89,7 +89,7 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
     run(core, again := request("again", PROMPT))
     assert again.num_cached_tokens == 0
     assert core.loads()[0].cached_pages == 0
-    assert (core.stats().prefix_queries, core.stats().prefix_hits) == (0, 0)
+    assert (core.loads()[0].queried, core.loads()[0].hits) == (0, {"device": 0})
 
 
 def test_after_a_flush_nothing_is_found_and_running_requests_go_on():
@@ -112,7 +112,7 @@ def test_prompt_logprobs_need_every_position_computed():
     run(core, request("first", PROMPT))
     run(core, again := request("again", PROMPT, prompt_logprobs=1))
     assert again.num_cached_tokens == 0
-    assert core.stats().prefix_queries == 0
+    assert core.loads()[0].queried == len(PROMPT)  # of the first
 
 
 def test_a_prompt_that_another_is_computing_is_waited_for_and_others_pass():
@@ -176,7 +176,6 @@ def test_a_request_that_fails_for_another_reason_leaves_its_pages_to_be_found():
     core.step()
     core.executor.collect = collect
     assert (bad.finish_reason, len(bad.token_ids), core.scheduler.ranks[0].load) == (FinishReason.ERROR, 21, 0)
-    assert core.stats().num_non_finite == 0
     run(core, again := request("again", PROMPT))
     assert again.num_cached_tokens == 19
 

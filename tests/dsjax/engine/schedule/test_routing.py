@@ -168,7 +168,7 @@ def play(num_ranks: int, sizes: SchedulerConfig, requests: list[Request], concur
             fullest += max(rows)
             mean += sum(rows) / num_ranks
     hits = sum(each.num_cached_tokens for each in requests)
-    assert hits == sum(rank.prefix_hits for rank in scheduler.ranks)
+    assert hits == sum(sum(rank.hits.values()) for rank in scheduler.ranks)
     return Outcome(hits, steps, fullest / mean)
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from dsjax.engine.setup import combinations
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.combinations import EXCLUSIONS, NEEDS, Choice, check_combinations, combinations_tables
+from dsjax.engine.setup.combinations import EXCLUSIONS, NEEDS, Choice, check_combinations
 from dsjax.errors import UserError
+from sharding.dispatch import Method
 
 APART = {"attention_mesh": "dp=8", "expert_mesh": "ep=8"}
 DISK = {"disk_cache": "pages", "disk_cache_bytes": 1 << 30}
@@ -29,6 +30,7 @@ MADE = {
     "--kv-events-config": {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},
     "--ep-dispatch-algorithm": {"ep_dispatch_algorithm": "static"},
     "--dispatch": {"dispatch": "padded"},
+    "a class given as dispatch": {"dispatch": Method},
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
     "--batch-invariant": {"batch_invariant": True},
     "--compile-ahead": {"compile_ahead": 2},
@@ -90,6 +92,25 @@ def test_what_neither_table_names_goes_together():
     stages = EngineArgs(mesh="pp=2,dp=2", pp_layer_partition="3,2", num_processes=2, host_cache_bytes=1000)
     assert stages.num_devices == 4
     assert EngineArgs(**stages.executor_options | {"num_processes": 2}) == stages
+
+
+def combinations_tables() -> str:
+    """Both tables in Markdown, as the page has them: options with the same reason share a row."""
+    excluded: dict[tuple[str, ...], list[str]] = {}
+    for one, other, *why in EXCLUSIONS:
+        excluded.setdefault((_code(other), *why), []).append(_code(one))
+    needed: dict[str, list[str]] = {}
+    for need in NEEDS:
+        needed.setdefault(_code(need.other), []).append(_code(need.one))
+    rows = ["| options | do not go with | why | instead |", "|---|---|---|---|"]
+    rows += [f"| {', '.join(options)} | {' | '.join(rest)} |" for rest, options in excluded.items()]
+    rows += ["", "| options | need |", "|---|---|"]
+    rows += [f"| {', '.join(options)} | {other} |" for other, options in needed.items()]
+    return "\n".join(rows)
+
+
+def _code(choice: Choice) -> str:
+    return f"`{choice}`" if choice.text.startswith("--") and " and " not in choice.text else choice.text
 
 
 def test_the_page_has_both_tables():

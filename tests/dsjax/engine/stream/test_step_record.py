@@ -1,6 +1,6 @@
 """A recording of steps: what was told and what came of it, readable however its process ended, and replayed token by token.
 
-These are the tests of `stream/step_recording.py` and of `dsjax replay` too.
+These are the tests of `dsjax replay` too.
 """
 
 import json
@@ -8,6 +8,7 @@ import logging
 import re
 import stat
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.stream import step_record
-from dsjax.engine.stream.step_recording import StepRecording
+from dsjax.engine.stream.step_record import StepRecording
 from dsjax.errors import UserError
 
 LIMITS = ExecutorLimits(8, 4, 8, 4, 33, 2, 64, 300)
@@ -74,9 +75,8 @@ class ShiftedExecutor(FakeExecutor):
 
 
 def header(**changes):
-    first = step_record.describe_recording(
-        {"model": "demo"}, LIMITS, "f" * 64, jax="0.0", platform="none", device_kind="none"
-    )
+    device = SimpleNamespace(platform="none", device_kind="none")
+    first = step_record.describe_recording({"model": "demo"}, LIMITS, "f" * 64, device)
     return msgspec.structs.replace(first, **changes)
 
 

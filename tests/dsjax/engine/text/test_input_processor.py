@@ -5,7 +5,7 @@ from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
-from dsjax.engine.text.input_processor import EncodedPrompt, InputProcessor, PromptError, RuleMaker, bad_word_runs
+from dsjax.engine.text.input_processor import EncodedPrompt, InputProcessor, PromptError, bad_word_runs
 
 V = 70  # no multiple of 32
 
@@ -31,7 +31,7 @@ def test_bad_words_are_tokenised_with_and_without_a_space_before_them():
 )
 def test_tokens_outside_the_vocabulary_are_refused_in_every_field(field, params):
     with pytest.raises(SamplingError) as caught:
-        RuleMaker(None, V, ()).make(SamplingParams(**params))
+        InputProcessor(None, FakeExecutor().config, V).make_rules(SamplingParams(**params))
     assert caught.value.param == field
 
 
@@ -51,7 +51,7 @@ def test_token_ids_of_the_model_s_tokenizer_are_taken_as_they_are_unless_the_mod
 
 
 def test_a_request_without_rules_has_none_and_completions_do_not_share_theirs():
-    maker = RuleMaker(tiny_tokenizer(), V, (1,))
-    assert maker.make(SamplingParams(n=2, temperature=0.5, top_p=0.9)) == [None, None]
-    first, second = maker.make(SamplingParams(n=2, presence_penalty=1.0))
+    inputs = InputProcessor(tiny_tokenizer(), FakeExecutor().config, V, (1,))
+    assert inputs.make_rules(SamplingParams(n=2, temperature=0.5, top_p=0.9)) == [None, None]
+    first, second = inputs.make_rules(SamplingParams(n=2, presence_penalty=1.0))
     assert first is not second

@@ -5,7 +5,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.device.logit_edits import allowed
+from dsjax.engine.device.sampler import allowed
 from dsjax.engine.text.logit_rules import LogitRules
 from dsjax.engine.text.structured import GrammarCompiler
 

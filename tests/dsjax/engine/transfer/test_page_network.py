@@ -50,8 +50,7 @@ from dsjax.engine.transfer.prefill_links import PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, RefusedError
-from dsjax.messaging.cluster_key import ClusterKey
-from dsjax.messaging.credentials import Credentials, local_credentials
+from dsjax.messaging.cluster_key import ClusterKey, Credentials, local_credentials
 
 OPTIONS = {
     "max_num_seqs": 4,
