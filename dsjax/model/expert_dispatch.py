@@ -94,7 +94,7 @@ class ExpertDispatch:
         T, D, K = x.shape[1], x.shape[-1], products.config.num_experts_per_tok
         tokens = spec.dp_size * T
         experts = of.block.moe.experts
-        stack = experts.stored()
+        stack = stored(experts)
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = self._product(self.mean_load(tokens))
         exchange = Exchange.of(
@@ -163,3 +163,13 @@ class ExpertDispatch:
             return None
         together = bool(self._stored) and self._product().is_native(np.dtype(np.float32))
         return ExchangeInMemory(self.products.kernels.native, mesh.axis_names, together)
+
+
+def stored(experts: RoutedExperts) -> dict[str, Array]:
+    """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and the like for ``scale`` and ``global_scale``."""
+    return {
+        f"{name}.{part}": getattr(matrix, part)[...]
+        for part in ("weight", "scale", "global_scale")
+        for name, matrix in {"gate_up": experts.gate_up, "down": experts.down}.items()
+        if hasattr(matrix, part)
+    }

@@ -177,10 +177,13 @@ class LayerParts:
     def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
         """The tokens as experts read them, what ``Residual.post`` is given, and the experts of each."""
         (normed, mix), by_data = self._normed(of, x), self.by_data(of, x)
-        multiply = self.products.multiply(of.index, split_tokens=True, by_data=by_data)
-        spread = partial(self.sharding.on_each_rank, by_data=by_data)
-        choose = native_choice(self.products.kernels, self.products.config)
-        return normed, mix, of.block.moe.router(normed, spread, multiply, choose)
+        multiply, router = self.products.multiply(of.index, split_tokens=True, by_data=by_data), of.block.moe.router
+        with jax.named_scope("router"):
+            logits = multiply(router, normed.astype(jnp.float32))
+            # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on every device.
+            choose = native_choice(self.products.kernels, router) or router.choose
+            routing = self.sharding.on_each_rank(choose, by_data=by_data)(logits, of.tokens.ids)
+        return normed, mix, routing
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""

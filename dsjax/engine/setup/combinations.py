@@ -69,6 +69,7 @@ NO_CACHE = Choice("the MLA form CD", lambda args: "CD" in (args.mla_prefill, arg
 HOST_CACHE, DISK, DISK_BYTES = map(_given, ("host_cache_bytes", "disk_cache", "disk_cache_bytes"))
 EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None and args.kv_events.publishes)
 RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
+ROUTER = Choice("router", lambda args: args.router is not None)
 EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
 BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
@@ -120,6 +121,10 @@ EXCLUSIONS = (
     *(Exclusion(side, NO_PREFIX_CACHING, _PREFIX) for side in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
     *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
     *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
+    *(
+        Exclusion(ROUTER, other, "what another process has computed may come from another router")
+        for other in (RECORDING, DISK, SEVERAL, MODE, PAGE_SOURCE)
+    ),
     Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
     Exclusion(
         BALANCED_STAGES,
