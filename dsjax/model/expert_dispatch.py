@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -75,10 +77,10 @@ class ExpertDispatch:
         self, of: Layer, routing: Routing, *, by_data: bool = False
     ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
         """The physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
-        B, T, K = routing.ids.shape
+        B, flat = len(routing.ids), partial(rearrange, pattern="b t ... -> (b t) ...")
         sharding, spec = self.sharding, self.sharding.spec
         spread, axes = (sharding.split, spec.token_axes) if by_data else (sharding.whole, spec.batch_axes)
-        logical, active = spread(routing.ids).reshape(B * T, K), spread(of.tokens.active).reshape(B * T)
+        logical, active, weights = (flat(spread(a)) for a in (routing.ids, of.tokens.active, routing.weights))
         # Copies take turns on each DP rank, or on each device where the tokens are split already.
         runs = spec.tp_size if by_data else 1
         distances, first = self._slot_distances(runs), 0
@@ -86,7 +88,7 @@ class ExpertDispatch:
             first = jax.lax.axis_index(spec.batch_axes)
             distances = None if distances is None else jnp.asarray(distances)[first][None]
         slots = assign_copies(of.copies, logical, active, B * runs, distances, first)
-        return sharding.constrain(slots, axes), sharding.constrain(spread(routing.weights).reshape(B * T, K), axes)
+        return sharding.constrain(slots, axes), sharding.constrain(weights, axes)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""

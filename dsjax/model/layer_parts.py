@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float
 
 from dsjax.model.attention import PagedAttention
@@ -162,13 +163,13 @@ class LayerParts:
             normed, mix, routing = self.choose(here, x)
             with jax.named_scope("experts"):
                 axes = spec.token_axes if by_data else spec.batch_axes
-                rows = self.sharding.constrain(normed.reshape(B * T, D), axes)
+                rows = self.sharding.constrain(rearrange(normed, "b t d -> (b t) d"), axes)
                 transit = exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data))
                 return Sent(x, mix, normed, transit)
 
         def nowhere() -> Sent:
             choices, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
-            transit = exchange.prepare(zeros.reshape(B * T, D), jnp.full(choices, -1), jnp.zeros(choices))
+            transit = exchange.prepare(rearrange(zeros, "b t d -> (b t) d"), jnp.full(choices, -1), jnp.zeros(choices))
             mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
 
@@ -240,7 +241,7 @@ class LayerParts:
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
         x, by_data = computed.x, self.by_data(of, computed.x)
-        y = self.add_shared(y.reshape(*x.shape[:2], -1), computed.shared, by_data=by_data)
+        y = self.add_shared(rearrange(y, "(b t) d -> b t d", b=len(x)), computed.shared, by_data=by_data)
         return self.sharding.whole(of.block.mlp_residual.post(x, computed.mix, y)), report or {}
 
     def add_shared(

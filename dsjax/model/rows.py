@@ -57,8 +57,9 @@ class RowGroup:
     @staticmethod
     def pack(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, tables: np.ndarray) -> np.ndarray:
         """``[B, W]`` int32 from NumPy arrays of the fields' shapes: one transfer carries a step's inputs."""
-        ranks = tokens.shape[0]
-        return np.concatenate([a.reshape(ranks, -1) for a in (tokens, start, length, tables)], axis=1, dtype=np.int32)
+        return np.concatenate(
+            [rearrange(a, "b ... -> b (...)") for a in (tokens, start, length, tables)], axis=1, dtype=np.int32
+        )
 
     @property
     def positions(self) -> Int[Array, "B R C"]:

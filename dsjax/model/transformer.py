@@ -138,8 +138,8 @@ class MLA(nnx.Module):
     def _query_matrix(self) -> Matrix:
         return self.q if self.config.q_lora_rank is None else self.q_b
 
-    def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H N+O"]:
-        """``W^UQ`` and ``W^QR`` by head (``W^Q`` without compression, then Q is D)."""
+    def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H width"]:
+        """``W^UQ`` and ``W^QR`` by head, N + O wide (``W^Q`` without compression, then Q is D)."""
         return rearrange(self._query_matrix.value(dtype), "q (h n) -> q h n", h=self.config.num_attention_heads)
 
     def key_value_weight(self, dtype: jnp.dtype) -> tuple[Float[Array, "M H N"], Float[Array, "M H U"]]:
