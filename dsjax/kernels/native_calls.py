@@ -160,7 +160,7 @@ class NativeKernels:
     ) -> Float[Array, "N *columns"]:
         """Rows times one layer's matrix, in float32: a row's result is the same to the bit whatever the other rows and columns are.
 
-        weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3; transposed ``[L, J, K]`` in float32.
+        weight: ``[L, K, J]`` or ``[L, K, 2, J]`` in float32, or as the bits of bfloat16 or e4m3; transposed ``[L, J, K]``, not in e4m3.
         scale: of e4m3, one for each block of 128 × 128. pieces: into how many the sum over K is cut (``sharding.sums``).
         """
         columns = (weight.shape[1],) if transposed else weight.shape[2:]

@@ -311,10 +311,7 @@ class MatricesInPlace:
 
 
 def _stored_head(model: Transformer) -> tuple[Array, bool]:
-    """The output projection as it lies in memory, and whether that is transposed: ``[V, D]``, the embedding, where the two are tied.
-
-    A transposed one is widened, as its bits are read along the model's width.
-    """
+    """The output projection as it lies in memory, and whether that is transposed: ``[V, D]``, the embedding, where the two are tied."""
     if model.config.tie_word_embeddings:
-        return value_of(model.embed.weight).astype(np.float32), True
+        return model.embed.weight[...], True
     return model.head.weight[...], False

@@ -15,7 +15,7 @@ constexpr long kLeastInPlace = 4;      // rows from which such a matrix is read 
 
 struct Dense {
   // [layers, K, parts * width]; `bytes` of an element: 4 float32, 2 bfloat16, 1 FP8 with scales [layers, K/128, parts, width/128].
-  // Transposed: [layers, width, K], float32.
+  // Transposed: [layers, width, K], float32 or bfloat16.
   const void* weight;
   const float* scale;
   int bytes;
@@ -55,10 +55,8 @@ struct Dense {
             const long n = filled[first + r];
             a[r] = x + n * K, c[r] = out + n * parts * width + part * width;
           }
-          if (transposed) {
-            const float* data = static_cast<const float*>(weight) + layer * K * width;
-            return panel_product(own, rows, count, a, Transposed{data, K}, from, to, K, c, 0, K / pieces);
-          }
+          if (transposed && bytes == 4) return across<Float32>(rows, count, a, c, from, to, own);
+          if (transposed) return across<BFloat16>(rows, count, a, c, from, to, own);
           if (bytes == 4) some<Float32>(count, a, c, part, from, to, own);
           if (bytes == 2) some<BFloat16>(count, a, c, part, from, to, own);
           if (bytes == 1) some<Float8>(count, a, c, part, from, to, own);
@@ -89,6 +87,13 @@ struct Dense {
   long own_floats() const {
     const long panels = Panels::floats(std::min(N, Panels::kMostRows), true);
     return (std::max(panels, N <= kStreamRows ? Stream::floats(N) : 0) + 15) / 16 * 16;
+  }
+
+  // The product with columns [from, to) of a layer's transposed matrix.
+  template <class Format>
+  void across(long rows, long count, const float* const* a, float* const* c, long from, long to, float* own) const {
+    const Transposed<Format> b{static_cast<const typename Format::Stored*>(weight) + layer * K * width, K};
+    panel_product(own, rows, count, a, b, from, to, K, c, 0, K / pieces);
   }
 
   // The product with columns [from, to) of one part of a layer's matrix.

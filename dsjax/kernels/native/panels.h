@@ -13,11 +13,17 @@ constexpr long kPanelDepth = 64, kPanelWidth = 16 * kLanes;
 constexpr long kRun = 8;  // rows of a matrix of which a group of columns is widened one after the other
 
 // B as columns that lie together: element (k, column) is data[column * stride + k].
+template <class Format>
 struct Transposed {
-  const float* data;
+  const typename Format::Stored* data;
   long stride;
-  float one(long k, long column) const { return data[column * stride + k]; }
+  Vec widened(long k, long column) const { return Format::widen(data + column * stride + k); }
+  float one(long k, long column) const { return Format::widen_one(data[column * stride + k]); }
 };
+template <class B>
+constexpr bool kIsTransposed = false;
+template <class Format>
+constexpr bool kIsTransposed<Transposed<Format>> = true;
 
 class Panels {
  public:
@@ -85,12 +91,12 @@ class Panels {
     const B b = from;  // copies, which stores cannot have changed
     float* const panel = panel_;
     const long whole = columns / kLanes * kLanes;
-    if constexpr (std::is_same_v<B, Transposed>) {
+    if constexpr (kIsTransposed<B>) {
       for (long i = 0; i < whole; i += kLanes) {
         long d = 0;
         for (; d + kLanes <= deep; d += kLanes) {
           Vec square[kLanes];
-          for (int lane = 0; lane < kLanes; lane++) square[lane] = load(b.data + (column + i + lane) * b.stride + k + d);
+          for (int lane = 0; lane < kLanes; lane++) square[lane] = b.widened(k + d, column + i + lane);
           transpose(square);
           for (int lane = 0; lane < kLanes; lane++) store(at(panel, d + lane, i), square[lane]);
         }

@@ -5,7 +5,7 @@ namespace dsjax {
 
 DSJAX_PRODUCT(, Matrix<Float32>)
 DSJAX_PLACE_PRODUCT(, Matrix<Float32>)
-DSJAX_PANEL_PRODUCT(, Transposed)
+DSJAX_PANEL_PRODUCT(, Transposed<Float32>)
 DSJAX_PANEL_PRODUCT(, Matrix<Float32>)
 DSJAX_STREAM_PRODUCT(, Matrix<Float32>)
 

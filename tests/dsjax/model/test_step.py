@@ -1,5 +1,6 @@
 """The step: groups, padding and idle ranks change nothing that is not theirs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -167,3 +168,14 @@ def test_a_rule_that_a_user_changes_changes_the_program_and_not_its_numbers(kern
     output = [one.params["moe_layers.attn.o.weight"] for one in (usual, whole)]
     shards = [array.sharding.shard_shape(array.shape)[1] for array in output]
     assert shards[1] == 2 * shards[0]
+
+
+def test_a_tied_head_in_bfloat16_is_read_as_it_lies(kernels):
+    config, spec = dataclasses.replace(CONFIG, tie_word_embeddings=True), MeshSpec.parse("dp=1")
+    step = make_step(EngineArgs(weights="fp8", kernels="native"), config, spec, spec.build())
+    assert step.table.infos["embed.weight"].dtype == ml_dtypes.bfloat16
+    hidden = jax.ShapeDtypeStruct((1, 3, config.hidden_size), np.float32)
+    program = jax.jit(step.logits).lower(step.abstract_parameters(), hidden).as_text()
+    embedding = f"{config.vocab_size}x{config.hidden_size}x"
+    assert embedding + "ui16" in program
+    assert embedding + "f32" not in program
