@@ -17,7 +17,9 @@ import httpx._transports.default as _http
 import hypothesis
 import pytest
 from cpu_seconds import CpuSeconds
+from jaxtyping import install_import_hook
 from quick_compilation import QUICK_COMPILATION, SERVING_FLAG
+from shapes import CHECKED, SHAPES_FLAG
 
 # How long an example takes says something of the machine, which others may use as well.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -40,11 +42,16 @@ OLD_SECONDS = 7 * 24 * 3600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest --serving-compilation`."""
+    """`pytest --serving-compilation` and `pytest --check-shapes`."""
     parser.addoption(
         SERVING_FLAG,
         action="store_true",
         help="compile as `dsjax serve` does, instead of quickly",
+    )
+    parser.addoption(
+        SHAPES_FLAG,
+        action="store_true",
+        help="hold arrays to the shapes and dtypes in signatures",
     )
 
 
@@ -128,7 +135,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count CPU seconds; throw old programs away, in the process that starts the others."""
+    """Count CPU seconds; check shapes, if asked; throw old programs away, in the process that starts the others."""
+    if config.getoption(SHAPES_FLAG):
+        install_import_hook(CHECKED, "shapes.check_arrays")
     config.pluginmanager.register(CpuSeconds(config), "cpu-seconds")
     if not hasattr(config, "workerinput"):
         drop_old_programs(COMPILED)

@@ -1,22 +1,29 @@
 """What the pages show how to add works as it stands there: each example is one file, and touches no other."""
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from dispatch_cases import D, K, coded_rows, compiled, expected, routings, weights_of
-from goldens.our_model import logits_of
+from goldens.our_model import COMPILE_QUICKLY, logits_of
 from goldens.random_weights import RandomWeights
 from layouts import TINY, answer, hf_tensors, prompts, write_checkpoint
+from step_model import Model, tensors
 
+from dsjax import LLM
+from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.model.parameter_table import parameter_table
 from sharding import MeshError
 from sharding.dispatch import DispatchConfig, dispatch_collectives
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-MOST_LINES = 80
+MOST_LINES = {"hash_router": 40, "ring_dispatch": 80}
 
 
 def example(name: str):
@@ -42,10 +49,9 @@ def plain():
 
 
 def test_every_example_is_a_short_file():
-    files = list(EXAMPLES.glob("*.py"))
-    assert files
-    for file in files:
-        assert len(file.read_text().splitlines()) <= MOST_LINES, file.name
+    lines = {file.stem: len(file.read_text().splitlines()) for file in EXAMPLES.glob("*.py")}
+    assert lines.keys() == MOST_LINES.keys()
+    assert all(count <= MOST_LINES[name] for name, count in lines.items())
 
 
 @pytest.mark.parametrize("by_choice", [False, True])
@@ -73,6 +79,56 @@ def test_an_engine_serves_with_it_and_has_one_devices_bits(checkpoint, plain):
     np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
     assert found.tokens == one.tokens
     assert found.logprobs == one.logprobs
+
+
+def hashed(tokens):
+    """What a token's experts are, reckoned apart from the example."""
+    experts, choices = TINY["n_routed_experts"], TINY["num_experts_per_tok"]
+    first = [(int(token) * 2654435761 % 2**32 >> 16) % experts for token in tokens]
+    return [[(one + k * (experts // choices)) % experts for k in range(choices)] for one in first]
+
+
+def test_a_router_of_ones_own_routes_the_plain_forward_pass_by_token_ids():
+    config = ModelConfig.from_dict(TINY | {"num_nextn_predict_layers": 1})
+    config = dataclasses.replace(config, router=example("hash_router").HashRouter)
+    table = parameter_table(config, weights="f32")
+    params = from_hf_tensors(config, hf_tensors(config, RandomWeights(7)))
+    tokens = np.array([[5, 90, 17, 17, 2]])
+    main = jax.jit(lambda p: table.bind(p)(tokens), compiler_options=COMPILE_QUICKLY)(params)
+    assert main.routing.ids[:, 0].tolist() == [hashed(tokens[0])] * config.num_moe_layers
+    np.testing.assert_allclose(main.routing.weights.sum(-1), config.routed_scaling_factor, rtol=1e-6)
+    further = jax.jit(lambda p: table.bind(p).predict_further(main.hidden[:, :-1], tokens[:, 1:]))(params)
+    assert further.routing.ids[0].tolist() == hashed(tokens[0, 1:])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("dp=2,tp=2", {}), ("dp=2", {}), ("dp=4", {"kernels": "plain"})], ids=str
+)
+def test_a_step_routes_with_it_as_the_plain_forward_pass_does(mesh, options):
+    config = dataclasses.replace(ModelConfig.from_dict(TINY), router=example("hash_router").HashRouter)
+    table, one = parameter_table(config, weights="f32", mtp=False), Model(mesh, config, report=True, **options)
+    tokens = np.array([5, 90, 17, 17, 2, 44])
+    plain = jax.jit(lambda p: table.bind(p)(tokens[None]))(from_hf_tensors(config, tensors(config), mtp=False))
+    logits, _ = one.run(one.empty_cache(), [one.prefill([(tokens.tolist(), 0, [1, 2])], [])])
+    np.testing.assert_allclose(logits[0, 0], plain.logits[0, -1], atol=1e-4 * np.abs(plain.logits).max())
+    counts = np.asarray(one.reports["tokens_per_expert"]).reshape(config.num_moe_layers, -1, config.n_routed_experts)
+    np.testing.assert_array_equal(counts.sum(1), [np.bincount(np.ravel(hashed(tokens)), minlength=32)] * len(counts))
+
+
+@pytest.mark.slow
+def test_an_engine_serves_with_a_router_of_ones_own_and_drafts_by_it(tmp_path):
+    router = example("hash_router").HashRouter
+    checkpoint = write_checkpoint(tmp_path, mtp=True)
+    with pytest.raises(UserError, match="router does not go with --record-steps"):
+        LLM(model=str(checkpoint), router=router, record_steps=str(tmp_path / "steps"))
+    config = dataclasses.replace(ModelConfig.from_dict(TINY | {"num_nextn_predict_layers": 1}), router=router)
+    tokens = np.array([prompts()[-1]["prompt_token_ids"]])
+    plain = logits_of(config, hf_tensors(config, RandomWeights(7, bias_center=-0.2)), tokens)[0]
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    one = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", router=router)
+    found = answer(checkpoint, "dp=4", "auto", "CC", "A_CC_ME", router=router, speculative_config=drafts)
+    np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
+    assert found.tokens == one.tokens
 
 
 @pytest.mark.parametrize("wrong", [int, "ring"])

@@ -10,8 +10,8 @@ from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
-_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id")
-"""Fields of `ModelConfig` that are spelt otherwise in `config.json`, or in more than one way."""
+_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router")
+"""Fields of `ModelConfig` that are spelt otherwise in `config.json`, in more than one way, or not at all."""
 _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
     "num_experts": "n_routed_experts",

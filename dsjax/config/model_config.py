@@ -45,7 +45,8 @@ class ModelConfig:
     """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
 
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
-    nothing. `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
+    nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter`, in its place; no `config.json` has one.
+    `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
     `deepseek_v32` only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field, on
     construction.
     """
@@ -77,6 +78,7 @@ class ModelConfig:
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    router: type | None = None
 
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
@@ -174,7 +176,8 @@ class ModelConfig:
     @property
     def routed_groups(self) -> tuple[int, int] | None:
         """Groups of experts that the router knows, and how many of them a token's experts are in; None where it may choose any."""
-        return (self.n_group, self.topk_group) if self.n_group > 1 and self.topk_method != "greedy" else None
+        limited = self.router is None and self.n_group > 1 and self.topk_method != "greedy"
+        return (self.n_group, self.topk_group) if limited else None
 
     @property
     def num_dense_layers(self) -> int:

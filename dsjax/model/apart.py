@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -160,7 +161,7 @@ class LayerPass:
         index: Array,
     ) -> tuple[Cache, dict[str, Array], Array, Routed, list[Array]]:
         """Attention and routing: the cache, the report, tokens after attention, where they go, and the rows of the first round."""
-        parts, (B, T, D) = self.step.parts, self.shape
+        parts = self.step.parts
         whole = parts.sharding.whole
         with jax.default_matmul_precision("highest"):
             of = self._layer(params, tokens, copies, index)
@@ -168,7 +169,7 @@ class LayerPass:
             normed, _, routing = parts.choose(of, x)
             with jax.named_scope("experts"):
                 slots, weights = parts.experts.assign(of, routing)
-                rows, counts = self.between().pack(whole(normed.reshape(B * T, D)), slots, weights)
+                rows, counts = self.between().pack(whole(rearrange(normed, "b t d -> (b t) d")), slots, weights)
             routed = Routed(whole(normed), slots, weights, counts)
             return cache, self.count(report, routed, index), whole(x), routed, rows
 
@@ -179,9 +180,8 @@ class LayerPass:
 
     def further(self, routed: Routed, r: Int[Array, ""]) -> list[Array]:
         """The rows of round ``r``."""
-        B, T, D = self.shape
         with jax.named_scope("experts"):
-            rows, _ = self.between().pack(routed.normed.reshape(B * T, D), routed.slots, routed.weights, r)
+            rows, _ = self.between().pack(rearrange(routed.normed, "b t d -> (b t) d"), routed.slots, routed.weights, r)
         return rows
 
     def keep(self, kept: Array, slots: Array, returned: Sequence[Array], r: Int[Array, ""]) -> Array:

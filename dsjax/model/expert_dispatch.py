@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -75,10 +77,10 @@ class ExpertDispatch:
         self, of: Layer, routing: Routing, *, by_data: bool = False
     ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
         """The physical experts of all token slots, and their weights. by_data: tokens are split over ``tp``."""
-        B, T, K = routing.ids.shape
+        B, flat = len(routing.ids), partial(rearrange, pattern="b t ... -> (b t) ...")
         sharding, spec = self.sharding, self.sharding.spec
         spread, axes = (sharding.split, spec.token_axes) if by_data else (sharding.whole, spec.batch_axes)
-        logical, active = spread(routing.ids).reshape(B * T, K), spread(of.tokens.active).reshape(B * T)
+        logical, active, weights = (flat(spread(a)) for a in (routing.ids, of.tokens.active, routing.weights))
         # Copies take turns on each DP rank, or on each device where the tokens are split already.
         runs = spec.tp_size if by_data else 1
         distances, first = self._slot_distances(runs), 0
@@ -86,7 +88,7 @@ class ExpertDispatch:
             first = jax.lax.axis_index(spec.batch_axes)
             distances = None if distances is None else jnp.asarray(distances)[first][None]
         slots = assign_copies(of.copies, logical, active, B * runs, distances, first)
-        return sharding.constrain(slots, axes), sharding.constrain(spread(routing.weights).reshape(B * T, K), axes)
+        return sharding.constrain(slots, axes), sharding.constrain(weights, axes)
 
     def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
@@ -94,7 +96,7 @@ class ExpertDispatch:
         T, D, K = x.shape[1], x.shape[-1], products.config.num_experts_per_tok
         tokens = spec.dp_size * T
         experts = of.block.moe.experts
-        stack = experts.stored()
+        stack = stored(experts)
         specs = {name: self._expert_spec(experts, name) for name in stack}
         product = self._product(self.mean_load(tokens))
         exchange = Exchange.of(
@@ -163,3 +165,13 @@ class ExpertDispatch:
             return None
         together = bool(self._stored) and self._product().is_native(np.dtype(np.float32))
         return ExchangeInMemory(self.products.kernels.native, mesh.axis_names, together)
+
+
+def stored(experts: RoutedExperts) -> dict[str, Array]:
+    """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and the like for ``scale`` and ``global_scale``."""
+    return {
+        f"{name}.{part}": getattr(matrix, part)[...]
+        for part in ("weight", "scale", "global_scale")
+        for name, matrix in {"gate_up": experts.gate_up, "down": experts.down}.items()
+        if hasattr(matrix, part)
+    }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
@@ -174,7 +175,7 @@ class MatricesInPlace:
             specs = (dict.fromkeys(arrays, spec), P(), P(batch, tokens, depth))
             out_specs = P(batch, depth if split else tokens, *columns)
             run = on_ranks(local, self.mesh, specs, out_specs)
-            out = run(arrays, layer, x.reshape(x.shape[0], -1, x.shape[-1]))
+            out = run(arrays, layer, rearrange(x, "b ... k -> b (...) k"))
             return out.reshape(*x.shape[:-1], *out.shape[2:])
 
         return in_stack
@@ -245,7 +246,7 @@ class MatricesInPlace:
         rows = self.spec.head_axes if by_data else None
         out_specs = P(batch, depth if split else rows, *columns)
         run = on_ranks(local, self.mesh, (dict.fromkeys(arrays, own), P(), P(batch, rows, depth)), out_specs)
-        out = run(dict(arrays), layer, x.reshape(x.shape[0], -1, x.shape[-1]))
+        out = run(dict(arrays), layer, rearrange(x, "b ... k -> b (...) k"))
         return out.reshape(*x.shape[:-1], *out.shape[2:])
 
     def _pieces(self, depth: int, shares: int, shared: bool, scaled: bool) -> int:
@@ -306,7 +307,7 @@ class MatricesInPlace:
         run = on_ranks(local, self.mesh, (by_rank, P(), P()), by_rank)
         scale = value_of(norm.scale).astype(x.dtype)
         bias = value_of(norm.bias).astype(x.dtype) if isinstance(norm, LayerNorm) else None
-        return run(x.reshape(x.shape[0], -1, x.shape[-1]), scale, bias).reshape(x.shape)
+        return run(rearrange(x, "b ... k -> b (...) k"), scale, bias).reshape(x.shape)
 
 
 def _stored_head(model: Transformer) -> tuple[Array, bool]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from dsjax.model.attention import PagedAttention
@@ -188,13 +189,13 @@ class LayerParts:
             normed, mix, routing = self.choose(here, x)
             with jax.named_scope("experts"):
                 axes = spec.token_axes if by_data else spec.batch_axes
-                rows = self.sharding.constrain(normed.reshape(B * T, D), axes)
+                rows = self.sharding.constrain(rearrange(normed, "b t d -> (b t) d"), axes)
                 transit = exchange.prepare(rows, *self.experts.assign(here, routing, by_data=by_data))
                 return Sent(x, mix, normed, transit)
 
         def nowhere() -> Sent:
             choices, zeros = (B * T, self.products.config.num_experts_per_tok), jnp.zeros((B, T, D), x.dtype)
-            transit = exchange.prepare(zeros.reshape(B * T, D), jnp.full(choices, -1), jnp.zeros(choices))
+            transit = exchange.prepare(rearrange(zeros, "b t d -> (b t) d"), jnp.full(choices, -1), jnp.zeros(choices))
             mix = _zeros(jax.eval_shape(lambda: of.block.mlp_residual.pre(x)[1]))
             return Sent(x, mix, zeros, transit)
 
@@ -203,10 +204,13 @@ class LayerParts:
     def choose(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Float[Array, "B T D"], Any, Routing]:
         """The tokens as experts read them, what ``Residual.post`` is given, and the experts of each."""
         (normed, mix), by_data = self._normed(of, x), self.by_data(of, x)
-        multiply = self.products.multiply(of.index, split_tokens=True, by_data=by_data)
-        spread = partial(self.sharding.on_each_rank, by_data=by_data)
-        choose = native_choice(self.products.kernels, self.products.config)
-        return normed, mix, of.block.moe.router(normed, spread, multiply, choose)
+        multiply, router = self.products.multiply(of.index, split_tokens=True, by_data=by_data), of.block.moe.router
+        with jax.named_scope("router"):
+            logits = multiply(router, normed.astype(jnp.float32))
+            # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on every device.
+            choose = native_choice(self.products.kernels, router) or router.choose
+            routing = self.sharding.on_each_rank(choose, by_data=by_data)(logits, of.tokens.ids)
+        return normed, mix, routing
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
         """The rest of ``send``: the exchange alone."""
@@ -263,7 +267,7 @@ class LayerParts:
         with jax.named_scope("experts"):
             y, report = exchange.add(computed.transit, experts)
         x, by_data = computed.x, self.by_data(of, computed.x)
-        y = self.add_shared(y.reshape(*x.shape[:2], -1), computed.shared, by_data=by_data)
+        y = self.add_shared(rearrange(y, "(b t) d -> b t d", b=len(x)), computed.shared, by_data=by_data)
         return self.sharding.whole(of.block.mlp_residual.post(x, computed.mix, y)), report or {}
 
     def add_shared(

@@ -20,7 +20,7 @@ from dsjax.model import paging
 from dsjax.model.apart import run_apart
 from dsjax.model.layer_values import Layer
 from dsjax.model.paging import Cache
-from dsjax.model.rows import RowGroup
+from dsjax.model.rows import RowGroup, with_tokens
 from dsjax.model.transformer import MTP, Transformer
 from sharding.placement import CopyTables
 
@@ -60,11 +60,11 @@ def further(
     with jax.default_matmul_precision("highest"), jax.named_scope(scope):
         model: Transformer = step.table.bind(params)
         module = _first_module(model.mtp)
-        tokens = step.tokens(groups)
+        tokens = step.tokens(with_tokens(groups, next_tokens))
         if filled is not None:
             filled = mark(step, filled, tokens.slots, True)
         tokens = replace(tokens, filled=filled)
-        embedded = step.embed(model, sharding.whole(next_tokens))
+        embedded = step.embed(model, tokens.ids)
         normalise = products.normalise
         halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, sharding.whole(hidden))]
         x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))

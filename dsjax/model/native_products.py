@@ -22,11 +22,9 @@ from dsjax.model.parameters import Matrix, value_of
 from dsjax.model.transformer import (
     MLA,
     ExpertRouter,
-    Observe,
     Projections,
     RoutedExperts,
     Transformer,
-    XlaProducts,
     attend,
     weighted_sum,
 )
@@ -34,8 +32,8 @@ from sharding.sums import pieces_of
 
 
 @dataclass(frozen=True)
-class NativeProducts(XlaProducts):
-    """The engine's sums in float32, for ``Transformer(…)(tokens, products=…)`` on the CPU platform, of one device.
+class NativeProducts:
+    """The engine's sums in float32, for ``Transformer(…)(tokens, products=…)`` in place of ``XlaProducts``: of one device, on a CPU.
 
     kernels: as ``choose_kernels("native", "cpu", …).native`` loads them.
     form: the MLA form whose sums attention makes. ``A_CC_ME`` gives what an engine with ``batch_invariant=True`` gives; ``CC`` what one
@@ -68,15 +66,8 @@ class NativeProducts(XlaProducts):
         parameters = [norm.scale, norm.bias] if isinstance(norm, LayerNorm) else [norm.scale]
         return _with_derivative(native, plain)(x, *(value_of(parameter).astype(x.dtype) for parameter in parameters))
 
-    def attend(
-        self, mla: MLA, p: Projections, observe: Observe | None = None
-    ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
-        """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own.
-
-        Raises ``ValueError`` for an ``observe``: the kernel keeps no probabilities that it could see.
-        """
-        if observe is not None:
-            raise ValueError("observe needs XlaProducts: the native kernels keep no attention probabilities")
+    def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], None]:
+        """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own."""
         config, (B, S) = mla.config, p.latent.shape[:2]
         settings = {
             "scale": config.softmax_scale,

@@ -5,39 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from jaxtyping import Array, Float
+from einops import pack, unpack
+from jaxtyping import Array, Float, Int
 
-from dsjax.config import ModelConfig
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.table import Kernels
-from dsjax.model.transformer import Routing, limits_groups, scored_experts, scores_of
+from dsjax.model.parameters import value_of
+from dsjax.model.transformer import ExpertRouter, Routing
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-"""``topk_method`` of the models whose choice the kernel makes; others are left to XLA."""
+"""``topk_method`` of the models whose choice the kernel makes; others are left to XLA, and so are routers of other classes."""
 
 
-def native_choice(kernels: Kernels, config: ModelConfig) -> Callable[..., Routing] | None:
-    """What ``ExpertRouter`` is to choose with; None where that is its own ``route``."""
-    if kernels.name("router") != "native" or config.topk_method not in METHODS:
-        return None
-    return partial(_choose, kernels.native)
+def native_choice(kernels: Kernels, router: ExpertRouter) -> Callable[..., Routing] | None:
+    """What is to choose in place of ``router.choose``; None where that has no kernel."""
+    has_kernel = type(router).choose is ExpertRouter.choose and router.config.topk_method in METHODS
+    return partial(_choose, kernels.native, router) if has_kernel and kernels.name("router") == "native" else None
 
 
 def _choose(
-    kernels: NativeKernels, logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: ModelConfig
+    kernels: NativeKernels, router: ExpertRouter, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]
 ) -> Routing:
-    """``route``, with the same ids and weights to the bit."""
-    scores = scores_of(logits, config)
-    *rows, E = scores.shape
-    groups = config.n_group if limits_groups(config) else 1
+    """``ExpertRouter.choose``, with the same ids and weights to the bit."""
+    scores, config = router.scores(logits), router.config
+    groups, kept = config.routed_groups or (1, 1)
+    rows, leading = pack([scores], "* e")
     found = kernels.router(
-        scores.reshape(-1, E),
-        bias,
+        rows,
+        value_of(router.bias) if hasattr(router, "bias") else None,
         config.num_experts_per_tok,
         groups=groups,
-        kept=config.topk_group if groups > 1 else 1,
-        best=scored_experts(config, E // groups),
+        kept=kept,
+        best=router.scored,
         normalised=config.norm_topk_prob,
         factor=config.routed_scaling_factor,
     )
-    return Routing(*(array.reshape(*rows, -1) for array in found), scores)
+    return Routing(*(unpack(array, leading, "* k")[0] for array in found), scores)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Array, Bool, Int, Shaped
 
 from sharding.indices import put, take
 
@@ -32,11 +33,11 @@ class Rows:
 
 
 def write(
-    cache: Float[Array, "L P G *w"], layer: Int[Array, ""], slots: Int[Array, "T"], values: Float[Array, "T *w"]
-) -> Float[Array, "L P G *w"]:
+    cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], slots: Int[Array, "T"], values: Shaped[Array, "T *w"]
+) -> Shaped[Array, "L P G *w"]:
     """Put each token's entry into its slot (``page × G + offset``); −1 writes nothing."""
     L, pages, G = cache.shape[:3]
-    flat = cache.reshape(L * pages * G, *cache.shape[3:])
+    flat = rearrange(cache, "l p g ... -> (l p g) ...")
     nowhere = L * pages * G
     index = jnp.where(slots < 0, nowhere, layer * (pages * G) + slots)
     if index.shape[0] == 1:
@@ -47,23 +48,25 @@ def write(
     return put(flat, index, values.astype(cache.dtype)).reshape(cache.shape)
 
 
-def read(cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"]) -> Float[Array, "R S *w"]:
+def read(
+    cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"]
+) -> Shaped[Array, "R S *w"]:
     """The entries of each row's pages, in order: ``S = Pr × G`` context positions."""
-    L, pages, G = cache.shape[:3]
+    pages, G = cache.shape[1:3]
     # One row a page: XLA's CPU backend copies rows of a matrix several times faster than blocks of a larger array.
-    flat = cache.reshape(L * pages, -1)
+    flat = rearrange(cache, "l p g ... -> (l p) (g ...)")
     entries = take(flat, (layer * pages + tables).reshape(-1))
     return entries.reshape(tables.shape[0], tables.shape[1] * G, *cache.shape[3:])
 
 
 def read_tokens(
-    cache: Float[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"], positions: Int[Array, "R N"]
-) -> Float[Array, "R N *w"]:
+    cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], tables: Int[Array, "R Pr"], positions: Int[Array, "R N"]
+) -> Shaped[Array, "R N *w"]:
     """The entries of single positions of each row's context; past its table any entry."""
-    L, pages, G = cache.shape[:3]
+    pages, G = cache.shape[1:3]
     page = jnp.take_along_axis(tables, jnp.minimum(positions // G, tables.shape[1] - 1), axis=1)
     slots = (layer * pages + page) * G + positions % G
-    flat = cache.reshape(L * pages * G, -1)
+    flat = rearrange(cache, "l p g ... -> (l p g) (...)")
     entries = take(flat, slots.reshape(-1))
     return entries.reshape(*positions.shape, *cache.shape[3:])
 

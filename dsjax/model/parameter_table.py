@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 
 from dsjax.config import ModelConfig
+from dsjax.errors import ConfigError
 from dsjax.model.parameters import Declaration, ParameterInfo, ParameterTable, Weights
-from dsjax.model.transformer import Transformer
+from dsjax.model.transformer import ExpertRouter, Transformer
 
 
 def parameter_table(
@@ -31,14 +32,20 @@ def parameter_table(
     from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
     False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
     begins, ends: as of ``Transformer``.
+
+    Raises:
+        ConfigError: ``config.router`` is no class of a router.
     """
     if not shared_apart:
         config = dataclasses.replace(config, n_shared_experts=0)
+    router = config.router or ExpertRouter
+    if not (isinstance(router, type) and issubclass(router, ExpertRouter)):
+        raise ConfigError(f"router is {router!r}, expected a class that inherits dsjax.model.transformer.ExpertRouter")
     num_physical = config.n_routed_experts if num_physical is None else num_physical
-    declare = Declaration(weights, platform, derived_dtype=derived_dtype)
-    model = Transformer(
-        declare, config, num_physical=num_physical, materialise=materialise, mtp=mtp, begins=begins, ends=ends
+    declare = Declaration(
+        weights, platform, num_physical=num_physical, materialise=materialise, derived_dtype=derived_dtype
     )
+    model = Transformer(declare, config, mtp=mtp, begins=begins, ends=ends)
     return ParameterTable.of(model)
 
 

@@ -110,24 +110,26 @@ def blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
+@dataclass(frozen=True)
 class Declaration:
     """Makes the parameters of one model: it knows how matrices are kept, for which platform, and how many layers are stacked.
 
+    stack: layers that each parameter has a leading axis of; None: no such axis. num_physical: physical experts of a layer.
+    materialise: whether to declare the products that the MLA form ``AM_CC_ME`` wants, which are derived from other parameters.
     derived_dtype: of what is computed from parameters once; None: as of parameters that are never quantised. FP8 weights times their
         scales do not fit bfloat16, so that where float32 is computed in, what is derived from them is kept in float32.
     """
 
-    def __init__(
-        self, weights: Weights, platform: str, stack: int | None = None, derived_dtype: np.dtype | None = None
-    ):
-        self.weights = weights
-        self.platform = platform
-        self.derived_dtype = derived_dtype
-        self._stack = stack
+    weights: Weights
+    platform: str
+    stack: int | None = None
+    num_physical: int = 0
+    materialise: bool = False
+    derived_dtype: np.dtype | None = None
 
     def stacked(self, depth: int) -> Declaration:
         """A declaration like this one, whose parameters get a leading ``layers`` axis of size ``depth``."""
-        return Declaration(self.weights, self.platform, depth, self.derived_dtype)
+        return replace(self, stack=depth)
 
     @property
     def plain_dtype(self) -> np.dtype:
@@ -147,7 +149,7 @@ class Declaration:
     @property
     def for_experts(self) -> Declaration:
         """The declaration for the matrices of routed experts, which ``mixed`` keeps in bf16."""
-        return Declaration("bf16", self.platform, self._stack, self.derived_dtype) if self.weights == "mixed" else self
+        return replace(self, weights="bf16") if self.weights == "mixed" else self
 
     def parameter(
         self,
@@ -160,8 +162,8 @@ class Declaration:
         packed: int = 1,
     ) -> nnx.Param:
         """One parameter, which holds a ``jax.ShapeDtypeStruct`` where a loaded one has values."""
-        if self._stack is not None:
-            shape, axes = (self._stack, *shape), ("layers", *axes)
+        if self.stack is not None:
+            shape, axes = (self.stack, *shape), ("layers", *axes)
         dtype = dtype or self.plain_dtype
         stored = storage_dtype(dtype, self.platform)
         info = ParameterInfo(shape, dtype, stored, axes, init, quantised, packed)

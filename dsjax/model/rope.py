@@ -66,8 +66,8 @@ class Rotation:
     in place).
     """
 
-    cos: Float[Array, "*b O/2"]
-    sin: Float[Array, "*b O/2"]
+    cos: Float[Array, "*b pairs"]
+    sin: Float[Array, "*b pairs"]
     interleave: bool = field(metadata={"static": True})
 
     @classmethod

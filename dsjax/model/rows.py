@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jaxtyping import Array, Int
 
 from dsjax.model.forms import Form
@@ -55,13 +56,15 @@ class RowGroup:
         R, C = shape.rows, shape.chunk
         ends = np.cumsum([R * C, R, R])
         tokens, start, length, tables = jnp.split(packed, ends, axis=1)
-        return cls(tokens.reshape(-1, R, C), start, length, tables.reshape(-1, R, shape.pages), shape)
+        tokens, tables = (rearrange(a, "b (r c) -> b r c", r=R) for a in (tokens, tables))
+        return cls(tokens, start, length, tables, shape)
 
     @staticmethod
     def pack(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, tables: np.ndarray) -> np.ndarray:
         """``[B, W]`` int32 from NumPy arrays of the fields' shapes: one transfer carries a step's inputs."""
-        ranks = tokens.shape[0]
-        return np.concatenate([a.reshape(ranks, -1) for a in (tokens, start, length, tables)], axis=1, dtype=np.int32)
+        return np.concatenate(
+            [rearrange(a, "b ... -> b (...)") for a in (tokens, start, length, tables)], axis=1, dtype=np.int32
+        )
 
     @property
     def positions(self) -> Int[Array, "B R C"]:
@@ -92,4 +95,11 @@ def unpack(packed: Int[Array, "B W"], shapes: Sequence[GroupShape]) -> list[RowG
 
 def flatten(parts: list[Array]) -> Array:
     """``[B, R, C]`` of each group → ``[B, T]`` of all: the tokens of a rank, group after group."""
-    return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
+    return jnp.concatenate([rearrange(part, "b r c -> b (r c)") for part in parts], axis=1)
+
+
+def with_tokens(groups: Sequence[RowGroup], tokens: Int[Array, "B T"]) -> list[RowGroup]:
+    """The groups with these tokens in place of their own, laid out as by ``flatten``."""
+    ends = np.cumsum([group.shape.tokens for group in groups])[:-1]
+    parts = zip(groups, jnp.split(tokens, ends, axis=1), strict=True)
+    return [replace(group, tokens=rearrange(own, "b (r c) -> b r c", c=group.shape.chunk)) for group, own in parts]

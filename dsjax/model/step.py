@@ -22,9 +22,10 @@ from dsjax.config.layers import LayerRun
 from dsjax.model.apart import run_apart
 from dsjax.model.layer_values import Layer, Tokens
 from dsjax.model.paging import Cache
+from dsjax.model.parameters import reinterpret
 from dsjax.model.rows import RowGroup
 from dsjax.model.step_description import StepDescription
-from dsjax.model.transformer import DecoderLayer, Transformer, by_layer, one_after_the_other
+from dsjax.model.transformer import DecoderLayer, Transformer, by_layer
 from dsjax.model.two_batch import run_in_halves
 from sharding.host_memory import rows_from_host
 from sharding.on_ranks import on_ranks
@@ -67,9 +68,9 @@ class ModelStep(StepDescription):
                 rows = slice(row, row + with_experts * run.count)
                 own = None if not with_experts else jax.tree.map(lambda array: _part(array, rows), copies)  # noqa: B023
                 x, cache, report = self._run(model, run, params, x, cache, layer, tokens, own)
-                reports += [report] * bool(report)
+                reports += [[report]] * bool(report)
                 layer, row = layer + run.layers, rows.stop
-            reports = one_after_the_other(reports) or {}
+            reports = by_layer(reports) or {}
             if not self.ends:
                 return self.sharding.whole(x), cache, reports
             normed = self.in_place.normalise(model.final_norm, self.sharding.whole(model.residual.leave(x)))
@@ -90,7 +91,9 @@ class ModelStep(StepDescription):
         """The rows of the embedding, wherever that lies."""
         if "embedded_vocab" not in self.rules.in_host:
             return model.embed(tokens, self.dtype)
-        return model.embed(tokens, self.dtype, partial(rows_from_host, mesh=self.mesh, batch_axes=self.spec.batch_axes))
+        table = model.embed.weight
+        rows = rows_from_host(table[...], tokens, mesh=self.mesh, batch_axes=self.spec.batch_axes)
+        return reinterpret(rows, table.info.dtype).astype(self.dtype)
 
     def _run(
         self, model: Transformer, run: LayerRun, params, x, cache, first: int, tokens: Tokens, copies: CopyTables | None
@@ -123,7 +126,7 @@ class ModelStep(StepDescription):
 
         weights = [own for *_, own in split]
         (x, cache, _), reports = jax.lax.scan(body, (x, cache, jnp.int32(0)), (weights, copies))
-        return x, cache, by_layer(reports) if reports else {}
+        return x, cache, by_layer([reports]) or {}
 
     def _period(self, blocks, binds, index, first, x, cache, tokens: Tokens, copies: CopyTables | None):
         """One layer of each kind of a run, the ``index``-th: the tokens, the cache, and the report of each that has experts."""
@@ -159,7 +162,7 @@ class ModelStep(StepDescription):
                 return (x, cache), report
 
             (x, cache), reports = jax.lax.scan(body, (x, cache), jnp.arange(count))
-            return x, cache, by_layer(reports) if reports else {}
+            return x, cache, by_layer([reports]) or {}
 
         def laid_out(state: nnx.State) -> nnx.State:
             specs = [self.rules.spec(leaf.info.logical_axes) for _, leaf in nnx.to_flat_state(state)]

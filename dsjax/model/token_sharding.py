@@ -37,6 +37,6 @@ class TokenSharding:
         return constrain(array, self.mesh, P(*axes))
 
     def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
-        """``choose(logits, bias)`` for each DP rank's tokens by itself. by_data: they are split over ``tp``."""
+        """``choose(logits, tokens)`` for each DP rank's tokens by itself. by_data: they are split over ``tp``."""
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
-        return on_ranks(choose, self.mesh, (tokens, P()), tokens)
+        return on_ranks(choose, self.mesh, (tokens, tokens), tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,16 @@ from dsjax.config.layers import stacks
 from dsjax.kernels.gate import gated
 from dsjax.model.fp4_matrix import FP4Matrix
 from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
-from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, reinterpret, value_of
+from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
 from dsjax.model.residual import RESIDUALS
 from dsjax.model.rope import Rotation
 from dsjax.model.sparse.choose import choose, index_scores
 from dsjax.model.sparse.indexer import Indexer, IndexProjections
 from sharding.sums import add_by_halves, add_in_order
 
-QUERY_BLOCK = 128
-"""Queries that attend together: few enough that a block skips most keys after it, enough for full products."""
+QUERY_BLOCK = (
+    128  # queries that attend together: few enough that a block skips most keys after it, enough for full products
+)
 
 
 class MLP(nnx.Module):
@@ -69,7 +70,7 @@ class Projections:
 class MLA(nnx.Module):
     """Multi-head latent attention. ``attention.py`` attends over a paged cache, in five forms."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig, *, materialise: bool = False):
+    def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
         D, H, M, Q = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
         N, O, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -90,19 +91,16 @@ class MLA(nnx.Module):
             self.o_bias = declare.parameter((D,), ("embed",), init="zeros")
         if config.index_topk is not None:
             self.indexer = Indexer(declare, config)
-        if materialise:
-            heads_over = ("query_latent", "heads", "latent")
+        if declare.materialise:
             derived = {"init": "derived", "dtype": declare.derived_dtype}
-            self.query_key = declare.parameter((Q or D, H, M), heads_over, **derived)
+            self.query_key = declare.parameter((Q or D, H, M), ("query_latent", "heads", "latent"), **derived)
             self.value_output = declare.parameter((H, M, D), ("heads", "latent", "embed"), **derived)
 
-    def __call__(
-        self, x: Float[Array, "B S D"], rotation: Rotation, products: XlaProducts, observe: Observe | None = None
-    ) -> tuple[Float[Array, "B S D"], Float[Array, ""] | None]:
-        """Causal attention of sequences to themselves, and the sum of what ``observe`` gives."""
-        p = self.project(x, rotation, multiply=products.multiply, normalise=products.normalise)
-        heads, observed = products.attend(self, p, observe)
-        return self.output(heads, products.multiply), observed
+    def __call__(self, x: Float[Array, "B S D"], given: Pass):
+        """Causal attention of sequences to themselves ``[B, S, D]``, and what ``XlaProducts.observe`` gives of it."""
+        p = self.project(x, given.rotation, multiply=given.products.multiply, normalise=given.products.normalise)
+        heads, observed = given.products.attend(self, p)
+        return self.output(heads, given.products.multiply), observed
 
     def project(
         self,
@@ -119,7 +117,9 @@ class MLA(nnx.Module):
         """
         N, M = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         with jax.named_scope("mla_project"):
-            q_latent = self.query_latent(x, multiply, normalise)
+            q_latent = x
+            if self.config.q_lora_rank is not None:
+                q_latent = normalise(self.q_a_norm, _add_bias(multiply(self.q_a, x), self, "q_a_bias"))
             if query_heads:
                 q = multiply(self._query_matrix, q_latent)
                 q = rearrange(q, "... (h n) -> ... h n", h=self.config.num_attention_heads)
@@ -134,18 +134,12 @@ class MLA(nnx.Module):
                 index = self.indexer(x, q_latent, rotation, multiply, normalise)
             return Projections(q_nope, rotation(q_rope), q_latent, latent, k_rope, index)
 
-    def query_latent(self, x: Float[Array, "*b D"], multiply: Multiply, normalise: Normalise) -> Float[Array, "*b Q"]:
-        """``c^Q``, normalised; ``x`` itself where queries are not compressed."""
-        if self.config.q_lora_rank is None:
-            return x
-        return normalise(self.q_a_norm, _add_bias(multiply(self.q_a, x), self, "q_a_bias"))
-
     @property
     def _query_matrix(self) -> Matrix:
         return self.q if self.config.q_lora_rank is None else self.q_b
 
-    def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H N+O"]:
-        """``W^UQ`` and ``W^QR`` by head (``W^Q`` without compression, then Q is D)."""
+    def query_weight(self, dtype: jnp.dtype) -> Float[Array, "Q H width"]:
+        """``W^UQ`` and ``W^QR`` by head, N + O wide (``W^Q`` without compression, then Q is D)."""
         return rearrange(self._query_matrix.value(dtype), "q (h n) -> q h n", h=self.config.num_attention_heads)
 
     def key_value_weight(self, dtype: jnp.dtype) -> tuple[Float[Array, "M H N"], Float[Array, "M H U"]]:
@@ -181,16 +175,12 @@ def with_rotary(k_nope: Float[Array, "*n H N"], k_rope: Float[Array, "*n O"]) ->
 
 
 Observe = Callable[[Projections, slice, Bool[Array, "*B Q S"], Float[Array, "B H Q S"]], Float[Array, ""]]
-"""What is summed over the blocks of queries of one layer: of what the layer made of all tokens, which queries the block has, which of the
-first S positions each of them sees, and how their heads share their attention."""
+"""A number for a block of queries, summed over a layer's: of all tokens' projections, which queries these are, which of the first S
+positions each of them sees, and the probabilities of its heads."""
 
 
 def attend(
-    config: ModelConfig,
-    p: Projections,
-    up_key: Float[Array, "M H N"],
-    up_value: Float[Array, "M H U"],
-    observe: Observe | None = None,
+    config: ModelConfig, p: Projections, up_key: Float[Array, "M H N"], up_value: Float[Array, "M H U"], observe=None
 ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
     """Causal attention of sequences to themselves with the keys and values of each head, and the sum of what ``observe`` gives."""
     heads_first, length = partial(rearrange, pattern="b s h n -> b h s n"), p.latent.shape[1]
@@ -199,9 +189,8 @@ def attend(
     heads, observed = [], []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
-        scores = jnp.einsum(
-            "bhqn,bhkn->bhqk", queries[:, :, start:end], keys[:, :, :end], preferred_element_type=jnp.float32
-        )
+        blocks = queries[:, :, start:end], keys[:, :, :end]
+        scores = jnp.einsum("bhqn,bhkn->bhqk", *blocks, preferred_element_type=jnp.float32)
         seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
         if p.index is not None and end > config.index_topk:
             scored = index_scores(p.index.query[:, start:end], p.index.weight[:, start:end], p.index.key[:, :end])
@@ -227,32 +216,51 @@ class Routing(NamedTuple):
 
 
 class ExpertRouter(nnx.Module):
-    """Sigmoid routing with a correction bias (V3: ``noaux_tc``), or softmax routing (V2), limited to groups of experts."""
+    """Sigmoid routing with a correction bias (V3: ``noaux_tc``), or softmax routing (V2), limited to groups of experts.
+
+    Another router inherits it and overrides ``choose``: ``ModelConfig.router`` has its class (``docs/examples/hash_router.py``).
+    """
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
         E = config.n_routed_experts
         self.weight = declare.parameter((config.hidden_size, E), ("embed", "router_experts"))
+        self.scored = 2 if config.topk_method == "noaux_tc" else 1  # best experts of a group, which add up to its score
         if config.topk_method == "noaux_tc":
             self.bias = declare.parameter((E,), ("router_experts",), init="zeros", dtype=jnp.dtype(jnp.float32))
 
-    def __call__(
-        self,
-        x: Float[Array, "*b D"],
-        spread: Callable[[Callable], Callable] = lambda choose: choose,
-        multiply: Multiply = multiply,
-        choose: Callable[[Array, Array | None, ModelConfig], Routing] | None = None,
-    ) -> Routing:
-        """Route each token, in float32 whatever the dtype of ``x``.
-
-        spread: on a mesh, has each DP rank make the choice ``(logits, bias) -> Routing`` for its own tokens: XLA cannot partition ``top_k``
-            and would gather all tokens' scores on every device, three times a layer.
-        choose: instead of ``route``.
-        """
+    def __call__(self, x: Float[Array, "*b D"], tokens: Int[Array, "*b"], multiply: Multiply = multiply) -> Routing:
+        """Route each token, in float32 whatever the dtype of ``x``. tokens: their ids."""
         with jax.named_scope("router"):
-            logits = multiply(self, x.astype(jnp.float32))
-            bias = value_of(self.bias) if hasattr(self, "bias") else None
-            return spread(lambda logits, bias: (choose or route)(logits, bias, self.config))(logits, bias)
+            return self.choose(multiply(self, x.astype(jnp.float32)), tokens)
+
+    def choose(self, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]) -> Routing:
+        """Experts and weights from each token's logits and id. The bias decides which experts are chosen, never their weights."""
+        scores = self.scores(logits)
+        choice = scores + value_of(self.bias) if hasattr(self, "bias") else scores
+        if self.config.routed_groups is not None:
+            choice = self._mask_groups(choice)
+        ids = jax.lax.top_k(choice, self.config.num_experts_per_tok)[1]
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if self.config.norm_topk_prob:
+            weights = weights / (add_in_order(weights)[..., None] + 1e-20)
+        return Routing(ids, weights * self.config.routed_scaling_factor, scores)
+
+    def scores(self, logits: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        """Sigmoid, or softmax, added up in an order that does not depend on how many rows there are."""
+        if self.config.scoring_func == "sigmoid":
+            return jax.nn.sigmoid(logits)
+        powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+        return powers / add_by_halves(powers)[..., None]
+
+    def _mask_groups(self, choice: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        """−inf for experts outside the best groups: with a negative bias, every score of a chosen group may be below 0."""
+        grouped = rearrange(choice, "... (g e) -> ... g e", g=self.config.n_group)
+        # Of at most two terms, which have one order. Terms read out one by one would make XLA sort instead of taking the best.
+        best = jax.lax.top_k(grouped, self.scored)[0]
+        chosen = jax.lax.top_k(jnp.sum(best, axis=-1), self.config.topk_group)[1]
+        keep = jnp.any(chosen[..., None] == jnp.arange(self.config.n_group), axis=-2)
+        return rearrange(jnp.where(keep[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
 
     def product(self, x: Float[Array, "*b D"]) -> Float[Array, "*b E"]:
         """Every expert's logit of each token: what ``Matrix.product`` is of a matrix."""
@@ -260,74 +268,21 @@ class ExpertRouter(nnx.Module):
         return jnp.einsum("...d,de->...e", x, weight, precision=jax.lax.Precision.HIGHEST)
 
 
-def route(logits: Float[Array, "*b E"], bias: Float[Array, "E"] | None, config: ModelConfig) -> Routing:
-    """Experts and weights from router logits. The bias decides which experts are chosen, never their weights."""
-    scores = scores_of(logits, config)
-    choice = scores if bias is None else scores + bias
-    if limits_groups(config):
-        choice = _mask_groups(choice, config)
-    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if config.norm_topk_prob:
-        weights = weights / (add_in_order(weights)[..., None] + 1e-20)
-    return Routing(ids, weights * config.routed_scaling_factor, scores)
-
-
-def limits_groups(config: ModelConfig) -> bool:
-    """Whether a token's experts come from its ``topk_group`` best groups."""
-    return config.topk_method != "greedy" and config.n_group > 1
-
-
-def scored_experts(config: ModelConfig, members: int) -> int:
-    """How many of a group's best experts add up to its score: two (``noaux_tc``) or one (``group_limited_greedy``)."""
-    return min(2, members) if config.topk_method == "noaux_tc" else 1
-
-
-def _mask_groups(choice: Float[Array, "*b E"], config: ModelConfig) -> Float[Array, "*b E"]:
-    """−inf for experts outside the best groups: with a negative bias, every score of a chosen group may be below 0."""
-    grouped = rearrange(choice, "... (g e) -> ... g e", g=config.n_group)
-    # Of at most two terms, which have one order. Terms read out one by one would make XLA sort instead of taking the best.
-    best = jax.lax.top_k(grouped, scored_experts(config, grouped.shape[-1]))[0]
-    chosen = jax.lax.top_k(jnp.sum(best, axis=-1), config.topk_group)[1]
-    keep = jnp.any(chosen[..., None] == jnp.arange(config.n_group), axis=-2)
-    return rearrange(jnp.where(keep[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
-
-
-def scores_of(logits: Float[Array, "*b E"], config: ModelConfig) -> Float[Array, "*b E"]:
-    """Sigmoid, or softmax, added up in an order that does not depend on how many rows there are."""
-    if config.scoring_func == "sigmoid":
-        return jax.nn.sigmoid(logits)
-    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    return powers / add_by_halves(powers)[..., None]
-
-
-# Experts (V3 report, equation 12)
-
-
 class RoutedExperts(nnx.Module):
-    """Weights of the physical experts: SwiGLU MLPs, stacked."""
+    """Weights of the physical experts (V3 report, equation 12): SwiGLU MLPs, stacked."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
-        D, F = config.hidden_size, config.moe_intermediate_size
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        P, D, F = declare.num_physical, config.hidden_size, config.moe_intermediate_size
         declare = declare.for_experts
         matrix = Matrix if declare.format.packed is None else FP4Matrix
-        self.gate_up = matrix(declare, (num_physical, D, 2, F), ("experts", "embed", "stack", "expert_width"))
-        self.down = matrix(declare, (num_physical, F, D), ("experts", "expert_width", "embed"))
+        self.gate_up = matrix(declare, (P, D, 2, F), ("experts", "embed", "stack", "expert_width"))
+        self.down = matrix(declare, (P, F, D), ("experts", "expert_width", "embed"))
 
     def __call__(
         self, x: Float[Array, "T D"], ids: Int[Array, "T K"], weights: Float[Array, "T K"]
     ) -> Float[Array, "T D"]:
         """``Σ_k w_k Expert_k(x)``: every expert on every token, weighted by 0 where it was not chosen."""
         return weighted_sum(x, ids, weights, self.gate_up.value(x.dtype), self.down.value(x.dtype))
-
-    def stored(self) -> dict[str, Array]:
-        """The arrays as they lie in memory: ``gate_up.weight``, ``down.weight``, and the like for ``scale`` and ``global_scale``."""
-        return {
-            f"{name}.{part}": getattr(matrix, part)[...]
-            for part in ("weight", "scale", "global_scale")
-            for name, matrix in {"gate_up": self.gate_up, "down": self.down}.items()
-            if hasattr(matrix, part)
-        }
 
 
 def weighted_sum(x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[Array, "E F D"]) -> Float[Array, "T D"]:
@@ -338,110 +293,96 @@ def weighted_sum(x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[
     return jnp.einsum("ted,te->td", out.astype(jnp.float32), chosen.sum(axis=1)).astype(x.dtype)
 
 
-ExpertsFunction = Callable[
-    [RoutedExperts, Float[Array, "T D"], Int[Array, "T K"], Float[Array, "T K"]], Float[Array, "T D"]
-]
-"""Another way to ``RoutedExperts.__call__``, given the experts."""
-
-
 class MoE(nnx.Module):
     """``x → Σ_k w_k Expert_k(x) + Shared(x)``."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig, num_physical: int):
-        self.router = ExpertRouter(declare, config)
-        self.experts = RoutedExperts(declare, config, num_physical)
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        self.router = (config.router or ExpertRouter)(declare, config)
+        self.experts = RoutedExperts(declare, config)
         if config.n_shared_experts:
             hidden = config.n_shared_experts * config.moe_intermediate_size
             self.shared = MLP(declare, config.hidden_size, hidden, "shared_width")
 
-    def __call__(
-        self, x: Float[Array, "B S D"], products: XlaProducts, experts: ExpertsFunction | None = None
-    ) -> tuple[Float[Array, "B S D"], Routing]:
-        """Each token's experts with their weights, and the shared ones; experts: instead of ``products.experts``."""
-        routing = self.router(x, multiply=products.multiply)
+    def __call__(self, x: Float[Array, "B S D"], given: Pass) -> tuple[Float[Array, "B S D"], Routing]:
+        """Each token's experts with their weights, and the shared ones."""
+        products, routing = given.products, self.router(x, given.tokens, given.products.multiply)
         with jax.named_scope("experts"):
             flat = (rearrange(a, "b s d -> (b s) d") for a in (x, routing.ids, routing.weights))
-            y = (experts or products.experts)(self.experts, *flat).reshape(x.shape)
+            y = rearrange(products.experts(self.experts, *flat), "(b s) d -> b s d", b=len(x))
         return (y + self.shared(x, products.multiply) if hasattr(self, "shared") else y), routing
 
 
+@dataclass(frozen=True)
 class XlaProducts:
-    """The sums of a forward pass as XLA makes them: products with matrices, norms, attention, experts, and the head."""
+    """The sums of a forward pass as XLA makes them: products with matrices, norms, attention, experts, and the head.
 
+    experts: instead of ``RoutedExperts.__call__``. observe: what to sum over the queries of each layer.
+    """
+
+    experts: Callable[[RoutedExperts, Array, Array, Array], Array] = RoutedExperts.__call__
+    observe: Observe | None = None
     multiply = staticmethod(multiply)
     normalise = staticmethod(normalise)
-    experts = staticmethod(RoutedExperts.__call__)
 
-    def attend(
-        self, mla: MLA, p: Projections, observe: Observe | None = None
-    ) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
+    def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], Float[Array, ""] | None]:
         """``attend`` with the layer's weights."""
-        return attend(mla.config, p, *mla.key_value_weight(p.latent.dtype), observe)
+        return attend(mla.config, p, *mla.key_value_weight(p.latent.dtype), self.observe)
 
     def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Float32 logits."""
         return jnp.einsum("bsd,dv->bsv", x, model.head_weight(x.dtype), preferred_element_type=jnp.float32)
 
 
-# The model
-
-
 class Pass(NamedTuple):
-    """How a forward pass is run.
+    """What all layers of a forward pass are given: token ids, the rotation of their positions, and how sums are made."""
 
-    products: how sums are made; ``NativeProducts`` for the engine's bits. experts: instead of ``products.experts``. remat: recompute each
-    layer in the backward pass instead of keeping its activations. unroll: compile every layer for itself instead of a scan, which on a
-    CPU saves copying what the backward pass needs. observe: what to sum over the queries of each layer.
-    """
-
-    products: XlaProducts = XlaProducts()
-    experts: ExpertsFunction | None = None
-    remat: bool = False
-    unroll: bool = False
-    observe: Observe | None = None
+    tokens: Int[Array, "B S"]
+    rotation: Rotation
+    products: XlaProducts
 
 
 class Output(NamedTuple):
-    """What a pass gives."""
+    """What a pass gives.
+
+    hidden: after the final norm: what the head multiplies, and what the MTP module takes. routing: stacked over MoE layers, ids and weights
+    ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts. observed: what ``XlaProducts.observe`` gave in each layer.
+    """
 
     logits: Float[Array, "B S V"]
     hidden: Float[Array, "B S D"]
-    """After the final norm: what the head multiplies, and what the MTP module takes."""
     routing: Routing | None
-    """Stacked over MoE layers: ids and weights ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts."""
-    observed: Float[Array, "L"] | None = None
-    """What ``observe`` gave in each layer; None without it."""
+    observed: Float[Array, "L"] | None
 
 
 class DecoderLayer(nnx.Module):
     """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input (``residual.py``).
 
-    Declared with a leading ``layers`` axis.
+    Declared with a leading ``layers`` axis. mlp: of ``LayerKind``.
     """
 
-    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int = 0, materialise: bool = False):
+    def __init__(self, declare: Declaration, config: ModelConfig, mlp: Literal["dense", "moe"]):
         D, residual = config.hidden_size, RESIDUALS[config.residual]
         self.attn_residual, self.mlp_residual = residual(declare, config), residual(declare, config)
         self.attn_norm = RMSNorm(declare, D, config.rms_norm_eps)
-        self.attn = MLA(declare, config, materialise=materialise)
+        self.attn = MLA(declare, config)
         self.mlp_norm = RMSNorm(declare, D, config.rms_norm_eps)
-        if num_physical:
-            self.moe = MoE(declare, config, num_physical)
+        if mlp == "moe":
+            self.moe = MoE(declare, config)
         else:
             self.mlp = MLP(declare, D, config.intermediate_size, "mlp_width")
 
-    def __call__(self, x: Float[Array, "B S *n D"], rotation: Rotation, how: Pass = Pass()):
-        """One layer's hidden states, its routing (None in a dense one) and what was observed."""
-        products = how.products
+    def __call__(self, x: Float[Array, "B S *n D"], given: Pass):
+        """The hidden states after the layer, its routing (None in a dense one) and what was observed."""
+        normalise = given.products.normalise
         read, mix = self.attn_residual.pre(x)
-        y, observed = self.attn(products.normalise(self.attn_norm, read), rotation, products, how.observe)
+        y, observed = self.attn(normalise(self.attn_norm, read), given)
         x = self.attn_residual.post(x, mix, y)
         read, mix = self.mlp_residual.pre(x)
-        normed, routing = products.normalise(self.mlp_norm, read), None
+        normed, routing = normalise(self.mlp_norm, read), None
         if hasattr(self, "mlp"):
-            y = self.mlp(normed, products.multiply)
+            y = self.mlp(normed, given.products.multiply)
         else:
-            y, routing = self.moe(normed, products, how.experts)
+            y, routing = self.moe(normed, given)
         return self.mlp_residual.post(x, mix, y), (routing, observed)
 
 
@@ -451,37 +392,32 @@ class Embedding(nnx.Module):
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.weight = declare.parameter((config.vocab_size, config.hidden_size), ("embedded_vocab", "embed"))
 
-    def __call__(
-        self, tokens: Int[Array, "*b"], dtype, look_up: Callable[[Array, Array], Array] | None = None
-    ) -> Float[Array, "*b D"]:
-        """Rows of the table, in the compute dtype. look_up: gives them of a table that lies elsewhere, as it is stored."""
-        if look_up is None:
-            return value_of(self.weight)[tokens].astype(dtype)
-        return reinterpret(look_up(self.weight[...], tokens), self.weight.info.dtype).astype(dtype)
+    def __call__(self, tokens: Int[Array, "*b"], dtype: jnp.dtype) -> Float[Array, "*b D"]:
+        """Rows of the table, in the compute dtype."""
+        return value_of(self.weight)[tokens].astype(dtype)
 
 
 class MTP(nnx.Module):
     """Multi-token prediction modules (V3 report §2.2): what they own beside the shared embedding and head."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig, *, num_physical: int, materialise: bool):
-        D, depth = config.hidden_size, config.num_nextn_predict_layers
-        stacked = declare.stacked(depth)
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        D, stacked = config.hidden_size, declare.stacked(config.num_nextn_predict_layers)
         self.embed_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
-        self.layers = DecoderLayer(stacked, config, num_physical=num_physical, materialise=materialise)
+        self.layers = DecoderLayer(stacked, config, "moe" if config.is_moe else "dense")
         self.residual = RESIDUALS[config.residual](stacked, config)
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
-    def __call__(self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], rotation: Rotation, how: Pass):
+    def __call__(self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], given: Pass):
         """One module, sliced from the stack: ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, a decoder layer, a norm of its own.
 
-        Equations 21 to 23; the two halves in the order of the released weights. As ``DecoderLayer.__call__``.
+        Equations 21 to 23; the two halves in the order of the released weights. given: of ``t_{i+1}``. As ``DecoderLayer.__call__``.
         """
-        normalise = how.products.normalise
+        normalise = given.products.normalise
         joined = [normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)]
-        x = how.products.multiply(self.eh_proj, jnp.concatenate(joined, axis=-1))
-        x, seen = self.layers(self.residual.enter(x), rotation, how)
+        x = given.products.multiply(self.eh_proj, jnp.concatenate(joined, axis=-1))
+        x, seen = self.layers(self.residual.enter(x), given)
         return normalise(self.final_norm, self.residual.leave(x)), seen
 
 
@@ -491,75 +427,64 @@ class Transformer(nnx.Module):
     begins, ends: whether it has the model's first, its last layers; if not, it is a stage, without the embedding or the head.
     """
 
-    def __init__(
-        self,
-        declare: Declaration,
-        config: ModelConfig,
-        *,
-        num_physical: int,
-        materialise: bool,
-        mtp: bool,
-        begins: bool = True,
-        ends: bool = True,
-    ):
+    def __init__(self, declare: Declaration, config: ModelConfig, *, mtp: bool, begins: bool = True, ends: bool = True):
         self.config = config
         self.residual = RESIDUALS[config.residual](declare, config)
         mtp = mtp and config.num_nextn_predict_layers > 0
         if begins or (ends and (mtp or config.tie_word_embeddings)):
             self.embed = Embedding(declare, config)
         for kind, numbers in stacks(config.layer_runs).items():
-            experts = num_physical if kind.mlp == "moe" else 0
-            stacked = declare.stacked(len(numbers))
-            setattr(self, kind.stack, DecoderLayer(stacked, config, num_physical=experts, materialise=materialise))
+            setattr(self, kind.stack, DecoderLayer(declare.stacked(len(numbers)), config, kind.mlp))
         if not ends:
             return
         self.final_norm = RMSNorm(declare, config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.head = Matrix(declare, (config.hidden_size, config.vocab_size), ("embed", "vocab"), quantise=False)
         if mtp:
-            self.mtp = MTP(declare, config, num_physical=num_physical, materialise=materialise)
+            self.mtp = MTP(declare, config)
 
-    def __call__(self, tokens: Int[Array, "B S"], dtype: jnp.dtype = jnp.float32, **how) -> Output:
-        """Logits of every position. how: fields of ``Pass``."""
-        how = Pass(**how)
-        rotation = self._rotation(tokens)
-        x, routings, observed = self.residual.enter(self.embed(tokens, dtype)), [], []
+    def __call__(
+        self, tokens: Int[Array, "B S"], dtype=jnp.float32, products=XlaProducts(), *, remat=False, unroll=False
+    ) -> Output:
+        """Logits of every position.
+
+        products: how sums are made; ``NativeProducts`` for the engine's bits. remat: recompute each layer in the backward pass instead of
+        keeping its activations. unroll: compile every layer for itself, which on a CPU saves copying what the backward pass needs.
+        """
+        given = self._given(tokens, products)
+        x, runs = self.residual.enter(self.embed(tokens, dtype)), []
         for run in self.config.layer_runs:
             graphs, weights = zip(*(nnx.split(getattr(self, kind.stack)) for kind in run.kinds), strict=True)
 
             def body(x, weights, graphs=graphs):
                 seen = []
                 for graph, own in zip(graphs, weights, strict=True):
-                    x, one = nnx.merge(graph, own)(x, rotation, how)
+                    x, one = nnx.merge(graph, own)(x, given)
                     seen.append(one)
-                return x, tuple(zip(*seen, strict=True))
+                return x, seen
 
-            x, (routing, own) = jax.lax.scan(jax.checkpoint(body) if how.remat else body, x, weights, unroll=how.unroll)
-            if routing := [one for one in routing if one is not None]:
-                routings.append(by_layer(routing))
-            if how.observe is not None:
-                observed.append(by_layer(own))
-        hidden = how.products.normalise(self.final_norm, self.residual.leave(x))
-        return Output(how.products.project(self, hidden), hidden, *map(one_after_the_other, (routings, observed)))
+            x, seen = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights, unroll=unroll)
+            runs.append(seen)
+        hidden = products.normalise(self.final_norm, self.residual.leave(x))
+        seen = (by_layer([[one[i] for one in kinds if one[i] is not None] for kinds in runs]) for i in range(2))
+        return Output(products.project(self, hidden), hidden, *seen)
 
     def predict_further(
-        self, hidden: Float[Array, "B S D"], next_tokens: Int[Array, "B S"], *, depth: int = 0, **how
+        self, hidden: Float[Array, "B S D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
     ) -> Output:
         """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
 
-        hidden: of ``__call__``, or of the module before; its positions are kept. how: fields of ``Pass``.
+        hidden: of ``__call__``, or of the module before; its positions are kept.
         """
-        how = Pass(**how)
         graph, weights = nnx.split(self.mtp)
         module = nnx.merge(graph, jax.tree.map(lambda a: a[depth], weights))
         embedded = self.embed(next_tokens, hidden.dtype)
-        further, (routing, observed) = module(hidden, embedded, self._rotation(next_tokens), how)
-        observed = None if observed is None else observed[None]
-        return Output(how.products.project(self, further), further, routing, observed)
+        further, (routing, observed) = module(hidden, embedded, self._given(next_tokens, products))
+        return Output(products.project(self, further), further, routing, None if observed is None else observed[None])
 
-    def _rotation(self, tokens: Int[Array, "B S"]) -> Rotation:
+    def _given(self, tokens: Int[Array, "B S"], products: XlaProducts) -> Pass:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
+        return Pass(tokens, Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim), products)
 
     def head_weight(self, dtype) -> Float[Array, "D V"]:
         """The output projection ``[D, V]``, which is the embedding's transpose where the two are tied."""
@@ -568,13 +493,8 @@ class Transformer(nnx.Module):
         return self.head.value(dtype)
 
 
-def by_layer(of_kinds: Sequence[Any]) -> Any:
-    """What a run's kinds gave, arrays ``[count, ...]`` each, in the order of their layers: ``[count × kinds, ...]``."""
-    if len(of_kinds) == 1:
-        return of_kinds[0]
-    return jax.tree.map(lambda *arrays: rearrange(list(arrays), "kind count ... -> (count kind) ..."), *of_kinds)
-
-
-def one_after_the_other(runs: Sequence[Any]) -> Any:
-    """What runs of layers gave, stacked over all their layers; None where there is nothing."""
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *runs) if runs else None
+def by_layer(runs: Sequence[Sequence[Any]]) -> Any:
+    """What the kinds of each run of layers gave, arrays ``[count, ...]``, stacked over all layers in their order; None of nothing."""
+    merge = lambda *kinds: rearrange(list(kinds), "kind count ... -> (count kind) ...")  # noqa: E731
+    merged = [jax.tree.map(merge, *kinds) for kinds in runs if kinds]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *merged) if merged else None

@@ -14,10 +14,11 @@ NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 SMALL = {
     "1_mesh_layouts": 'LAYOUTS = {"dp=4,tp=8": "4 replicas", "dp=4,tp=8,ep=4": "each expert cut in 8 slices"}',
     "2_mla_forms": 'TOKENS = 2\nCOMPARED = ("CC",)\nCONTEXT = 64',
-    "3_dispatch": 'MESH = "dp=4"\nTOKENS = 8\nSKEWS = (0.0, 1.0)',
+    "3_dispatch": 'MESH, HOST = "dp=4", 2\nTOKENS = 8\nSKEWS = (0.0, 1.0)',
     "4_dry_run_671b": 'LAYOUTS = ("dp=8",)',
     "5_planner": 'CLUSTER = "h200-8"\nMODES = ("aggregated",)',
     "6_routing": 'MESH = "dp=1"\nMODULES = ("heapq",)\nTOKENS = 1024\nCHUNK = 256',
+    "7_same_answer": 'RUNS = {name: RUNS[name] for name in ("one device", "attention | experts")}',
 }
 """Sizes at which a test can wait for a notebook; the files themselves were run at their own."""
 MOST_BYTES = 300_000

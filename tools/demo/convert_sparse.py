@@ -33,7 +33,7 @@ from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterTable
 from dsjax.model.sparse import index_scores
-from dsjax.model.transformer import Projections, Transformer
+from dsjax.model.transformer import Projections, Transformer, XlaProducts
 from tools.demo import optimizer
 from tools.demo.checkpoint import restore, save
 from tools.demo.corpus import describe_differences, read_corpus
@@ -111,11 +111,11 @@ def losses(
 
     The module, and its indexer, see half of the rows.
     """
-    run = {"experts": experts, "observe": divergence}
+    products = XlaProducts(experts, divergence)
     model: Transformer = table.bind(params)
-    main = model(rows[:, :-2], **run, **how)
+    main = model(rows[:, :-2], products=products, **how)
     half = rows[: -(-len(rows) // 2)]
-    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], **run)
+    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], products)
     of_layer = [*(main.observed / rows[:, :-2].size), *(further.observed / half[:, 1:-1].size)]
     return (
         cross_entropy(main.logits, rows[:, 1:-1]),

@@ -28,9 +28,10 @@ from tokenizers import Tokenizer
 from dsjax.checkpoint.load import from_hf_tensors
 from dsjax.checkpoint.safetensors import SafetensorsFile
 from dsjax.config import ModelConfig, load_config
+from dsjax.model.expert_dispatch import stored
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.parameter_table import parameter_table
-from dsjax.model.transformer import Transformer
+from dsjax.model.transformer import Transformer, XlaProducts
 from tools.demo.corpus import MANIFESTS, SourceFile, describe_differences, read_corpus
 from tools.demo.train import FOLDER
 
@@ -103,11 +104,12 @@ def _measure(params, table, config: ModelConfig, tokens):
     product = ExpertProduct("tiles")
 
     def experts(weights, x_TD, ids_TK, weights_TK):
-        return product(weights.stored(), x_TD, ids_TK, weights_TK)
+        return product(stored(weights), x_TD, ids_TK, weights_TK)
 
     model: Transformer = table.bind(params)
-    main = model(tokens[:, :-1], experts=experts)
-    further = model.predict_further(main.hidden, tokens[:, 1:], experts=experts)
+    products = XlaProducts(experts)
+    main = model(tokens[:, :-1], products=products)
+    further = model.predict_further(main.hidden, tokens[:, 1:], products)
     choice = jnp.argmax(main.logits[0], axis=-1)
     picked = jnp.take_along_axis(main.logits[0], tokens[0, 1:, None], axis=-1)[:, 0]
     draft = jnp.argmax(further.logits[0], axis=-1)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import ParameterTable
-from dsjax.model.transformer import Output, Transformer
+from dsjax.model.transformer import Output, Transformer, XlaProducts
 from tools.demo import balance, optimizer
 from tools.demo.experts import apply_experts, capacity_of
 
@@ -49,9 +49,10 @@ def losses(
     The module sees half of the rows: with its own layer and the head it would cost a third of the step.
     """
     model: Transformer = table.bind(params)
-    main = model(rows[:, :-2], experts=experts, unroll=True)
+    products = XlaProducts(experts)
+    main = model(rows[:, :-2], products=products, unroll=True)
     half = rows[: -(-len(rows) // 2)]
-    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], experts=experts)
+    further = model.predict_further(main.hidden[: len(half)], half[:, 1:-1], products)
     return cross_entropy(main.logits, rows[:, 1:-1]), cross_entropy(further.logits, half[:, 2:]), (main, further)
 
 

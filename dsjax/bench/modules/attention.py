@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
@@ -112,7 +112,7 @@ def attention_cases(
     setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]
 ) -> Iterator[ModuleCase]:
     """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
-    make = lambda declare: MLA(declare, setting.config, materialise=form == "AM_CC_ME")  # noqa: E731
+    make = lambda declare: MLA(replace(declare, materialise=form == "AM_CC_ME"), setting.config)  # noqa: E731
     stack = LayerStack.of(setting, make, setting.config.num_hidden_layers)
     for rows, chunk, cached in shapes:
         shape = AttentionShape(setting, form, rows, chunk, cached)

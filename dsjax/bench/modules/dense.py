@@ -130,7 +130,7 @@ def layer_cases(setting: Setting, module: str, tokens: Iterable[int]) -> Iterato
         make = lambda declare: ExpertRouter(declare, config)  # noqa: E731
 
         def apply(router: ExpertRouter, x, total):
-            routing = router(x)
+            routing = router(x, jnp.zeros(x.shape[:-1], jnp.int32))
             return total.at[..., : routing.ids.shape[-1]].add((routing.weights + routing.ids).astype(total.dtype))
 
     else:

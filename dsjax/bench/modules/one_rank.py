@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -56,7 +56,8 @@ class OneRankPlan:
 
 def layer_stack(setting: Setting, experts: int, depth: int) -> LayerStack:
     """`depth` layers of the model as one rank holds them: with so many physical experts, or, with 0, dense."""
-    make = lambda declare: DecoderLayer(declare, setting.config, num_physical=experts)  # noqa: E731
+    mlp = "moe" if experts else "dense"
+    make = lambda declare: DecoderLayer(replace(declare, num_physical=experts), setting.config, mlp)  # noqa: E731
     return LayerStack.of(setting, make, depth, depth=depth)
 
 
@@ -124,7 +125,8 @@ def _loop(plan: OneRankPlan, stack: LayerStack, sent: DispatchedTokens | None, s
         specs = {name: P() for name in (*stored, "layer")}
         arguments = (inputs["rows"], inputs["ids"][index], inputs["weights"], stored | {"layer": index})
 
-        routing, config = block.moe.router(y, multiply=setting.multiply), DispatchConfig(report=True)
+        tokens, config = jnp.zeros(y.shape[:-1], jnp.int32), DispatchConfig(report=True)
+        routing = block.moe.router(y, tokens, setting.multiply)
         out, _ = dispatch(setting.spec, setting.step.mesh, config, *arguments, experts, specs, experts=plan.experts)
         # What comes back to the rank are as many rows as it sent, summed from other ranks: here rows of its own.
         back = jnp.resize(out, (plan.batch, out.shape[-1]))[None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -83,7 +83,7 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
     if not config.is_moe:
         return
     D, F, itemsize = config.hidden_size, config.moe_intermediate_size, setting.dtype.itemsize
-    make = lambda declare: RoutedExperts(declare, setting.config, experts)  # noqa: E731
+    make = lambda declare: RoutedExperts(replace(declare, num_physical=experts), config)  # noqa: E731
     stack = LayerStack.of(setting, make, config.num_moe_layers)
     for count in tokens:
         for variant, skew in SKEWS.items():

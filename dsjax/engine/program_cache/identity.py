@@ -36,6 +36,8 @@ _ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "plan", "dryrun"})
 _DSJAX = Path(__file__).parents[2]
 """The folder of the package. To import ``dsjax`` for it would be a circle."""
 _PACKAGES = ("jax", "jaxlib", "flax", "einops", "numpy", "ml_dtypes")
+_KNOWN = {"dsjax", "sharding", "builtins", *_PACKAGES, *sys.stdlib_module_names}
+"""Where code lies whose source, or version, is part of what programs depend on."""
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NO_MATTER = re.compile("cache|address|^jax_log|^jax_explain")
 """In the names of JAX's settings on which no program depends."""
@@ -123,6 +125,8 @@ def _name(value: Any) -> bytes:
     owner = getattr(value, "__self__", None)
     if "<" in name or getattr(value, "__closure__", None) or not (owner is None or isinstance(owner, types.ModuleType)):
         raise NotDescribed(f"{name} is not at the top of its module")
+    if value.__module__.partition(".")[0] not in _KNOWN:
+        raise NotDescribed(f"{name} may change while its name does not")
     return name.encode()
 
 

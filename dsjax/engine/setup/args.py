@@ -88,6 +88,11 @@ class BasicOptions:
         choices=("auto", "gather", "padded", "ragged", "hierarchical"),
         classes=True,
     )
+    router: type | None = option(
+        None,
+        "class of the routers, which inherits dsjax.model.transformer.ExpertRouter; default: the model's",
+        classes=True,
+    )
     devices_per_host: int | None = option(
         None,
         "neighbours in the mesh that fast links join, for --dispatch auto and hierarchical and --ep-dispatch-algorithm static; default: "

@@ -73,6 +73,8 @@ def make_step(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
             "or the checkpoint lacks its tensors); leave the option out"
         )
+    if args.router is not None:
+        config = dataclasses.replace(config, router=args.router)
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)
     weights = weights_format(args, config, dtype, bf16_experts)

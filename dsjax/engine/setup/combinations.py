@@ -67,6 +67,7 @@ NO_CACHE = Choice("the MLA form CD", lambda args: "CD" in (args.mla_prefill, arg
 HOST_CACHE, DISK, DISK_BYTES = map(_given, ("host_cache_bytes", "disk_cache", "disk_cache_bytes"))
 EVENTS = Choice("--kv-events-config", lambda args: args.kv_events is not None and args.kv_events.publishes)
 RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
+ROUTER = Choice("router", lambda args: args.router is not None)
 EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
 BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
 OWN_DISPATCH = Choice("a class given as dispatch", lambda args: isinstance(args.dispatch, type))
@@ -122,6 +123,10 @@ EXCLUSIONS = (
     *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
     Exclusion(OWN_DISPATCH, SEVERAL, "processes tell each other their options as text", _BY_NAME),
     Exclusion(OWN_DISPATCH, RECORDING, "a recording names the method that it is replayed with", _BY_NAME),
+    *(
+        Exclusion(ROUTER, other, "what another process has computed may come from another router")
+        for other in (RECORDING, DISK, SEVERAL, MODE, PAGE_SOURCE)
+    ),
     Exclusion(DISK, SEVERAL, "a folder is one process's", "use --host-cache-bytes, or leave one of the two out"),
     Exclusion(
         BALANCED_STAGES,

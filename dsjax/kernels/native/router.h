@@ -1,4 +1,4 @@
-// Which experts a token uses, and with what weights, from its scores of all experts (dsjax/model/transformer.py `route`, to the bit).
+// Which experts a token uses, and with what weights, from its scores of all experts (dsjax/model/transformer.py `ExpertRouter.choose`, to the bit).
 #pragma once
 
 #include <algorithm>

@@ -49,7 +49,7 @@ def positions_of(chosen: Bool[Array, "*b S"], k: int) -> tuple[Int[Array, "*b k"
     return found.reshape(*ranks.shape[:-1], k).astype(jnp.int32), ranks[..., -1]
 
 
-def pack(chosen: Bool[Array, "*b S"]) -> UInt32[Array, "*b S/32"]:
+def pack(chosen: Bool[Array, "*b S"]) -> UInt32[Array, "*b words"]:
     """One bit for each position, 32 in a word; S rounded up to whole words."""
     padded = jnp.pad(chosen, [(0, 0)] * (chosen.ndim - 1) + [(0, -chosen.shape[-1] % 32)])
     words = padded.reshape(*chosen.shape[:-1], -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)

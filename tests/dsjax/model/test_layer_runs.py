@@ -15,6 +15,7 @@ from dsjax.config.layers import LayerKind, LayerRun, moe_layers, stacks
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.rope import Rotation
 from dsjax.model.stage import stages_of
+from dsjax.model.transformer import Pass, XlaProducts
 
 EVEN, ODD = LayerKind("even_layers", "dense"), LayerKind("odd_layers", "moe")
 
@@ -51,15 +52,13 @@ def test_the_forward_pass_takes_their_layers_by_turns():
     table = parameter_table(CONFIG, weights="f32", mtp=False)
     model = table.bind(from_hf_tensors(CONFIG, tensors(CONFIG)))
     found = jax.jit(lambda: model(TOKENS[None]))()
-    x, rotation = (
-        model.embed(TOKENS[None], np.float32),
-        Rotation.at(np.arange(6)[None], CONFIG.rope, CONFIG.qk_rope_head_dim),
-    )
+    rotation = Rotation.at(np.arange(6)[None], CONFIG.rope, CONFIG.qk_rope_head_dim)
+    x, given = model.embed(TOKENS[None], np.float32), Pass(TOKENS[None], rotation, XlaProducts())
     chosen = []
     for place in range(4):
         graph, weights = nnx.split(model.odd_layers if place % 2 else model.even_layers)
         layer = nnx.merge(graph, jax.tree.map(lambda array, place=place: array[place // 2], weights))
-        x, (routing, _) = layer(x, rotation)
+        x, (routing, _) = layer(x, given)
         chosen += [routing.ids] if routing else []
     np.testing.assert_allclose(found.hidden, model.final_norm(x), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found.routing.ids, np.stack(chosen))

@@ -22,6 +22,7 @@ from dsjax.errors import UserError
 from dsjax.model import mtp
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.rows import GroupShape, unpack
+from dsjax.model.transformer import ExpertRouter, Routing
 from sharding import MeshSpec
 from sharding.placement import CopyTables
 
@@ -35,9 +36,9 @@ ROWS, CHUNK = 2, 4
 class Module:
     """A tiny model with its MTP module on a mesh; one program serves prompts' chunks and decodes."""
 
-    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None):
+    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None, router=None):
         spec = MeshSpec.parse(mesh)
-        args = EngineArgs(mesh=mesh, page_size=G, dtype="float32", mla_prefill=form, mla_decode=form)
+        args = EngineArgs(mesh=mesh, page_size=G, dtype="float32", mla_prefill=form, mla_decode=form, router=router)
         step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
         dispatch = dataclasses.replace(step.dispatch, report=True)
         self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch)
@@ -78,7 +79,7 @@ class Module:
             jax.device_put(a.reshape(self.ranks, ROWS * CHUNK, *a.shape[3:]), self.on_ranks)
             for a in (hidden, next_tokens)
         )
-        packed = self.pack({at: (row[1], *row[2:]) for at, row in rows.items()})
+        packed = self.pack({at: (np.zeros_like(row[1]), *row[2:]) for at, row in rows.items()})  # tokens are not read
         out, cache, filled, self.reports = jax.block_until_ready(
             self._further(params or self.params, cache, filled, packed, hidden, next_tokens, copies or self.copies)
         )
@@ -96,6 +97,14 @@ class Module:
 @functools.cache
 def module(mesh="dp=2", form="A_CC_ME", block_tokens=None):
     return Module(mesh, form, block_tokens)
+
+
+class ById(ExpertRouter):
+    """Expert ``token mod E`` and those after it."""
+
+    def choose(self, logits, tokens):
+        ids = (tokens[..., None] + jnp.arange(self.config.num_experts_per_tok)) % self.config.n_routed_experts
+        return Routing(ids, jnp.full(ids.shape, 0.5), logits)
 
 
 @functools.cache
@@ -178,6 +187,16 @@ def test_holes_in_its_cache_are_not_seen(mesh, form, block):
         seen = further(sequence.hidden[:end], sequence.next_tokens[:end])[start:]
         assert np.abs(seen - expected).max() > 100 * bound(expected)
         np.testing.assert_array_equal(found[1][sequence.at], found[2][sequence.at])
+
+
+def test_its_router_is_given_the_tokens_after_the_hidden_states():
+    one = Module(router=ById)
+    long, short = sequences(one.ranks)
+    one.further(*one.empty(), long.rows(0, 3) | short.rows(0, 2))
+    first = np.concatenate([long.next_tokens[:3], short.next_tokens[:2]])
+    experts = (first[:, None] + np.arange(CONFIG.num_experts_per_tok)) % CONFIG.n_routed_experts
+    counts = np.asarray(one.reports["tokens_per_expert"]).reshape(-1, CONFIG.n_routed_experts).sum(0)
+    np.testing.assert_array_equal(counts, np.bincount(experts.ravel(), minlength=CONFIG.n_routed_experts))
 
 
 def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():

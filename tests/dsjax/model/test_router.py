@@ -9,9 +9,12 @@ import pytest
 from layouts import TINY
 
 from dsjax.config import ModelConfig
+from dsjax.errors import ConfigError
 from dsjax.kernels.table import Kernels
 from dsjax.model.native_router import native_choice
-from dsjax.model.transformer import route
+from dsjax.model.parameter_table import parameter_table
+from dsjax.model.parameters import Declaration, ParameterTable
+from dsjax.model.transformer import ExpertRouter
 
 E, GROUPS = 24, 6
 
@@ -63,9 +66,19 @@ def by_token(logits, bias, config):
     return np.array(ids), np.array(weights)
 
 
+def bound(config, bias):
+    """The router with this correction bias, and a weight that nobody reads."""
+    table = ParameterTable.of(ExpertRouter(Declaration("f32", "cpu"), config))
+    return table.bind({"weight": np.zeros(()), "bias": bias})
+
+
 @functools.cache
-def program(config):
-    return jax.jit(lambda logits, bias: route(logits, bias, config))
+def program(config, kernels=None):
+    def choose(logits, bias):
+        router = bound(config, bias)
+        return (native_choice(kernels, router) if kernels else router.choose)(logits, None)
+
+    return jax.jit(choose)
 
 
 def routed(logits, bias, config):
@@ -122,15 +135,27 @@ def test_the_native_kernel_chooses_the_same_to_the_bit(kernels, name, rows, thre
     logits, bias = logits_and_bias(config, 4, rows=3000)
     logits[::3] = np.round(logits[::3])  # ties
     logits[7] = -200.0  # all scores underflow
-    chosen = jax.jit(lambda logits, bias: native_choice(native, config)(logits, bias, config))(
-        logits[:rows, None], bias
-    )
+    chosen = program(config, native)(logits[:rows, None], bias)
     for found, expected in zip(chosen, routed(logits[:rows, None], bias, config), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_method_that_the_native_kernel_does_not_have_is_left_to_xla(kernels):
-    unknown = dataclasses.replace(BASE)
+def test_a_method_or_a_router_that_the_native_kernel_does_not_have_is_left_to_xla(kernels):
+    class Another(ExpertRouter):
+        def choose(self, logits, tokens):
+            return None
+
+    declare, unknown = Declaration("f32", "cpu"), dataclasses.replace(BASE)
     object.__setattr__(unknown, "topk_method", "hash")
-    assert native_choice(kernels, BASE) is not None
-    assert native_choice(kernels, unknown) is None is native_choice(Kernels(), BASE)
+    known = ExpertRouter(declare, BASE)
+    assert native_choice(kernels, known) is not None
+    for router in (ExpertRouter(declare, unknown), Another(declare, BASE)):
+        assert native_choice(kernels, router) is None
+    assert native_choice(Kernels(), known) is None
+
+
+def test_a_router_of_ones_own_is_limited_to_no_groups_and_what_is_none_is_refused():
+    assert BASE.routed_groups == (GROUPS, 2)
+    assert dataclasses.replace(BASE, router=ExpertRouter).routed_groups is None
+    with pytest.raises(ConfigError, match="router is 'hash', expected a class that inherits"):
+        parameter_table(dataclasses.replace(BASE, router="hash"))
