@@ -1,7 +1,7 @@
-"""``ProcessLinks``: hidden states between the processes of a model's stages, results from the last one, and process 0's reports.
+"""``ProcessLinks``: hidden states between the processes of a model's stages, and results from the last one.
 
 Threads send from host memory and receive, so that a stage goes on with the next step. Hidden states are encrypted with ``--encrypt-bulk``
-alone, results and reports always.
+alone, results always.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.executor import RankResults
+from dsjax.engine.contract.executor import ExpertCounts, RankResults
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
@@ -29,11 +29,9 @@ from dsjax.messaging.link import LinkLostError, Message
 _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
 """What was sent before the connections end may take so long to leave."""
-Found = tuple[list[Any], list[np.ndarray]]
-"""What a process has found out: values that MessagePack knows, and arrays."""
-Part = TypeVar("Part")
-HIDDEN, RESULTS, FOUND = "hidden", "results", "found by process {}"
+HIDDEN, RESULTS = "hidden", "results"
 """Names of links, by what comes over them."""
+_LOADS = "experts' loads"
 _log = logging.getLogger(__name__)
 
 
@@ -89,14 +87,11 @@ class ProcessLinks:
         self._senders = {} if place == 0 else {HIDDEN: order[place - 1]}
         if not self.ends:
             self._senders[RESULTS] = order[-1]
-        if self.leads:
-            self._senders |= {FOUND.format(number): number for number in order if number}
         self._inboxes = {name: _Inbox() for name in self._senders}
-        self._found_numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
-        self._listeners, self._next, self._to_leader = list[LinkListener](), list[Link](), list[Link]()
+        self._listeners, self._next = list[LinkListener](), list[Link]()
         try:
             self._meet(place)
         except BaseException:
@@ -108,19 +103,15 @@ class ProcessLinks:
     def _meet(self, place: int) -> None:
         """Learn where the others listen, and connect to those that this process sends to."""
         group, order, doors = self._group, self._order, dict[str, tuple[str, bytes]]()
-        for encrypted in (False, True):
-            names = [name for name in self._senders if _is_encrypted(name) == encrypted]
-            if names:
-                listener = LinkListener(group.endpoint, names, encrypted=encrypted)
-                self._listeners.append(listener)
-                doors |= dict.fromkeys(names, (listener.address, listener.ticket))
+        for name in self._senders:
+            listener = LinkListener(group.endpoint, [name], encrypted=name == RESULTS)
+            self._listeners.append(listener)
+            doors[name] = listener.address, listener.ticket
         told = group.agreement.ask("stages", doors)
         doors_of = {member.process_id: doors for member, doors in zip(group.present, told, strict=True)}
         name = RESULTS if self.ends else HIDDEN
         for other in order[:-1] if self.ends else order[place + 1 : place + 2]:
             self._next.append(self._connect(other, doors_of[other], name))
-        if not self.leads:
-            self._to_leader.append(self._connect(0, doors_of[0], FOUND.format(order[place])))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -152,17 +143,20 @@ class ProcessLinks:
         made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
         return msgspec.convert(rows, list[RankResults]), made
 
-    def tell(self, of: Callable[[], Found]) -> None:
-        """Send process 0 what this one has found out. of: waits for it, and gives it."""
-        self._later(lambda: _send(self._to_leader, *of()))
-
-    def gather(self, own: Callable[[], Found]) -> list[Found]:
-        """Wait, in process 0, for what all others tell next; give what all have found out, in the order of their stages.
-
-        own: gives what this process has found out itself. After an interrupt the next call passes over what this one was to give.
-        """
-        number = next(self._found_numbers)
-        return [self._take(FOUND.format(process), number) if process else own() for process in self._order]
+    def gather(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
+        """Read this process's counts, and tell process 0; there, give those of all in the order of their stages."""
+        agreement = self._group.agreement
+        try:
+            own = read()
+        except BaseException:  # the others answer this question, and not the next
+            agreement.tell(_LOADS)
+            raise
+        if not self.leads:
+            agreement.tell(_LOADS, _plain(own))
+            return [own]
+        told = agreement.ask(_LOADS, _plain(own))
+        counts = {member.process_id: _counts(one) for member, one in zip(self._group.present, told, strict=True)}
+        return [counts[process] for process in self._order]
 
     def close(self) -> None:
         """End all connections."""
@@ -170,13 +164,13 @@ class ProcessLinks:
         self._end()
 
     def _end(self) -> None:
-        for link in (*self._next, *self._to_leader, *self._listeners):
+        for link in (*self._next, *self._listeners):
             link.close(_LINGER_SECONDS)
 
     def _connect(self, process_id: int, doors: dict[str, tuple[str, bytes]], name: str) -> Link:
         address, ticket = doors[name]
         try:
-            return Link(self._group.endpoint, address, ticket, name, encrypted=_is_encrypted(name))
+            return Link(self._group.endpoint, address, ticket, name, encrypted=name == RESULTS)
         except (PeerLostError, NotAMemberError) as error:
             self._group.check(error)
             raise GroupError(
@@ -241,22 +235,14 @@ class ProcessLinks:
         raise GroupError(f"the connection between two stages has ended: {error}") from error
 
 
-def plain(part: Any) -> Found:
-    """A named tuple or a dataclass, whose arrays come first, as plain values and arrays; None: nothing."""
-    if part is None:
-        return [], []
-    fields = part if isinstance(part, tuple) else [getattr(part, field.name) for field in dataclasses.fields(part)]
-    arrays = [value for value in fields if isinstance(value, np.ndarray)]
-    return list(fields[len(arrays) :]), arrays
+def _plain(counts: ExpertCounts | None) -> list[Any] | None:
+    values = [] if counts is None else [getattr(counts, field.name) for field in dataclasses.fields(counts)]
+    return [(one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else one for one in values] or None
 
 
-def parts_of(kind: type[Part], everybody: Sequence[Found]) -> list[Part]:
-    """What was `plain`, of those processes that had any."""
-    return [kind(*arrays, *values) for values, arrays in everybody if values or arrays]
-
-
-def _is_encrypted(name: str) -> bool:
-    return name != HIDDEN
+def _counts(told: list[Any] | None) -> ExpertCounts | None:
+    values = [np.frombuffer(one[2], one[1]).reshape(one[0]) if isinstance(one, list) else one for one in told or ()]
+    return ExpertCounts(*values) if values else None
 
 
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:
