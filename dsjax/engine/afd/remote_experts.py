@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError, ch
 from dsjax.engine.afd.layer_programs import OnHost, Side, rounds_of
 from dsjax.engine.afd.link_counts import LinkCounts
 from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, Open, Place, Stage
-from dsjax.messaging import Endpoint
 from dsjax.model.apart import LayerPass
 from sharding import MeshSpec
 from sharding.arrays import own_parts, put_own_parts
@@ -33,36 +31,31 @@ class RemoteExperts(Side):
 
     Args:
         addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: as of ``ExpertLink``.
-        owns_endpoint: whether the endpoint is closed with this side, or with the one that follows.
-
-    Attributes (assigned before the first call):
-        space, generation, change: as of ``Open``. member: which process of the attention side this is, and of how many.
-        name: of the attention side. placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
-        others: the other processes of the attention side, with the same name, generation and placement; None: there are none.
+        attention: the processes that call alike. space, change: as of ``Open``.
+        placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
     """
 
     def __init__(
         self,
         spec: MeshSpec,
         addresses: Sequence[str],
-        endpoint: Endpoint,
+        attention: AttentionProcesses,
+        space: dict[str, Any],
+        placement: np.ndarray,
         *,
         waits: bool,
         patience: float,
-        owns_endpoint: bool = False,
+        change: int = 0,
     ):
         super().__init__(spec, waits=waits)
-        self.space: dict[str, Any] = {}
-        self.placement = np.zeros((0, 0), np.int32)
-        self.name = secrets.token_bytes(8)
-        self.generation, self.member, self.change, self.numbers_of_calls = 0, (0, 1), 0, itertools.count()
-        self.others: AttentionProcesses | None = None
-        self._is_abandoned = False
-        self.endpoint, self._owns_endpoint = endpoint, owns_endpoint
+        self.attention, self.placement, self.change, self._space = attention, placement, change, space
+        self.numbers_of_calls = itertools.count()
         self.links = [
-            ExpertLink(endpoint, address, partial(self._opening, part), patience=patience)
+            ExpertLink(attention.endpoint, address, partial(self._opening, part), patience=patience)
             for part, address in enumerate(addresses)
         ]
+        for link in self.links:
+            attention.add(link)
 
     @property
     def counts(self) -> Sequence[LinkCounts]:
@@ -72,21 +65,16 @@ class RemoteExperts(Side):
     def check(self, addresses: Sequence[str] = ()) -> None:
         """Check that a process answers at each address (default: the current ones). Errors as of ``check_reachable``."""
         for address in addresses or [link.address for link in self.links]:
-            check_reachable(self.endpoint, address)
+            check_reachable(self.attention.endpoint, address)
 
     def _opening(self, part: int) -> Open:
-        first = part * (self.spec.ep_size // len(self.links))
-        placement = self.placement.astype("<i4").tobytes()
-        return Open(self.space, placement, self.name, first, self.generation, *self.member, self.change)
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this process has experts moved for the attention side."""
-        return self.others is None or self.others.leads
+        attention, first = self.attention, part * (self.spec.ep_size // len(self.links))
+        placement, member = self.placement.astype("<i4").tobytes(), (attention.number, attention.count)
+        return Open(self._space, placement, attention.name, first, attention.generation, *member, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to their next devices. No call depends on it, so one process asks for all."""
-        if self._leads:
+        if self.attention.leads:
             self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
@@ -98,51 +86,17 @@ class RemoteExperts(Side):
         placement[row] = experts
         self.placement = placement
         try:
-            if self._leads:
+            if self.attention.leads:
                 self._everywhere(PLACE, Place(row, experts.astype("<i4").tobytes()))
-            self.tell(0)
-            self.agree(0)
+            self.attention.tell(0)
+            self.attention.wait(0)
         except BaseException:
             self.give_up()
             raise
 
-    def follows(self, before: RemoteExperts) -> None:
-        """Be the next expert side of the same attention process, in the same generation."""
-        self.name, self.generation, self.member = before.name, before.generation, before.member
-        self.change = before.change + 1
-
-    def hand_over(self, side: RemoteExperts) -> None:
-        """Have another side wait for the other processes of the attention side from now on."""
-        side.others, self.others = self.others, None
-        side._owns_endpoint, self._owns_endpoint = self._owns_endpoint, False
-
-    def tell(self, number: int) -> None:
-        """Tell the other attention processes that this one has its answers, and a number."""
-        if self.others is not None:
-            self.others.tell(number)
-
-    def agree(self, number: int) -> int:
-        """Wait until the other attention processes have told too; give the greatest number, ``number`` included."""
-        return number if self.others is None else self.others.wait(number)
-
-    def join(self, others: AttentionProcesses) -> None:
-        """Be one of several processes of the attention side, from now on."""
-        self.others = others
-        if self._is_abandoned:
-            others.close()
-
     def give_up(self) -> None:
-        """Let no other attention process wait for this one: the experts compute without its rows once its links have ended."""
-        if self.others is not None:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """End what waits for other processes: this generation of the attention side has broken."""
-        self._is_abandoned = True
-        if self.others is not None:
-            self.others.close()
-        for link in self.links:
-            link.give_up()
+        """Let no other attention process wait for this one."""
+        self.attention.give_up()
 
     def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
         """Have all processes do something at the same time, and wait for all of them."""
@@ -163,12 +117,9 @@ class RemoteExperts(Side):
         return WayToProcesses(self, through.stack, between, np.array(own))
 
     def close(self) -> None:
-        """End the connections and their threads."""
-        self.abandon()
+        """End the connections and their threads; those of the attention side stay."""
         for link in self.links:
-            link.close()
-        if self._owns_endpoint:
-            self.endpoint.close()
+            self.attention.remove(link)
 
 
 def _result(done: Future[None]) -> None:
@@ -208,10 +159,10 @@ class WayToProcesses:
         for one in away:
             _result(one.done)
         own_rounds = rounds_of(self.between, away[0].counts)
-        self.side.tell(own_rounds)
+        self.side.attention.tell(own_rounds)
         described = self.between.described_returns
         arrays = [put_own_parts(one.in_cells(), like) for one, like in zip(away, described, strict=True)]
-        return arrays, self.side.agree(own_rounds)
+        return arrays, self.side.attention.wait(own_rounds)
 
 
 @dataclass(eq=False)

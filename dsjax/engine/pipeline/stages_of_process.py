@@ -84,7 +84,7 @@ class StagesOfProcess(PipelineExecutor):
         self._loads = None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What all stages recorded since recording began, in process 0; in others, the stages here. All processes read at the same place."""
+        """What all stages recorded since recording began, in process 0; in others, those here. All processes read at the same place."""
         if not self.recording:
             return None
         self._loads = counts_of_all(self._links.gather(super().expert_counts))
