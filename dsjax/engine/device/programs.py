@@ -27,7 +27,7 @@ from dsjax.engine.device.logit_edits import bias_width, mask_words
 from dsjax.engine.device.sampler import Wanted
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, Positions, StepRows
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
-from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 from sharding.arrays import RepeatedPut, put
@@ -81,11 +81,9 @@ class Programs:
         self.put_rows = RepeatedPut(self.rows)
         self.shared = not self.rows.is_fully_addressable
         self.meet = meet or (lambda: None)
-        shelf = None
-        if library is not None:
-            parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
-            shelf = library.shelf(self._layout(), step.mesh, parts)
-        self.store = CompiledPrograms(self._lower, self.meet, shelf, self._compiler_options)
+        parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
+        shelf = Shelf(library, step.mesh, parts, self._compiler_options)
+        self.store = CompiledPrograms(self._lower, self.meet, shelf)
         self._no_masks: dict[int, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
@@ -104,12 +102,6 @@ class Programs:
         programs.store.compiled |= {key: program for key, program in there.items() if key not in labels}
         programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
         return programs
-
-    def _layout(self) -> Hashable:
-        """What the programs depend on, but for which devices they run on; of one engine, whose options stay as they are."""
-        arrays = jax.tree_util.tree_leaves_with_path((self._params, self._state))
-        described = tuple((jax.tree_util.keystr(path), a.shape, str(a.dtype), a.sharding.spec) for path, a in arrays)
-        return str(self._step.spec), self._step.stage, self._limits, self._exchanged, self.shared, described
 
     @property
     def compiled(self) -> frozenset[Hashable]:
