@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -169,7 +170,15 @@ class Programs:
 
         go_on: asked before each program and at the end, with how many are there and the next one's name; False ends it.
         """
-        return self.store.compile_ahead(self.labels(buckets), go_on, self._compile_gathers)
+        labels = self.labels(buckets)
+        for done, (key, label) in enumerate(labels.items()):
+            if not go_on(done, label):
+                return False
+            if not self.store.shelf.has(key):
+                self.store.compile(key, partial(self._lower, key))
+                self._compile_gathers(key)
+            self.store.compiled.clear()  # a program that is loaded takes memory of the devices
+        return go_on(len(labels), "all")
 
     def drop(self) -> None:
         """Drop all programs."""

@@ -114,19 +114,6 @@ class CompiledPrograms:
                 for turn in turns:
                     turn.close()
 
-    def compile_ahead(
-        self, labels: Mapping[ProgramKey, str], go_on: Callable[[int, str], bool], after: Callable[[ProgramKey], None]
-    ) -> bool:
-        """Compile programs one after the other in this thread, and keep them on the shelf alone; whether all of them are there."""
-        for done, (key, label) in enumerate(labels.items()):
-            if not go_on(done, label):
-                return False
-            if not self.shelf.has(key):
-                self._compile(key, self._lower(key))
-                after(key)
-            self.compiled.clear()  # a program that is loaded takes memory of the devices
-        return go_on(len(labels), "all")
-
     def _find(self, key: ProgramKey) -> bool:
         """Take a program from the shelf; whether it is there."""
         if key not in self.compiled and (kept := self.shelf.find(key)) is not None:
