@@ -1,9 +1,13 @@
-"""``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests."""
+"""``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests.
+
+``RemoteExpertsPart``: the executor's part for them, which a command replaces by others.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +20,17 @@ from jaxtyping import Array
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError, check_reachable
 from dsjax.engine.afd.layer_programs import OnHost, Side, rounds_of
-from dsjax.engine.afd.link_counts import LinkCounts
-from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, Open, Place, Stage
+from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, ExpertLinks, LinkCounts, Open, Place, Stage
+from dsjax.engine.contract.commands import ConnectExperts
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.errors import UserError
 from dsjax.model.apart import LayerPass
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import own_parts, put_own_parts
 from sharding.dispatch.between import Between
+
+_log = logging.getLogger(__name__)
 
 
 class RemoteExperts(Side):
@@ -50,6 +59,7 @@ class RemoteExperts(Side):
         super().__init__(spec, waits=waits)
         self.attention, self.placement, self.change, self._space = attention, placement, change, space
         self.numbers_of_calls = itertools.count()
+        self.give_up = attention.give_up
         self.links = [
             ExpertLink(attention.endpoint, address, partial(self._opening, part), patience=patience)
             for part, address in enumerate(addresses)
@@ -93,10 +103,6 @@ class RemoteExperts(Side):
         except BaseException:
             self.give_up()
             raise
-
-    def give_up(self) -> None:
-        """Let no other attention process wait for this one."""
-        self.attention.give_up()
 
     def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
         """Have all processes do something at the same time, and wait for all of them."""
@@ -196,7 +202,7 @@ class _CallOfPart:
             sent[own] = np.asarray(rows)[self._cells[own]]
         self._answers = np.empty((len(e), between.columns, wire.width), wire.dtype)
         call = Call(way.stack, self.layer, between.tokens, between.senders * C, filled.tobytes(), self.number)
-        return Errand(call, sent, self._answers)
+        return call, sent, self._answers
 
     def in_cells(self) -> list[np.ndarray]:
         """The answers of each device of this process where ``Between.add`` looks for them; nobody reads other cells."""
@@ -207,3 +213,60 @@ class _CallOfPart:
             answers[self._cells[own]] = self._answers[own]
             found.append(answers.reshape(-1, between.wire.width))
         return found
+
+
+class RemoteExpertsPart(DevicePart):
+    """Connects to another expert side between two steps. Caches and requests stay as they are.
+
+    With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
+    side, or all stay with the current one.
+
+    another: ``(command, device, side) -> (model, side)`` with the experts that the command names, not connected yet.
+    """
+
+    def __init__(
+        self,
+        device: DeviceAccess,
+        another: Callable[[ConnectExperts, DeviceAccess, RemoteExperts], tuple[ModelStep, RemoteExperts]],
+    ):
+        self._device, self._another = device, another
+
+    def register(self, table: CommandTable) -> None:
+        """Add the command that connects to another side."""
+        table.add(ConnectExperts, Handler(self._connect, lambda pending: pending.error))
+
+    def extension(self, kind: type) -> Any:
+        """Offer the links to metrics, and their check to callers that change a mesh."""
+        return self._side if kind is ExpertLinks else None
+
+    def close(self) -> None:
+        """End the connections, those of the attention side among them."""
+        self._side.attention.close()
+
+    @property
+    def _side(self) -> RemoteExperts:
+        return self._device.programs.experts
+
+    def _connect(self, pending: Pending, command: ConnectExperts) -> Running:
+        pending.error = self._change_to(command)
+        yield from ()
+
+    def _change_to(self, command: ConnectExperts) -> str | None:
+        """Connect and compile. Return why the current side stays, or None if the new side has taken over."""
+        device, before = self._device, self._side
+        model, after = self._another(command, device, before)
+        attention, error, programs = before.attention, None, None
+        try:
+            try:
+                after.connect()
+                programs = device.programs.of(model, after)
+            except (UserError, RuntimeError, ValueError) as caught:
+                error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
+                _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)
+            attention.tell(int(error is not None))
+            if attention.wait(int(error is not None)):
+                return error or "another attention process could not connect to them"
+            device.go_on_with(model, programs)
+        finally:
+            (after if self._side is before else before).close()
+        return None

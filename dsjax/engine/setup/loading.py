@@ -28,8 +28,7 @@ from dsjax.engine.afd.expert_side import ExpertSide, ExpertSidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.layer_programs import Side
 from dsjax.engine.afd.options import afd_addresses, expert_spec
-from dsjax.engine.afd.remote_experts import RemoteExperts
-from dsjax.engine.afd.remote_part import RemoteExpertsPart
+from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
 from dsjax.engine.contract.commands import ConnectExperts
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.access import DeviceAccess

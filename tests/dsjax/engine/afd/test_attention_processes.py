@@ -15,7 +15,6 @@ from test_expert_link import Experts
 from waits import until
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.afd.expert_link import Errand
 from dsjax.engine.afd.messages import Call
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.setup import loading
@@ -162,9 +161,7 @@ def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
         for side in sides:
             side.connect()
         waits = (
-            sides[0]
-            .links[0]
-            .begin(lambda: Errand(Call("stack", 0, 1, 1, b""), np.empty(0, np.uint8), np.empty(0, np.uint8)))
+            sides[0].links[0].begin(lambda: (Call("stack", 0, 1, 1, b""), np.empty(0, np.uint8), np.empty(0, np.uint8)))
         )
         assert experts.asked.acquire(timeout=60)
         sides[1].give_up()

@@ -1,4 +1,7 @@
-"""Either all attention processes continue with other expert processes, from the same command on, or none does."""
+"""Either all attention processes continue with other expert processes, from the same command on, or none does.
+
+These are the tests of `RemoteExpertsPart` in `afd/remote_experts.py`.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +15,7 @@ from group_in_threads import groups
 from test_attention_processes import joined
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.afd.remote_experts import RemoteExperts
-from dsjax.engine.afd.remote_part import RemoteExpertsPart
+from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
 from dsjax.engine.contract.commands import ConnectExperts
 from dsjax.engine.device.access import CommandTable
 from dsjax.errors import UserError
