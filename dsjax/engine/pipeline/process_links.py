@@ -36,20 +36,31 @@ _log = logging.getLogger(__name__)
 
 
 class _Inbox:
-    """What has come over one connection, numbered from 0 on. An item is kept until a later one is asked for: an interrupt loses none."""
+    """What comes over one link, numbered from 0 on. An item is kept until a later one is asked for: an interrupt loses none."""
 
-    def __init__(self):
+    def __init__(self, listener: LinkListener, sender: str):
+        self.listener, self._sender = listener, sender
         self._items: dict[int, Any] = {}
-        self._count, self._error, self._changed = 0, None, threading.Condition()
+        self._error, self._changed = None, threading.Condition()
 
-    def put(self, item: Any) -> None:
-        """Add the next item; an exception is the last one. Any thread may call it."""
+    def receive(self) -> None:
+        """Take what comes, in a thread, until the listener is closed, or something cannot be read."""
+        for number in itertools.count():
+            try:
+                item = _read(self.listener.receive())
+            except Exception as error:
+                self.fail(
+                    ConnectionError(f"{self._sender} has ended it") if isinstance(error, LinkLostError) else error
+                )
+                return
+            with self._changed:
+                self._items[number] = item
+                self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Let nobody wait for what has not come."""
         with self._changed:
-            if isinstance(item, Exception):
-                self._error = self._error or item
-            elif self._error is None:
-                self._items[self._count] = item
-                self._count += 1
+            self._error = self._error or error
             self._changed.notify_all()
 
     def get(self, number: int, seconds: float) -> Any:
@@ -84,28 +95,26 @@ class ProcessLinks:
         own = group.options.process_id
         place = order.index(own)
         self.leads, self.ends = own == 0, place == len(order) - 1
-        self._senders = {} if place == 0 else {HIDDEN: order[place - 1]}
-        if not self.ends:
-            self._senders[RESULTS] = order[-1]
-        self._inboxes = {name: _Inbox() for name in self._senders}
+        self._inboxes: dict[str, _Inbox] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
-        self._listeners, self._next = list[LinkListener](), list[Link]()
+        self._next: list[Link] = []
         try:
             self._meet(place)
         except BaseException:
             self.close()
             raise
-        for listener in self._listeners:
-            threading.Thread(target=self._receive, args=(listener,), name="dsjax-stages", daemon=True).start()
+        for inbox in self._inboxes.values():
+            threading.Thread(target=inbox.receive, name="dsjax-stages", daemon=True).start()
 
     def _meet(self, place: int) -> None:
         """Learn where the others listen, and connect to those that this process sends to."""
         group, order, doors = self._group, self._order, dict[str, tuple[str, bytes]]()
-        for name in self._senders:
+        senders = {} if place == 0 else {HIDDEN: order[place - 1]}
+        for name, sender in (senders if self.ends else senders | {RESULTS: order[-1]}).items():
             listener = LinkListener(group.endpoint, [name], encrypted=name == RESULTS)
-            self._listeners.append(listener)
+            self._inboxes[name] = _Inbox(listener, self._name(sender))
             doors[name] = listener.address, listener.ticket
         told = group.agreement.ask("stages", doors)
         doors_of = {member.process_id: doors for member, doors in zip(group.present, told, strict=True)}
@@ -164,7 +173,7 @@ class ProcessLinks:
         self._end()
 
     def _end(self) -> None:
-        for link in (*self._next, *self._listeners):
+        for link in (*self._next, *(inbox.listener for inbox in self._inboxes.values())):
             link.close(_LINGER_SECONDS)
 
     def _connect(self, process_id: int, doors: dict[str, tuple[str, bytes]], name: str) -> Link:
@@ -199,20 +208,7 @@ class ProcessLinks:
 
     def _give_up(self, error: Exception) -> None:
         for inbox in self._inboxes.values():
-            inbox.put(error)
-
-    def _receive(self, listener: LinkListener) -> None:
-        """Put what comes into the inboxes, in a thread, until the listener is closed."""
-        while True:
-            try:
-                message = listener.receive()
-                self._inboxes[message.sender].put(_read(message))
-            except LinkLostError as error:
-                name = self._name(self._senders[error.name])
-                self._inboxes[error.name].put(ConnectionError(f"{name} has ended it"))
-            except Exception as error:  # also what cannot be read: nobody may wait for what comes behind it
-                self._give_up(error)
-                return
+            inbox.fail(error)
 
     def _take(self, name: str, number: int) -> Any:
         while True:

@@ -30,6 +30,10 @@ def links():
         one.close()
 
 
+def listeners_of(links):
+    return [inbox.listener for inbox in links._inboxes.values()]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hidden_states_go_to_the_next_stage_in_their_order_to_the_bit(links, dtype):
     first, middle, last = links
@@ -173,16 +177,16 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
 
 
 def test_a_host_that_hangs_is_noticed_within_the_heartbeat_timeout(links):
-    for link in (link for one in links for link in (*one._next, *one._listeners)):
+    for link in (link for one in links for link in (*one._next, *listeners_of(one))):
         assert 0 < link._socket.heartbeat_ivl < link._socket.heartbeat_timeout < 10_000
 
 
 def test_hidden_states_alone_go_unencrypted(links):
     first, middle, last = links
-    names = [[sorted(listener._names) for listener in one._listeners] for one in links]
+    names = [[sorted(listener._names) for listener in listeners_of(one)] for one in links]
     assert names == [[[RESULTS]], [[HIDDEN], [RESULTS]], [[HIDDEN]]]
-    encrypted = [first._listeners[0], middle._listeners[1], *last._next]
-    plain = [middle._listeners[0], last._listeners[0], *first._next, *middle._next]
+    encrypted = [listeners_of(first)[0], listeners_of(middle)[1], *last._next]
+    plain = [listeners_of(middle)[0], listeners_of(last)[0], *first._next, *middle._next]
     for sockets, mechanism in ((encrypted, zmq.CURVE), (plain, zmq.PLAIN)):
         assert {one._socket.mechanism for one in sockets} == {mechanism}
 
@@ -199,7 +203,7 @@ def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_
     arriving = middle.arriving(lambda array: array)
     np.testing.assert_array_equal(arriving.popleft(), sent)
     np.testing.assert_array_equal(middle.hear(0), sent)
-    for listener, encrypted in zip(middle._listeners, (False, True), strict=True):
+    for listener, encrypted in zip(listeners_of(middle), (False, True), strict=True):
         with contextlib.suppress(NotAMemberError):
             stranger = Link(
                 last._group.endpoint, listener.address, ticket or listener.ticket, name, encrypted=encrypted
