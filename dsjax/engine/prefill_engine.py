@@ -23,7 +23,7 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
-        attachments: further parts of the core. keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`.
+        attachments: further parts of the core. keepers: as of `PrefillService`. generations: as of `EngineCore`.
 
     thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
     """
@@ -37,10 +37,9 @@ class PrefillEngine:
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
         keepers: Keepers | None = None,
-        first_number: int | None = None,
         generations: MeshChanger | None = None,
     ):
-        self.service = PrefillService(timeout=timeout, keepers=keepers, first_number=first_number)
+        self.service = PrefillService(timeout=timeout, keepers=keepers)
         self.core = EngineCore(
             executor,
             config,
@@ -54,7 +53,9 @@ class PrefillEngine:
         self._inbox: queue.SimpleQueue[tuple[ToPrefill, Receive | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
-        self.thread = EngineThread(self.core, _DeathListener(self), "dsjax-prefill")
+        listener = Listener()  # the service itself enters steps
+        listener.on_death = self._die
+        self.thread = EngineThread(self.core, listener, "dsjax-prefill")
 
     def start(self) -> None:
         """Begin to take what is posted."""
@@ -119,18 +120,10 @@ class PrefillEngine:
             if isinstance(message, PrefillRequest) and receive is not None:
                 receive(TransferFailed(message.transfer, self.service.reason))
 
-
-class _DeathListener(Listener):
-    """Hears of the thread's end alone: the service itself enters steps."""
-
-    def __init__(self, engine: PrefillEngine):
-        self._engine = engine
-
-    def on_death(self, error: BaseException) -> None:
+    def _die(self, error: BaseException) -> None:
         """Take no further message, and say why transfers fail."""
-        engine = self._engine
-        engine.error = error
-        engine.service.reason += f": {error}"
+        self.error = error
+        self.service.reason += f": {error}"
         _log.error("The prefill engine has failed; prompts are computed where they are decoded from now on.")
-        engine.on_death()
-        engine._end()
+        self.on_death()
+        self._end()

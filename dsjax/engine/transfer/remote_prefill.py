@@ -246,10 +246,12 @@ class RemotePrefills(PageSource):
                     transfer.since = now
             return
         transfer = self._of_link(link, message.transfer)
-        places = range(message.first, message.first + message.count)
-        if transfer is not None and message.number in transfer.seen:
+        if transfer is None:
+            self._messages.append((link, ReleaseChunk(message.number)))
             return
-        if transfer is not None and not transfer.is_offered(message):
+        if message.number in transfer.seen:
+            return
+        if not transfer.is_offered(message):
             self._counts["refused"] += 1
             _log.error(
                 "Prefill engine %d offers pages under the name %r that are not those asked for; the prompt is computed here.",
@@ -258,9 +260,6 @@ class RemotePrefills(PageSource):
             )
             self._messages.append((link, ReleaseChunk(message.number)))
             self._give_up(transfer)
-            return
-        if transfer is None or places.stop <= transfer.first or transfer.first + len(transfer.names) <= places.start:
-            self._messages.append((link, ReleaseChunk(message.number)))
             return
         self._backoffs[link].end()
         transfer.since = now
