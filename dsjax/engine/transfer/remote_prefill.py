@@ -115,7 +115,6 @@ class RemotePrefills(PageSource):
         self.local_tokens, self.timeout = local_tokens, timeout
         self.connect: Callable[[str], int] | None = None
         self._counts: Counter[str] = Counter()
-        self._waits: list[tuple[str, float]] = []
         self._transfers: dict[str, Transfer] = {}
         self._expected: dict[tuple[int, bytes], Transfer] = {}
         self._pulling: dict[tuple[int, int], Transfer] = {}
@@ -332,11 +331,6 @@ class RemotePrefills(PageSource):
         ]
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
 
-    def take_waits(self) -> list[tuple[str, float]]:
-        """Take the seconds from asking to the last page, of completed transfers."""
-        waits, self._waits = self._waits, []
-        return waits
-
     def _of_link(self, link: int, name: str) -> Transfer | None:
         """The transfer of this name that a prefill engine was asked for; None: it has nothing to say of others."""
         transfer = self._transfers.get(name)
@@ -436,7 +430,7 @@ class RemotePrefills(PageSource):
 
     def _complete(self, transfer: Transfer, now: float) -> None:
         self._counts["completed"] += 1
-        self._waits.append((TIER, now - transfer.began))
+        self.ranks[transfer.rank].landing.waits.append((TIER, now - transfer.began))
         for offer in transfer.offers:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
         del self._transfers[transfer.name]

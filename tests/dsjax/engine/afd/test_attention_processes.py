@@ -139,17 +139,14 @@ def alone():
     process.close()
 
 
-def test_the_next_side_of_experts_is_called_as_the_one_before_by_a_number_of_its_own(alone):
+def test_the_next_side_of_experts_is_called_over_the_same_endpoint_as_the_one_before_by_a_number_of_its_own(alone):
     before, after = experts_of(alone, "127.0.0.1:1"), experts_of(alone, "127.0.0.1:1", 1)
     first, second = before._opening(0), after._opening(0)
     assert (first.change, second.change) == (0, 1)
     assert second == msgspec.structs.replace(first, change=1)
-
-
-def test_the_next_side_of_experts_has_the_endpoint_of_the_one_before(alone):
-    experts_of(alone, "127.0.0.1:1").close()
+    before.close()
     alone.endpoint.connect(alone.endpoint.address, "attention").close()
-    assert not alone._to_experts
+    assert alone._to_experts == set(after.links)
 
 
 def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
