@@ -100,7 +100,8 @@ def load_prefill(
         generations = None if group is None else Generations(args, group, model, library)
         engine = _engine_of(args, model, event_sink, keepers=keepers, generations=generations)
         transport = transport_of(args, endpoint.host)
-        chunks = ChunkServer(endpoint, engine.buffers.open, transport, args.transfer_timeout)
+        open_chunk = lambda number, take: take(engine.buffers.take(number))  # noqa: E731
+        chunks = ChunkServer(endpoint, open_chunk, transport, args.transfer_timeout)
         server = PrefillServer(engine, chunks, space_of(args, model), endpoint, owns_endpoint=owns_endpoint)
         opened.pop_all()
     engine.start()

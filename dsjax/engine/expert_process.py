@@ -8,11 +8,11 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -44,7 +44,6 @@ from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import put
 
-Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 _calls = msgspec.msgpack.Decoder(Call)
 _MOST_CELLS = 1 << 24
@@ -361,8 +360,10 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     """
     args = replace(args, afd_role="expert", moe_dense_tp_size=None)  # dense MLPs are on the attention side alone
     share = expert_share(args)
-    credentials = args.credentials(split_address(share.address)[0])
-    _listen(share.address, _bind)  # before anything is loaded
+    host, port = split_address(share.address)
+    credentials = args.credentials(host)
+    with _listening_at(host, port):  # before anything is loaded
+        _bind(host, port)
     checkpoint = open_checkpoint(resolve(args.model, revision=args.revision))
     mesh = MeshSpec(dp_size=share.devices).build()
     enable_compile_cache()
@@ -391,9 +392,9 @@ def load_experts(args: EngineArgs, *, show_progress: bool = False) -> ExpertProc
     if args.eplb:
         writer.rehearse()
     space = expert_space(args, step, checkpoint.directory)
-    options = {"silence": args.heartbeat_timeout, "holds": (OPEN,)}  # who connects early is let in when all is ready
-    listen = lambda host, port: Endpoint(host, credentials, port=port, **options)  # noqa: E731
-    return ExpertProcess(step, writer, space, _listen(share.address, listen))
+    with _listening_at(host, port):  # who connects early is let in when all is ready
+        endpoint = Endpoint(host, credentials, port=port, silence=args.heartbeat_timeout, holds=(OPEN,))
+    return ExpertProcess(step, writer, space, endpoint)
 
 
 def _answer(do: Callable[[Request], Any], request: Request) -> None:
@@ -411,11 +412,11 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _listen(address: str, listen: Callable[[str, int], Result]) -> Result:
-    """Call ``listen(host, port)``, and say what to do where nobody can listen there."""
-    host, port = split_address(address)
+@contextlib.contextmanager
+def _listening_at(host: str, port: int) -> Iterator[None]:
+    """Say what to do where nobody can listen at an address."""
     try:
-        return listen(host, port)
+        yield
     except OSError as error:
         raise UserError(
             f"cannot listen at {host} port {port} ({error.strerror}), where attention is to find these experts; give an address or a name "

@@ -23,7 +23,7 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
-        attachments: further parts of the core. keepers, first_number: as of `PrefillService`. generations: as of `EngineCore`.
+        attachments: further parts of the core. keepers: as of `PrefillService`. generations: as of `EngineCore`.
 
     thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
     """
@@ -37,10 +37,9 @@ class PrefillEngine:
         async_scheduling: bool = True,
         attachments: Sequence[Attachment] = (),
         keepers: Keepers | None = None,
-        first_number: int | None = None,
         generations: MeshChanger | None = None,
     ):
-        self.service = PrefillService(timeout=timeout, keepers=keepers, first_number=first_number)
+        self.service = PrefillService(timeout=timeout, keepers=keepers)
         self.core = EngineCore(
             executor,
             config,

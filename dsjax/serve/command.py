@@ -219,7 +219,7 @@ def serve_model(
 
 def metrics_of(model: "LLM", name: str) -> "Metrics":
     """Make the metrics of a loaded model's work. name: as clients know it."""
-    from dsjax.engine.afd.link_counts import ExpertLinks
+    from dsjax.engine.afd.messages import ExpertLinks
     from dsjax.serve.metrics import Metrics
     from dsjax.serve.metrics_parts import device_memory
 

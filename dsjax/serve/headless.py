@@ -14,7 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from rich.console import Console
 
 from dsjax.background import start_thread
-from dsjax.engine.afd.link_counts import ExpertLinks
+from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.engine.afd.options import expert_share
 from dsjax.engine.elastic.joining import join_group
 from dsjax.engine.setup.args import EngineArgs

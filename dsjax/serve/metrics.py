@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsjax.engine.afd.link_counts import ExpertLinks
+from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.engine.contract.executor import ErrorKind
 from dsjax.engine.schedule.parked import ParkedRequests
 from dsjax.engine.schedule.rank import RankLoad

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
+from dsjax.engine.afd.messages import ExpertLinks, LinkCounts
 from dsjax.serve.metrics_families import Labels, Registry
 
 

@@ -315,7 +315,7 @@ def fail_transfer_connection(monkeypatch):
     links = SimpleNamespace(chunks=SimpleNamespace(peer=lambda address: SimpleNamespace()))  # has no `request`
     link, told = page_network.RemoteLink("127.0.0.1:1", links), []
     monkeypatch.setattr(link, "_fail", once(BROKEN, link._fail))
-    link.connect(told.append)
+    link.receive = told.append
     link.send(messages.CancelTransfer("a"))
     until(lambda: told)
     assert isinstance(told[0], messages.TransferFailed)

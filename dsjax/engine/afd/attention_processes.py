@@ -1,4 +1,4 @@
-"""``AttentionProcesses``: a barrier at each layer for the processes that share the mesh of an attention side.
+"""``AttentionProcesses``: the processes that share the mesh of an attention side, and a barrier for them at each layer.
 
 Where a process with experts dies, some attention processes have their answers and others not. A collective of the mesh has a time limit,
 after which the generation breaks; so all wait here, without a limit, until all have their answers.
@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from dsjax.engine.afd.expert_link import ExpertLink
 from dsjax.hosts.group import GroupError, HostGroup
-from dsjax.messaging import Link, LinkListener, PeerLostError
+from dsjax.messaging import Endpoint, Link, LinkListener, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
 _LOOK_SECONDS = 0.2
@@ -21,33 +22,47 @@ _WORD = struct.Struct("<QQ")
 
 
 class AttentionProcesses:
-    """A link to each other process of a generation, and one from each. All make it at the same place, and ``tell`` and ``wait`` in order.
+    """This process of an attention side, with a link to each other process of its generation, and one from each.
 
-    leads: whether this process is the one that speaks for all.
+    All make it at the same place, ``meet`` before the first step, and ``tell`` and ``wait`` in order. One that is alone waits for nobody.
 
-    Raises:
-        GroupError: another process is gone, or could not be reached.
+    Args:
+        name: of the side; that of process 0 counts. group: None: this process is alone. owns_endpoint: whether ``close`` closes it.
+
+    Attributes:
+        number, count: which of the side's processes this is, and of how many. leads: whether it speaks for all.
     """
 
-    def __init__(self, group: HostGroup):
-        self._group, self.leads = group, group.is_leader
-        others = {str(one.process_id): one for one in group.present if one.process_id != group.options.process_id}
-        self._words = {name: deque[tuple[int, int]]() for name in others}  # heard, and not waited for yet
+    def __init__(self, endpoint: Endpoint, name: bytes, group: HostGroup | None = None, *, owns_endpoint: bool = False):
+        self.endpoint, self._group, self._owns_endpoint = endpoint, group, owns_endpoint
+        self.name, self.generation, self.leads, own, ids = name, 0, True, 0, [0]
+        if group is not None:
+            own, ids = group.options.process_id, [member.process_id for member in group.present]
+            self.name, self.generation = group.agreement.ask("attention side", name)[0], group.generation
+            self.leads = group.is_leader
+        self.number, self.count = ids.index(own), len(ids)
+        self._words = {str(one): deque[tuple[int, int]]() for one in ids if one != own}  # heard, and not waited for yet
         self._links: dict[str, Link] = {}
-        self._number = 0
-        self._listener = LinkListener(group.endpoint, list(others))
-        try:
-            told = group.agreement.ask("attention processes", [self._listener.address, self._listener.ticket])
-            group.agreement.run("attention connections", lambda: self._connect(told))
-        except BaseException:
-            self.close()
-            raise
+        self._listener: LinkListener | None = None
+        self._wait = 0
+        self._to_experts: set[ExpertLink] = set()
+        self._is_abandoned = False
+
+    def meet(self) -> None:
+        """Connect to the other processes; a `GroupError` where one is gone, or could not be reached."""
+        if not self._words:
+            return
+        agreement, self._listener = self._group.agreement, LinkListener(self.endpoint, list(self._words))
+        told = agreement.ask("attention processes", [self._listener.address, self._listener.ticket])
+        agreement.run("attention connections", lambda: self._connect(told))
+        if self._is_abandoned:
+            self.abandon()
 
     def tell(self, number: int) -> None:
         """Say that this process has its answers, and a number; a `RuntimeError` where another one is gone, or its step has failed."""
         for name, link in self._links.items():
             try:
-                link.send(_WORD.pack(self._number, number))
+                link.send(_WORD.pack(self._wait, number))
             except PeerLostError as error:
                 raise _gone(name) from error
 
@@ -61,18 +76,45 @@ class AttentionProcesses:
                 raise _gone(error.name if isinstance(error, LinkLostError) else silent[0]) from error
         for name, words in self._words.items():
             place, theirs = words.popleft()
-            if place != self._number:
+            if place != self._wait:
                 raise RuntimeError(
-                    f"process {name} of the attention side waits at its layer {place}, and this process at {self._number}"
+                    f"process {name} of the attention side waits at its layer {place}, and this process at {self._wait}"
                 )
             number = max(number, theirs)
-        self._number += 1
+        self._wait += 1
         return number
 
+    def add(self, link: ExpertLink) -> None:
+        """Have a link to a process with experts end with what waits for other processes."""
+        self._to_experts.add(link)
+        if self._is_abandoned:
+            link.give_up()
+
+    def remove(self, link: ExpertLink) -> None:
+        """Close such a link."""
+        self._to_experts.discard(link)
+        link.close()
+
+    def give_up(self) -> None:
+        """Let no other process wait for this one: the experts compute without its rows once its links have ended."""
+        if self._words:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """End what waits for other processes: this generation of the attention side has broken. Any thread may call it."""
+        self._is_abandoned = True
+        for one in filter(None, [*self._links.values(), self._listener]):
+            one.close()  # also under a thread that waits
+        for link in list(self._to_experts):
+            link.give_up()
+
     def close(self) -> None:
-        """End the links, also under a thread that waits; other processes that wait for this one hear of it."""
-        for one in [*self._links.values(), self._listener]:
-            one.close()
+        """End all links; other processes that wait for this one hear of it."""
+        self.abandon()
+        for link in list(self._to_experts):
+            self.remove(link)
+        if self._owns_endpoint:
+            self.endpoint.close()
 
     def _connect(self, told: Sequence[tuple[str, bytes]]) -> None:
         """Connect to the others, and wait for a word of each."""
@@ -80,7 +122,7 @@ class AttentionProcesses:
         try:
             for member, (address, ticket) in zip(self._group.present, told, strict=True):
                 if str(member.process_id) != own:
-                    link = self._links[str(member.process_id)] = Link(self._group.endpoint, address, ticket, own)
+                    link = self._links[str(member.process_id)] = Link(self.endpoint, address, ticket, own)
                     link.send(_WORD.pack(0, 0))
             while missing := sorted(name for name, words in self._words.items() if not words):
                 message = self._listener.receive(_LOOK_SECONDS)

@@ -6,13 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from dsjax.engine.afd.link_counts import LinkCounts
-from dsjax.engine.afd.messages import OPEN, Answered, Call, Open, Opened
+from dsjax.engine.afd.messages import OPEN, Answered, Call, LinkCounts, Open, Opened
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, Link, Peer, PeerLostError, RefusedError
 
@@ -31,12 +30,8 @@ class LinkClosedError(RuntimeError):
     """The link was closed under a call: the engine ends, or goes on in another generation."""
 
 
-class Errand(NamedTuple):
-    """A call, the rows that go with it, and memory for the answers."""
-
-    call: Call
-    sent: np.ndarray
-    answers: np.ndarray
+Errand = tuple[Call, np.ndarray, np.ndarray]
+"""A call, the rows that go with it, and memory for the answers."""
 
 
 def check_reachable(endpoint: Endpoint, address: str) -> None:
@@ -126,18 +121,19 @@ class ExpertLink:
         self._link = link
 
     def _make(self, errand: Errand) -> None:
+        call, sent, answers = errand
+
         def make(again: bool) -> None:
-            call = msgspec.structs.replace(errand.call, again=again)
-            self._link.send(msgspec.msgpack.encode(call), errand.sent)
+            self._link.send(msgspec.msgpack.encode(msgspec.structs.replace(call, again=again)), sent)
             message = self._link.receive()
             answered = _answers.decode(message.header)
             if answered.error:
                 raise RuntimeError(answered.error)
-            message.read_into(errand.answers)
+            message.read_into(answers)
 
         self._until_done(make)
-        self.sent += errand.sent.nbytes
-        self.received += errand.answers.nbytes
+        self.sent += sent.nbytes
+        self.received += answers.nbytes
 
     def _until_done(self, do: Callable[[bool], object]) -> None:
         """Do something, again where the connection ends. Errors as of ``connect``; `RuntimeError`: the process could not do it."""

@@ -1,4 +1,4 @@
-"""Messages between an attention side and the processes with its experts.
+"""Messages between an attention side and the processes with its experts; `ExpertLinks`, what is known of them. No JAX.
 
 `Open`, `Compile`, `Stage` and `Place` are requests over a control connection. `Opened` names the link for calls: a `Call` with rows,
 answered by an `Answered` with results. A call depends on no earlier message, so it can be repeated to another process.
@@ -6,7 +6,8 @@ answered by an `Answered` with results. A call depends on no earlier message, so
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -89,3 +90,28 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
     """Answers to a call come with it, unless there is an error."""
 
     error: str = ""
+
+
+class LinkCounts(NamedTuple):
+    """Counters of a link. calls: answered ones. sent, received: bytes of rows, and of answers.
+
+    losses: connections that ended under a call. last_gap: seconds from the last loss to the answer of the call that met it.
+    """
+
+    connected: bool
+    losses: int
+    last_gap: float
+    calls: int
+    sent: int
+    received: int
+
+
+class ExpertLinks(Protocol):
+    """Extension of an executor whose experts are in other processes."""
+
+    @property
+    def counts(self) -> Sequence[LinkCounts]:
+        """Counters of the link to each process."""
+
+    def check(self, addresses: Sequence[str] = ()) -> None:
+        """Check that a process answers at each address (default: the current ones); a `UserError` where none does."""

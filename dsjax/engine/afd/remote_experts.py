@@ -1,10 +1,13 @@
-"""``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests."""
+"""``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests.
+
+``RemoteExpertsPart``: the executor's part for them, which a command replaces by others.
+"""
 
 from __future__ import annotations
 
 import itertools
-import secrets
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +20,17 @@ from jaxtyping import Array
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import Errand, ExpertLink, LinkClosedError, check_reachable
 from dsjax.engine.afd.layer_programs import OnHost, Side, rounds_of
-from dsjax.engine.afd.link_counts import LinkCounts
-from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, Open, Place, Stage
-from dsjax.messaging import Endpoint
+from dsjax.engine.afd.messages import COMPILE, PLACE, STAGE, Call, Compile, ExpertLinks, LinkCounts, Open, Place, Stage
+from dsjax.engine.contract.commands import ConnectExperts
+from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
+from dsjax.errors import UserError
 from dsjax.model.apart import LayerPass
+from dsjax.model.step import ModelStep
 from sharding import MeshSpec
 from sharding.arrays import own_parts, put_own_parts
 from sharding.dispatch.between import Between
+
+_log = logging.getLogger(__name__)
 
 
 class RemoteExperts(Side):
@@ -33,36 +40,32 @@ class RemoteExperts(Side):
 
     Args:
         addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: as of ``ExpertLink``.
-        owns_endpoint: whether the endpoint is closed with this side, or with the one that follows.
-
-    Attributes (assigned before the first call):
-        space, generation, change: as of ``Open``. member: which process of the attention side this is, and of how many.
-        name: of the attention side. placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
-        others: the other processes of the attention side, with the same name, generation and placement; None: there are none.
+        attention: the processes that call alike. space, change: as of ``Open``.
+        placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
     """
 
     def __init__(
         self,
         spec: MeshSpec,
         addresses: Sequence[str],
-        endpoint: Endpoint,
+        attention: AttentionProcesses,
+        space: dict[str, Any],
+        placement: np.ndarray,
         *,
         waits: bool,
         patience: float,
-        owns_endpoint: bool = False,
+        change: int = 0,
     ):
         super().__init__(spec, waits=waits)
-        self.space: dict[str, Any] = {}
-        self.placement = np.zeros((0, 0), np.int32)
-        self.name = secrets.token_bytes(8)
-        self.generation, self.member, self.change, self.numbers_of_calls = 0, (0, 1), 0, itertools.count()
-        self.others: AttentionProcesses | None = None
-        self._is_abandoned = False
-        self.endpoint, self._owns_endpoint = endpoint, owns_endpoint
+        self.attention, self.placement, self.change, self._space = attention, placement, change, space
+        self.numbers_of_calls = itertools.count()
+        self.give_up = attention.give_up
         self.links = [
-            ExpertLink(endpoint, address, partial(self._opening, part), patience=patience)
+            ExpertLink(attention.endpoint, address, partial(self._opening, part), patience=patience)
             for part, address in enumerate(addresses)
         ]
+        for link in self.links:
+            attention.add(link)
 
     @property
     def counts(self) -> Sequence[LinkCounts]:
@@ -72,21 +75,16 @@ class RemoteExperts(Side):
     def check(self, addresses: Sequence[str] = ()) -> None:
         """Check that a process answers at each address (default: the current ones). Errors as of ``check_reachable``."""
         for address in addresses or [link.address for link in self.links]:
-            check_reachable(self.endpoint, address)
+            check_reachable(self.attention.endpoint, address)
 
     def _opening(self, part: int) -> Open:
-        first = part * (self.spec.ep_size // len(self.links))
-        placement = self.placement.astype("<i4").tobytes()
-        return Open(self.space, placement, self.name, first, self.generation, *self.member, self.change)
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this process has experts moved for the attention side."""
-        return self.others is None or self.others.leads
+        attention, first = self.attention, part * (self.spec.ep_size // len(self.links))
+        placement, member = self.placement.astype("<i4").tobytes(), (attention.number, attention.count)
+        return Open(self._space, placement, attention.name, first, attention.generation, *member, self.change)
 
     def stage(self, row: int, moves: Sequence[tuple[int, int]]) -> None:
         """Have the processes bring experts of a layer to their next devices. No call depends on it, so one process asks for all."""
-        if self._leads:
+        if self.attention.leads:
             self._everywhere(STAGE, Stage(row, np.array(moves, "<i4").tobytes()))
 
     def place(self, row: int, experts: np.ndarray) -> None:
@@ -98,51 +96,13 @@ class RemoteExperts(Side):
         placement[row] = experts
         self.placement = placement
         try:
-            if self._leads:
+            if self.attention.leads:
                 self._everywhere(PLACE, Place(row, experts.astype("<i4").tobytes()))
-            self.tell(0)
-            self.agree(0)
+            self.attention.tell(0)
+            self.attention.wait(0)
         except BaseException:
             self.give_up()
             raise
-
-    def follows(self, before: RemoteExperts) -> None:
-        """Be the next expert side of the same attention process, in the same generation."""
-        self.name, self.generation, self.member = before.name, before.generation, before.member
-        self.change = before.change + 1
-
-    def hand_over(self, side: RemoteExperts) -> None:
-        """Have another side wait for the other processes of the attention side from now on."""
-        side.others, self.others = self.others, None
-        side._owns_endpoint, self._owns_endpoint = self._owns_endpoint, False
-
-    def tell(self, number: int) -> None:
-        """Tell the other attention processes that this one has its answers, and a number."""
-        if self.others is not None:
-            self.others.tell(number)
-
-    def agree(self, number: int) -> int:
-        """Wait until the other attention processes have told too; give the greatest number, ``number`` included."""
-        return number if self.others is None else self.others.wait(number)
-
-    def join(self, others: AttentionProcesses) -> None:
-        """Be one of several processes of the attention side, from now on."""
-        self.others = others
-        if self._is_abandoned:
-            others.close()
-
-    def give_up(self) -> None:
-        """Let no other attention process wait for this one: the experts compute without its rows once its links have ended."""
-        if self.others is not None:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """End what waits for other processes: this generation of the attention side has broken."""
-        self._is_abandoned = True
-        if self.others is not None:
-            self.others.close()
-        for link in self.links:
-            link.give_up()
 
     def _everywhere(self, service: str, body: Compile | Stage | Place) -> None:
         """Have all processes do something at the same time, and wait for all of them."""
@@ -163,12 +123,9 @@ class RemoteExperts(Side):
         return WayToProcesses(self, through.stack, between, np.array(own))
 
     def close(self) -> None:
-        """End the connections and their threads."""
-        self.abandon()
+        """End the connections and their threads; those of the attention side stay."""
         for link in self.links:
-            link.close()
-        if self._owns_endpoint:
-            self.endpoint.close()
+            self.attention.remove(link)
 
 
 def _result(done: Future[None]) -> None:
@@ -208,10 +165,10 @@ class WayToProcesses:
         for one in away:
             _result(one.done)
         own_rounds = rounds_of(self.between, away[0].counts)
-        self.side.tell(own_rounds)
+        self.side.attention.tell(own_rounds)
         described = self.between.described_returns
         arrays = [put_own_parts(one.in_cells(), like) for one, like in zip(away, described, strict=True)]
-        return arrays, self.side.agree(own_rounds)
+        return arrays, self.side.attention.wait(own_rounds)
 
 
 @dataclass(eq=False)
@@ -245,7 +202,7 @@ class _CallOfPart:
             sent[own] = np.asarray(rows)[self._cells[own]]
         self._answers = np.empty((len(e), between.columns, wire.width), wire.dtype)
         call = Call(way.stack, self.layer, between.tokens, between.senders * C, filled.tobytes(), self.number)
-        return Errand(call, sent, self._answers)
+        return call, sent, self._answers
 
     def in_cells(self) -> list[np.ndarray]:
         """The answers of each device of this process where ``Between.add`` looks for them; nobody reads other cells."""
@@ -256,3 +213,60 @@ class _CallOfPart:
             answers[self._cells[own]] = self._answers[own]
             found.append(answers.reshape(-1, between.wire.width))
         return found
+
+
+class RemoteExpertsPart(DevicePart):
+    """Connects to another expert side between two steps. Caches and requests stay as they are.
+
+    With several attention processes, all of them carry out the command between the same two steps. Either all continue with the new
+    side, or all stay with the current one.
+
+    another: ``(command, device, side) -> (model, side)`` with the experts that the command names, not connected yet.
+    """
+
+    def __init__(
+        self,
+        device: DeviceAccess,
+        another: Callable[[ConnectExperts, DeviceAccess, RemoteExperts], tuple[ModelStep, RemoteExperts]],
+    ):
+        self._device, self._another = device, another
+
+    def register(self, table: CommandTable) -> None:
+        """Add the command that connects to another side."""
+        table.add(ConnectExperts, Handler(self._connect, lambda pending: pending.error))
+
+    def extension(self, kind: type) -> Any:
+        """Offer the links to metrics, and their check to callers that change a mesh."""
+        return self._side if kind is ExpertLinks else None
+
+    def close(self) -> None:
+        """End the connections, those of the attention side among them."""
+        self._side.attention.close()
+
+    @property
+    def _side(self) -> RemoteExperts:
+        return self._device.programs.experts
+
+    def _connect(self, pending: Pending, command: ConnectExperts) -> Running:
+        pending.error = self._change_to(command)
+        yield from ()
+
+    def _change_to(self, command: ConnectExperts) -> str | None:
+        """Connect and compile. Return why the current side stays, or None if the new side has taken over."""
+        device, before = self._device, self._side
+        model, after = self._another(command, device, before)
+        attention, error, programs = before.attention, None, None
+        try:
+            try:
+                after.connect()
+                programs = device.programs.of(model, after)
+            except (UserError, RuntimeError, ValueError) as caught:
+                error = str(caught) if isinstance(caught, UserError) else f"{type(caught).__name__}: {caught}"
+                _log.warning("The current expert processes stay, because the new ones cannot take over: %s", error)
+            attention.tell(int(error is not None))
+            if attention.wait(int(error is not None)):
+                return error or "another attention process could not connect to them"
+            device.go_on_with(model, programs)
+        finally:
+            (after if self._side is before else before).close()
+        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from dsjax.engine.device.expert_programs import ExpertLayers
 from dsjax.engine.device.sampler import Wanted, bias_width, mask_words
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, Positions, StepRows
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
-from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 from sharding.arrays import RepeatedPut, put
@@ -80,11 +81,9 @@ class Programs:
         self.put_rows = RepeatedPut(self.rows)
         self.shared = not self.rows.is_fully_addressable
         self.meet = meet or (lambda: None)
-        shelf = None
-        if library is not None:
-            parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
-            shelf = library.shelf(self._layout(), step.mesh, parts)
-        self.store = CompiledPrograms(self._lower, self.meet, shelf, self._compiler_options)
+        parts = type(self), self._step, self._params, self._state, limits, experts_per_exchange
+        shelf = Shelf(library, step.mesh, parts, self._compiler_options)
+        self.store = CompiledPrograms(self._lower, self.meet, shelf)
         self._no_masks: dict[int, Array] = {}
         self._shapes: dict[tuple[Rectangle | None, Rectangle | None], LaunchShape] = {}
 
@@ -103,12 +102,6 @@ class Programs:
         programs.store.compiled |= {key: program for key, program in there.items() if key not in labels}
         programs.store.compile_all(labels, lambda done, total, label: None, programs._compile_gathers)
         return programs
-
-    def _layout(self) -> Hashable:
-        """What the programs depend on, but for which devices they run on; of one engine, whose options stay as they are."""
-        arrays = jax.tree_util.tree_leaves_with_path((self._params, self._state))
-        described = tuple((jax.tree_util.keystr(path), a.shape, str(a.dtype), a.sharding.spec) for path, a in arrays)
-        return str(self._step.spec), self._step.stage, self._limits, self._exchanged, self.shared, described
 
     @property
     def compiled(self) -> frozenset[Hashable]:
@@ -176,7 +169,15 @@ class Programs:
 
         go_on: asked before each program and at the end, with how many are there and the next one's name; False ends it.
         """
-        return self.store.compile_ahead(self.labels(buckets), go_on, self._compile_gathers)
+        labels = self.labels(buckets)
+        for done, (key, label) in enumerate(labels.items()):
+            if not go_on(done, label):
+                return False
+            if not self.store.shelf.has(key):
+                self.store.compile(key, partial(self._lower, key))
+                self._compile_gathers(key)
+            self.store.compiled.clear()  # a program that is loaded takes memory of the devices
+        return go_on(len(labels), "all")
 
     def drop(self) -> None:
         """Drop all programs."""

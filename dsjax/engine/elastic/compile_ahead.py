@@ -72,10 +72,17 @@ class CompileAhead:
         """
         self.stop()
         self.done = self.total = 0
-        if self._losses:
-            self._ended = threading.Event()
-            arguments = now, wanted, list(live), weights, self._ended
-            self._thread = start_thread(_WORK, self._run, *arguments, name="dsjax-compile-ahead")
+        if not self._losses:
+            return
+
+        def find() -> list[MeshCandidate]:
+            config, losses = self._checkpoint.config, self._losses
+            devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
+            after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
+            return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
+
+        self._ended = threading.Event()
+        self._thread = start_thread(_WORK, self._compile, find, self._ended, True, name="dsjax-compile-ahead")
 
     def stop(self) -> None:
         """Compile nothing more; the program that is being compiled is not waited for."""
@@ -90,20 +97,9 @@ class CompileAhead:
     def prepare(self, spec: MeshSpec, reason: str) -> None:
         """Compile for a mesh over all devices that JAX knows, in this thread and without rests."""
         if self._losses:
-            self._compile(lambda: [_over_all(spec, reason)], threading.Event(), rests=False)
+            self._compile(lambda: [_over_all(spec, reason)], threading.Event(), False)
 
-    def _run(
-        self, now: MeshSpec, wanted: MeshSpec, live: Sequence[int], weights: Weights, ended: threading.Event
-    ) -> None:
-        def find() -> list[MeshCandidate]:
-            config, losses = self._checkpoint.config, self._losses
-            devices = [device for device in sorted(jax.devices(), key=device_order) if device.process_index in live]
-            after_losses = candidates(self._args, config, weights, wanted, devices, jax.process_index(), losses)
-            return after_losses if now == wanted else [*after_losses, _over_all(wanted, "processes come back")]
-
-        self._compile(find, ended, rests=True)
-
-    def _compile(self, find: Callable[[], list[MeshCandidate]], ended: threading.Event, *, rests: bool) -> None:
+    def _compile(self, find: Callable[[], list[MeshCandidate]], ended: threading.Event, rests: bool) -> None:
         """Compile for each mesh in turn, until `ended` is set. Whatever goes wrong, serving goes on: the mesh that comes compiles."""
         try:
             self._library.keep_in(enable_compile_cache())

@@ -229,13 +229,15 @@ class Follower:
 
     def _watch_end(self) -> None:
         """Process 0 has ended: where it did in the middle of a step, this process may wait for it in a collective for ever."""
-        end = threading.Timer(_END_SECONDS, lambda: self._over.is_set() or self._give_up())
+
+        def give_up() -> None:
+            if not self._over.is_set():
+                _log.warning("Process 0 has ended, and left a step behind that cannot end; this process ends now.")
+                os._exit(0 if self.reason is None else 1)
+
+        end = threading.Timer(_END_SECONDS, give_up)
         end.daemon = True
         end.start()
-
-    def _give_up(self) -> None:
-        _log.warning("Process 0 has ended, and left a step behind that cannot end; this process ends now.")
-        os._exit(0 if self.reason is None else 1)
 
 
 class _Work:
@@ -256,8 +258,10 @@ class _Work:
                 follower.reason = heard.reason or None
                 return True
             if follower.group.is_superseded:
-                if follower._leaves.is_set():
-                    self._wait_for_running()
+                if follower._leaves.is_set():  # others may still receive from this process's programs
+                    with contextlib.suppress(RuntimeError):  # the generation has broken
+                        while self._running:
+                            executor.wait(self._running.popleft())
                 return False  # what is left can never be done, or is done: the leader has waited for it
             self._carry_out(decode(heard))
             if executor.max_in_flight > 1:
@@ -265,12 +269,6 @@ class _Work:
             # A program starts when the one before it has been waited for. The next command's inputs are laid out meanwhile if it is here.
             while self._running and (self._inbox.empty() or len(self._running) > 1):
                 executor.wait(self._running.popleft())
-
-    def _wait_for_running(self) -> None:
-        """Wait for the programs of this process, whose end would interrupt what others still receive from them."""
-        with contextlib.suppress(RuntimeError):  # the generation has broken
-            while self._running:
-                self._executor.wait(self._running.popleft())
 
     def _carry_out(self, message: Message) -> None:
         executor, follower = self._executor, self._follower

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from dsjax.checkpoint.held_weights import HeldWeights
-from dsjax.engine.afd.link_counts import ExpertLinks
+from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.engine.afd.options import afd_addresses, expert_spec
 from dsjax.engine.contract.commands import ConnectExperts
 from dsjax.engine.contract.executor import Executor, ExecutorWrapper
@@ -279,8 +279,11 @@ class Generations:
         together = any(isinstance(one, LeaderExecutor) and one.collected > 0 for one in _layers(self._executor))
         worked = together and isinstance(error, RuntimeError)
         lost = self._lost_by(error, _TELL_SECONDS if worked else None)
-        if lost is None and worked:
-            lost = self._look_at_links(error)
+        if lost is None and worked:  # a link may be cut, or a process hang
+            self.phase = "looking at links"
+            self._cut()
+            lost, all_answered = self._group.links.look(self.number)
+            lost = lost or (None if all_answered else self._lost_by(error))
         if lost is None and not worked:
             if self._group is not None:
                 self._group.leave(f"a step has failed ({type(error).__name__})")
@@ -339,12 +342,7 @@ class Generations:
             self.has_warmed_up()
         parts = ", ".join(f"{name} {part:.1f} s" for name, part in self._parts.items())
         _log.info(
-            "Generation %d has %s. No step computed for %.1f s: %s; %s.",
-            self.number,
-            self.spec,
-            seconds,
-            parts,
-            sources,
+            f"Generation {self.number} has {self.spec}. No step computed for {seconds:.1f} s: {parts}; {sources}."
         )
         config = self.args.scheduler_config(loaded.executor.limits)
         return Generation(loaded.executor, config, self.spec != self.wanted)
@@ -353,13 +351,6 @@ class Generations:
         """Have whatever waits in a collective of the mesh of now fail here; the others do the same when they hear of the next one."""
         if self._group is not None:
             self._group.collectives.cut(self.number)
-
-    def _look_at_links(self, error: Exception) -> GroupError | None:
-        """Find whom to go on without, where a collective failed though nobody is known to be gone: a link is cut or a process hangs."""
-        self.phase = "looking at links"
-        self._cut()
-        lost, all_answered = self._group.links.look(self.number)
-        return lost or (None if all_answered else self._lost_by(error))
 
     def _load(self, reason: str, broken: bool) -> LoadedEngine:
         self.phase = "loading"

@@ -42,7 +42,7 @@ class FollowerTransfers:
         if args.disaggregation_mode == "prefill":
             if self._kept is not None:
                 self._kept.end()
-            self._kept = kept = FollowerSendBuffers(args.transfer_timeout / 2)
+            self._kept = kept = FollowerSendBuffers()
             if self._server is None:
                 self._server = ChunkServer(
                     self._endpoint,

@@ -246,11 +246,8 @@ class ExpertBalancer(Attachment):
         self._count(exchanges=1, exchange_seconds=result.seconds)
         if result.error is not None:
             _log.error(
-                "Rebalancing experts is given up: MoE layer %d could not be changed (%s). It is as it was; %d layers after it were "
-                "to be changed.",
-                one.command.layer,
-                result.error,
-                self._layers_left,
+                f"Rebalancing experts is given up: MoE layer {one.command.layer} could not be changed ({result.error}). It is as it was; "
+                f"{self._layers_left} layers after it were to be changed."
             )
             self._waiting.clear()
             self._count(failures=1)
@@ -276,12 +273,9 @@ class ExpertBalancer(Attachment):
         self._stats = replace(self._stats, balancedness=of_sums, layer_balancedness=of_layers, rank_tokens=tokens)
         if self._config.log_balancedness:
             _log.info(
-                "Experts' balancedness over %d steps: %.3f as ratio of sums over layers, %.3f as mean of the layers' ratios; the "
-                "busiest rank of a layer had %.2f times the mean rank's tokens.",
-                self._config.read_interval,
-                of_sums,
-                of_layers,
-                1 / of_sums,
+                f"Experts' balancedness over {self._config.read_interval} steps: {of_sums:.3f} as ratio of sums over "
+                f"layers, {of_layers:.3f} as mean of the layers' ratios; the busiest rank of a layer had {1 / of_sums:.2f} times the mean "
+                "rank's tokens."
             )
         due = self._steps - self._decided_at >= self._config.step_interval
         if decide and due and self._deciding is None and not self.busy and window.by_rank.any():
@@ -323,18 +317,12 @@ class ExpertBalancer(Attachment):
             _log.info("Experts stay where they are, at a balancedness of %.3f.%s", decision.balancedness[0], left)
             return
         summary = decision.summary(self._mover.slots.expert_bytes)
+        before, after = decision.balancedness
+        gain, cost = (sum(getattr(one, name) for one in decision.changes) for name in ("gain", "cost"))
         _log.info(
-            "Rebalancing experts: %d layers, %d experts, %d bytes in %d exchanges, from a balancedness of %.3f to %.3f; predicted to gain "
-            "%.3g s in %d steps and to cost %.3g s.%s",
-            summary["layers"],
-            summary["experts"],
-            summary["bytes"],
-            summary["exchanges"],
-            *decision.balancedness,
-            sum(one.gain for one in decision.changes),
-            self._config.step_interval,
-            sum(one.cost for one in decision.changes),
-            left,
+            f"Rebalancing experts: {summary['layers']} layers, {summary['experts']} experts, {summary['bytes']} bytes in "
+            f"{summary['exchanges']} exchanges, from a balancedness of {before:.3f} to {after:.3f}; predicted to gain {gain:.3g} s in "
+            f"{self._config.step_interval} steps and to cost {cost:.3g} s.{left}"
         )
         self._began = self._clock()
         self._sizes = {change.layer: change.experts for change in decision.changes}

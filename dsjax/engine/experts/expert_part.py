@@ -59,16 +59,12 @@ class ExpertPart(DevicePart):
     def _stage(self, pending: Pending, command: StageExperts) -> Running:
         """Have a layer's experts brought to where they are staged."""
         moves = [tuple(pair) for pair in np.frombuffer(command.moves, "<i4").reshape(-1, 2).tolist()]
-
-        def run() -> Running:
-            try:
-                (self._movable or self._device.programs.experts).stage(command.layer, moves)
-            except (RuntimeError, ValueError) as error:
-                pending.error = f"{type(error).__name__}: {error}"
-                _log.exception("Experts of MoE layer %d could not be moved; they stay where they are.", command.layer)
-            yield from ()
-
-        return run()
+        try:
+            (self._movable or self._device.programs.experts).stage(command.layer, moves)
+        except (RuntimeError, ValueError) as error:
+            pending.error = f"{type(error).__name__}: {error}"
+            _log.exception("Experts of MoE layer %d could not be moved; they stay where they are.", command.layer)
+        yield from ()
 
     def _place(self, _: Pending, command: PlaceExperts) -> Running:
         """Have a layer's experts written to their slots, and put its tables in force."""

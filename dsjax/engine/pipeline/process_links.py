@@ -1,7 +1,7 @@
-"""``ProcessLinks``: hidden states between the processes of a model's stages, results from the last one, and process 0's reports.
+"""``ProcessLinks``: hidden states between the processes of a model's stages, and results from the last one.
 
 Threads send from host memory and receive, so that a stage goes on with the next step. Hidden states are encrypted with ``--encrypt-bulk``
-alone, results and reports always.
+alone, results always.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.executor import RankResults
+from dsjax.engine.contract.executor import ExpertCounts, RankResults
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError, HostGroup
 from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
@@ -29,29 +29,38 @@ from dsjax.messaging.link import LinkLostError, Message
 _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
 """What was sent before the connections end may take so long to leave."""
-Found = tuple[list[Any], list[np.ndarray]]
-"""What a process has found out: values that MessagePack knows, and arrays."""
-Part = TypeVar("Part")
-HIDDEN, RESULTS, FOUND = "hidden", "results", "found by process {}"
+HIDDEN, RESULTS = "hidden", "results"
 """Names of links, by what comes over them."""
+_LOADS = "experts' loads"
 _log = logging.getLogger(__name__)
 
 
 class _Inbox:
-    """What has come over one connection, numbered from 0 on. An item is kept until a later one is asked for: an interrupt loses none."""
+    """What comes over one link, numbered from 0 on. An item is kept until a later one is asked for: an interrupt loses none."""
 
-    def __init__(self):
+    def __init__(self, listener: LinkListener, sender: str):
+        self.listener, self._sender = listener, sender
         self._items: dict[int, Any] = {}
-        self._count, self._error, self._changed = 0, None, threading.Condition()
+        self._error, self._changed = None, threading.Condition()
 
-    def put(self, item: Any) -> None:
-        """Add the next item; an exception is the last one. Any thread may call it."""
+    def receive(self) -> None:
+        """Take what comes, in a thread, until the listener is closed, or something cannot be read."""
+        for number in itertools.count():
+            try:
+                item = _read(self.listener.receive())
+            except Exception as error:
+                self.fail(
+                    ConnectionError(f"{self._sender} has ended it") if isinstance(error, LinkLostError) else error
+                )
+                return
+            with self._changed:
+                self._items[number] = item
+                self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Let nobody wait for what has not come."""
         with self._changed:
-            if isinstance(item, Exception):
-                self._error = self._error or item
-            elif self._error is None:
-                self._items[self._count] = item
-                self._count += 1
+            self._error = self._error or error
             self._changed.notify_all()
 
     def get(self, number: int, seconds: float) -> Any:
@@ -86,41 +95,32 @@ class ProcessLinks:
         own = group.options.process_id
         place = order.index(own)
         self.leads, self.ends = own == 0, place == len(order) - 1
-        self._senders = {} if place == 0 else {HIDDEN: order[place - 1]}
-        if not self.ends:
-            self._senders[RESULTS] = order[-1]
-        if self.leads:
-            self._senders |= {FOUND.format(number): number for number in order if number}
-        self._inboxes = {name: _Inbox() for name in self._senders}
-        self._found_numbers = itertools.count()
+        self._inboxes: dict[str, _Inbox] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsjax-stages")
         self._sent: Future[None] | None = None
         self._error: Exception | None = None
-        self._listeners, self._next, self._to_leader = list[LinkListener](), list[Link](), list[Link]()
+        self._next: list[Link] = []
         try:
             self._meet(place)
         except BaseException:
             self.close()
             raise
-        for listener in self._listeners:
-            threading.Thread(target=self._receive, args=(listener,), name="dsjax-stages", daemon=True).start()
+        for inbox in self._inboxes.values():
+            threading.Thread(target=inbox.receive, name="dsjax-stages", daemon=True).start()
 
     def _meet(self, place: int) -> None:
         """Learn where the others listen, and connect to those that this process sends to."""
         group, order, doors = self._group, self._order, dict[str, tuple[str, bytes]]()
-        for encrypted in (False, True):
-            names = [name for name in self._senders if _is_encrypted(name) == encrypted]
-            if names:
-                listener = LinkListener(group.endpoint, names, encrypted=encrypted)
-                self._listeners.append(listener)
-                doors |= dict.fromkeys(names, (listener.address, listener.ticket))
+        senders = {} if place == 0 else {HIDDEN: order[place - 1]}
+        for name, sender in (senders if self.ends else senders | {RESULTS: order[-1]}).items():
+            listener = LinkListener(group.endpoint, [name], encrypted=name == RESULTS)
+            self._inboxes[name] = _Inbox(listener, self._name(sender))
+            doors[name] = listener.address, listener.ticket
         told = group.agreement.ask("stages", doors)
         doors_of = {member.process_id: doors for member, doors in zip(group.present, told, strict=True)}
         name = RESULTS if self.ends else HIDDEN
         for other in order[:-1] if self.ends else order[place + 1 : place + 2]:
             self._next.append(self._connect(other, doors_of[other], name))
-        if not self.leads:
-            self._to_leader.append(self._connect(0, doors_of[0], FOUND.format(order[place])))
 
     def arriving(self, send: Callable[[np.ndarray], Array]) -> _Arriving:
         """Where the first stage here takes hidden states from. send: brings them to its devices."""
@@ -152,17 +152,20 @@ class ProcessLinks:
         made = [Made(*arrays[place : place + 2]) for place in range(0, len(arrays), 2)]
         return msgspec.convert(rows, list[RankResults]), made
 
-    def tell(self, of: Callable[[], Found]) -> None:
-        """Send process 0 what this one has found out. of: waits for it, and gives it."""
-        self._later(lambda: _send(self._to_leader, *of()))
-
-    def gather(self, own: Callable[[], Found]) -> list[Found]:
-        """Wait, in process 0, for what all others tell next; give what all have found out, in the order of their stages.
-
-        own: gives what this process has found out itself. After an interrupt the next call passes over what this one was to give.
-        """
-        number = next(self._found_numbers)
-        return [self._take(FOUND.format(process), number) if process else own() for process in self._order]
+    def gather(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
+        """Read this process's counts, and tell process 0; there, give those of all in the order of their stages."""
+        agreement = self._group.agreement
+        try:
+            own = read()
+        except BaseException:  # the others answer this question, and not the next
+            agreement.tell(_LOADS)
+            raise
+        if not self.leads:
+            agreement.tell(_LOADS, _plain(own))
+            return [own]
+        told = agreement.ask(_LOADS, _plain(own))
+        counts = {member.process_id: _counts(one) for member, one in zip(self._group.present, told, strict=True)}
+        return [counts[process] for process in self._order]
 
     def close(self) -> None:
         """End all connections."""
@@ -170,13 +173,13 @@ class ProcessLinks:
         self._end()
 
     def _end(self) -> None:
-        for link in (*self._next, *self._to_leader, *self._listeners):
+        for link in (*self._next, *(inbox.listener for inbox in self._inboxes.values())):
             link.close(_LINGER_SECONDS)
 
     def _connect(self, process_id: int, doors: dict[str, tuple[str, bytes]], name: str) -> Link:
         address, ticket = doors[name]
         try:
-            return Link(self._group.endpoint, address, ticket, name, encrypted=_is_encrypted(name))
+            return Link(self._group.endpoint, address, ticket, name, encrypted=name == RESULTS)
         except (PeerLostError, NotAMemberError) as error:
             self._group.check(error)
             raise GroupError(
@@ -205,20 +208,7 @@ class ProcessLinks:
 
     def _give_up(self, error: Exception) -> None:
         for inbox in self._inboxes.values():
-            inbox.put(error)
-
-    def _receive(self, listener: LinkListener) -> None:
-        """Put what comes into the inboxes, in a thread, until the listener is closed."""
-        while True:
-            try:
-                message = listener.receive()
-                self._inboxes[message.sender].put(_read(message))
-            except LinkLostError as error:
-                name = self._name(self._senders[error.name])
-                self._inboxes[error.name].put(ConnectionError(f"{name} has ended it"))
-            except Exception as error:  # also what cannot be read: nobody may wait for what comes behind it
-                self._give_up(error)
-                return
+            inbox.fail(error)
 
     def _take(self, name: str, number: int) -> Any:
         while True:
@@ -241,22 +231,14 @@ class ProcessLinks:
         raise GroupError(f"the connection between two stages has ended: {error}") from error
 
 
-def plain(part: Any) -> Found:
-    """A named tuple or a dataclass, whose arrays come first, as plain values and arrays; None: nothing."""
-    if part is None:
-        return [], []
-    fields = part if isinstance(part, tuple) else [getattr(part, field.name) for field in dataclasses.fields(part)]
-    arrays = [value for value in fields if isinstance(value, np.ndarray)]
-    return list(fields[len(arrays) :]), arrays
+def _plain(counts: ExpertCounts | None) -> list[Any] | None:
+    values = [] if counts is None else [getattr(counts, field.name) for field in dataclasses.fields(counts)]
+    return [(one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else one for one in values] or None
 
 
-def parts_of(kind: type[Part], everybody: Sequence[Found]) -> list[Part]:
-    """What was `plain`, of those processes that had any."""
-    return [kind(*arrays, *values) for values, arrays in everybody if values or arrays]
-
-
-def _is_encrypted(name: str) -> bool:
-    return name != HIDDEN
+def _counts(told: list[Any] | None) -> ExpertCounts | None:
+    values = [np.frombuffer(one[2], one[1]).reshape(one[0]) if isinstance(one, list) else one for one in told or ()]
+    return ExpertCounts(*values) if values else None
 
 
 def _send(links: Sequence[Link], values: list[Any], arrays: Sequence[Array | np.ndarray | None]) -> None:

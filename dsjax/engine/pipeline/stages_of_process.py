@@ -11,7 +11,7 @@ import numpy as np
 from dsjax.engine.contract.commands import Command, Score, Step
 from dsjax.engine.contract.executor import ExecutorCounts, ExpertCounts
 from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor, counts_of_all
-from dsjax.engine.pipeline.process_links import ProcessLinks, parts_of, plain
+from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import PendingStages, StageExecutor
 from sharding.arrays import put
 
@@ -84,16 +84,10 @@ class StagesOfProcess(PipelineExecutor):
         self._loads = None
 
     def expert_counts(self) -> ExpertCounts | None:
-        """What all stages recorded since recording began, in process 0; all others tell it. All processes read at the same place."""
+        """What all stages recorded since recording began, in process 0; in others, those here. All processes read at the same place."""
         if not self.recording:
             return None
-        read = super().expert_counts
-        if not self._links.leads:
-            own = read()
-            self._links.tell(lambda: plain(own))
-            return own
-        # At once: the others tell it, whatever interrupts this process.
-        self._loads = counts_of_all(parts_of(ExpertCounts, self._links.gather(lambda: plain(read()))))
+        self._loads = counts_of_all(self._links.gather(super().expert_counts))
         return self._loads
 
     def shutdown(self, held: Any = None) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
@@ -33,18 +32,12 @@ _log = logging.getLogger(__name__)
 class CompiledPrograms:
     """Compiles each program once, or takes it from a shelf of the library.
 
-    lower: traces the program of a key. meet: waits for the other processes of the mesh. options: of the compiler, for a key. compiled: the
-    programs that exist, by key. shelf: where they are kept beyond this executor; None: nowhere.
+    lower: traces the program of a key. meet: waits for the other processes of the mesh. compiled: the programs that exist, by key.
+    shelf: where they are kept beyond this executor.
     """
 
-    def __init__(
-        self,
-        lower: Callable[[ProgramKey], Lowered],
-        meet: Callable[[], object],
-        shelf: Shelf | None,
-        options: Callable[[ProgramKey], Mapping[str, Any] | None] = lambda key: None,
-    ):
-        self._lower, self._meet, self.shelf, self._options = lower, meet, shelf, options
+    def __init__(self, lower: Callable[[ProgramKey], Lowered], meet: Callable[[], object], shelf: Shelf):
+        self._lower, self._meet, self.shelf = lower, meet, shelf
         self.compiled: dict[ProgramKey, Compiled] = {}
 
     def get(self, key: ProgramKey, lower: Callable[[], Lowered]) -> Compiled:
@@ -58,7 +51,7 @@ class CompiledPrograms:
         """Have a program, from the shelf or by compiling it; waits where another process of this host compiles it."""
         deadline = time.monotonic() + _PATIENCE
         while not self._find(key):
-            turn = self._turn(key)
+            turn = self.shelf.turn(key)
             if turn is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
                 continue
@@ -90,7 +83,7 @@ class CompiledPrograms:
                     of_others: list[ProgramKey] = []
                     begun: dict[Future[None], ProgramKey] = {}
                     for key in left:
-                        turn = self._turn(key) or (Turn() if stalls else None)
+                        turn = self.shelf.turn(key) or (Turn() if stalls else None)
                         if turn is None:
                             of_others.append(key)
                             continue
@@ -121,38 +114,16 @@ class CompiledPrograms:
                 for turn in turns:
                     turn.close()
 
-    def compile_ahead(
-        self, labels: Mapping[ProgramKey, str], go_on: Callable[[int, str], bool], after: Callable[[ProgramKey], None]
-    ) -> bool:
-        """Compile programs one after the other in this thread, and keep them on the shelf alone; whether all of them are there."""
-        for done, (key, label) in enumerate(labels.items()):
-            if not go_on(done, label):
-                return False
-            if not self.shelf.has(key, self._options(key)):
-                self._compile(key, self._lower(key))
-                after(key)
-            self.compiled.clear()  # a program that is loaded takes memory of the devices
-        return go_on(len(labels), "all")
-
-    def _turn(self, key: ProgramKey) -> Turn | None:
-        """The turn to compile a program; None where another process has it."""
-        return Turn() if self.shelf is None else self.shelf.turn(key, self._options(key))
-
     def _find(self, key: ProgramKey) -> bool:
         """Take a program from the shelf; whether it is there."""
-        if key not in self.compiled and self.shelf is not None:
-            kept = self.shelf.find(key, self._options(key))
-            if kept is not None:
-                self.compiled[key] = kept
+        if key not in self.compiled and (kept := self.shelf.find(key)) is not None:
+            self.compiled[key] = kept
         return key in self.compiled
 
     def _compile(self, key: ProgramKey, lowered: Lowered, turn: Turn | None = None) -> None:
         """Compile a program, and end the turn in which that is done."""
         with turn or Turn():
-            if self.shelf is None:
-                self.compiled[key] = lowered.compile(compiler_options=self._options(key))
-            else:
-                self.compiled[key] = self.shelf.compile(key, lowered, self._options(key))
+            self.compiled[key] = self.shelf.compile(key, lowered)
 
 
 class _FewerLooksForGarbage:

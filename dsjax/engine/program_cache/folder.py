@@ -31,28 +31,10 @@ _OLD_SECONDS = 3600
 _log = logging.getLogger(__name__)
 
 
-class Turn:
-    """A process's turn to compile a program, until it is closed or the process ends. Without a file it keeps nobody else from it."""
+class Turn(contextlib.ExitStack):
+    """A process's turn to compile a program, until it is closed or the process ends. An empty one keeps nobody else from it."""
 
-    def __init__(self, descriptor: int | None = None, folder: OwnedFolder | None = None, name: str = ""):
-        self._descriptor, self._folder, self._name = descriptor, folder, name
-
-    def close(self) -> None:
-        """Let others have their turn. A second time it has no effect."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            with contextlib.suppress(OSError), self._folder.opened() as folder:
-                # Whoever has opened it meanwhile finds the program before compiling it.
-                os.unlink(self._name, dir_fd=folder)
-            os.close(descriptor)
-
-    __del__ = close  # whatever interrupt it was lost in
-
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __del__ = contextlib.ExitStack.close  # whatever interrupt it was lost in
 
 
 class ProgramFolder:
@@ -130,15 +112,22 @@ class ProgramFolder:
 
     def turn(self, name: str) -> Turn | None:
         """The turn to make what is to be kept under a name; None while another process, or another part of this one, has it."""
-        if not self._writes:
-            return Turn()
-        try:
-            with self._folder.opened() as folder:
-                return Turn(try_lock(f"{name}{_TURN}", folder), self._folder, f"{name}{_TURN}")
-        except BlockingIOError:
-            return None
-        except OSError:  # whoever cannot have a turn need not wait for one
-            return Turn()
+        turn, file = Turn(), f"{name}{_TURN}"
+
+        def unlink() -> None:  # whoever has opened it meanwhile finds the program before compiling it
+            with contextlib.suppress(OSError), self._folder.opened() as folder:
+                os.unlink(file, dir_fd=folder)
+
+        if self._writes:
+            try:
+                with self._folder.opened() as folder:
+                    turn.callback(os.close, try_lock(file, folder))
+                    turn.callback(unlink)
+            except BlockingIOError:
+                return None
+            except OSError:  # whoever cannot have a turn need not wait for one
+                pass
+        return turn
 
     def _make_room(self) -> None:
         """Delete what was not used for longest, of programs alone, and what killed processes have left half written."""

@@ -50,8 +50,8 @@ class NotDescribed(TypeError):
 def digest(*values: Any) -> str:
     """64 hexadecimal digits: equal for values that are equal piece by piece, in whichever process.
 
-    Fields of a dataclass that take no part in its comparison take none here. Of a mesh count its shape and the kind of each device, not
-    which devices these are. Raises `NotDescribed` where part of a value has no description.
+    Fields of a dataclass that take no part in its comparison take none here. Of a mesh count its shape, the kind of each device and which
+    of them share a process, not which devices and processes these are. Raises `NotDescribed` where part of a value has no description.
     """
     pieces = hashlib.sha256()
     for value in values:
@@ -85,7 +85,8 @@ def _describe(value: Any) -> Iterator[bytes]:
             raise NotDescribed(f"{shown:.80} shows an address")
         yield shown.encode()
     elif isinstance(value, Mesh):
-        devices = [(device.platform, device.device_kind, device.process_index) for device in value.devices.flat]
+        processes = list(dict.fromkeys(device.process_index for device in value.devices.flat))
+        devices = [(d.platform, d.device_kind, processes.index(d.process_index)) for d in value.devices.flat]
         yield repr((value.axis_names, value.axis_types, value.devices.shape, devices)).encode()
     else:
         pieces = list(_pieces(value))

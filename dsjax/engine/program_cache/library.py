@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
-import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ class ProgramLibrary:
     """Belongs to a process. Any thread may use it.
 
     Attributes:
-        folder: where programs are kept for other processes and later starts; None: nowhere.
+        folder: where programs are kept for other processes and later starts; None: nowhere. in_memory: those that it lacks, by name.
         beside_the_cache: of a mesh and a stage, bytes of a device that a step needs beside weights and cache.
         pages: of a mesh, how many each DP rank's cache has in programs that were compiled ahead; the cache must then have as many.
         works: whether programs can be kept.
@@ -41,10 +40,9 @@ class ProgramLibrary:
 
     def __init__(self, folder: ProgramFolder | None = None):
         self.folder = folder
+        self.in_memory: dict[str, KeptProgram] = {}
         self.beside_the_cache: dict[Hashable, int] = {}
         self.pages: dict[str, int] = {}
-        self._kept: dict[Hashable, dict[Hashable, KeptProgram]] = {}
-        self._lock = threading.Lock()
         self.works = True
         try:
             serialized_program.listen_to_jax_cache()
@@ -55,22 +53,6 @@ class ProgramLibrary:
         """Keep programs on disk too, in the folder for compiled programs. None: nowhere. What was said before stays."""
         if self.folder is None:
             self.folder = ProgramFolder.inside(cache)
-
-    def shelf(self, about: Hashable, mesh: Mesh, depends_on: tuple[Any, ...] | None = None) -> Shelf | None:
-        """The programs for a mesh; None where none are kept.
-
-        about: what they depend on beside the engine's options and their keys, but for which devices are in the mesh and in which order.
-        depends_on: all that they depend on beside their keys, for the folder; None: they are not kept on disk.
-        """
-        # One device alone never has another mesh.
-        kept = None
-        if jax.device_count() > 1:
-            with self._lock:
-                kept = self._kept.setdefault(about, {})
-        found = None
-        if self.folder is not None and depends_on is not None:
-            found = _digest(mesh, depends_on)
-        return None if kept is None and found is None else Shelf(self, kept, found, mesh)
 
     def settled(self, mesh: str, limits: ExecutorLimits) -> ExecutorLimits:
         """Limits as found when a mesh is made, but with the pages that its programs were compiled for, if these are about as many."""
@@ -85,66 +67,69 @@ class ProgramLibrary:
         self.works = False
 
 
-def _digest(mesh: Mesh, depends_on: tuple[Any, ...]) -> str | None:
-    """Digest what all programs for a mesh depend on beside their keys; None where they are not kept on disk."""
-    client = mesh.devices.flat[0].client
-    if client.platform != "cpu" and mesh.is_multi_process:
-        # Compilers of accelerators talk to those of the other processes, which would wait for one that has found its program on disk.
-        return None
-    try:
-        chips = None if client.platform == "cpu" else jax_internals.topology_fingerprint(mesh.devices.flat)
-        return identity.digest(identity.of_process(client), chips, mesh, depends_on)
-    except Exception as error:  # a start goes on without
-        _log.info("Compiled programs of this engine are not kept whole: %s: %s", type(error).__name__, error)
-        return None
-
-
 class Shelf:
-    """The programs of one kind of mesh, for the devices of one mesh: on disk, or in memory where they cannot be on disk.
+    """The programs for the devices of one mesh: in the library's folder, or in memory where they cannot be there.
 
-    about: digest of all that programs in the library's folder depend on beside their keys; None: they are not there.
+    library: None: nothing is kept. depends_on: all that programs depend on beside their keys. options: of the compiler, for a key.
     """
 
     def __init__(
-        self, library: ProgramLibrary, kept: dict[Hashable, KeptProgram] | None, about: str | None, mesh: Mesh
+        self,
+        library: ProgramLibrary | None,
+        mesh: Mesh,
+        depends_on: tuple[Any, ...],
+        options: Callable[[Hashable], Mapping[str, Any] | None] = lambda key: None,
     ):
-        self._library, self._kept, self._about = library, kept, about
-        self._devices = list(mesh.devices.flat)
+        self._library, self._options, self._devices = library, options, list(mesh.devices.flat)
+        client = self._devices[0].client
+        # Compilers of accelerators talk to those of the other processes, which would wait for one that has found its program on disk.
+        on_disk = client.platform == "cpu" or not mesh.is_multi_process
+        self._folder = library.folder if library is not None and on_disk else None
+        self._about: str | None = None
+        if library is None or (self._folder is None and jax.device_count() == 1):  # one device never has another mesh
+            return
+        try:
+            is_chip = client.platform != "cpu" and on_disk
+            chips = jax_internals.topology_fingerprint(mesh.devices.flat) if is_chip else None
+            self._about = identity.digest(identity.of_process(client), chips, mesh, depends_on)
+        except Exception as error:  # a start goes on without
+            _log.info("Compiled programs of this engine are not kept whole: %s: %s", type(error).__name__, error)
 
-    def name(self, key: Hashable, options: Mapping[str, Any] | None) -> str | None:
-        """The name of a program in the folder; None where it has none."""
+    def name(self, key: Hashable) -> str | None:
+        """The name of a program; None where it is not kept."""
         if self._about is None or not self._library.works:
             return None
         try:
-            return identity.digest(self._about, key, options)
+            return identity.digest(self._about, key, self._options(key))
         except identity.NotDescribed:
             return None
 
-    def has(self, key: Hashable, options: Mapping[str, Any] | None = None) -> bool:
+    def has(self, key: Hashable) -> bool:
         """Whether a program is kept."""
-        return self._take(key, options) is not None
+        return self._take(key) is not None
 
-    def turn(self, key: Hashable, options: Mapping[str, Any] | None = None) -> Turn | None:
+    def turn(self, key: Hashable) -> Turn | None:
         """The turn to compile a program for all processes that have this folder; None where one of them has it."""
-        name = self.name(key, options)
-        return Turn() if name is None else self._library.folder.turn(name)
+        name = self.name(key)
+        return Turn() if name is None or self._folder is None else self._folder.turn(name)
 
-    def compile(self, key: Hashable, lowered: Lowered, options: Mapping[str, Any] | None = None) -> Compiled:
-        """Compile a program for the devices of this mesh, and keep it. options: of the compiler."""
-        compiled, read = serialized_program.compile_and_note(lowered, options)
-        if (self._kept is None or key not in self._kept) and self._library.works:
+    def compile(self, key: Hashable, lowered: Lowered) -> Compiled:
+        """Compile a program for the devices of this mesh, and keep it."""
+        name = self.name(key)
+        compiled, read = serialized_program.compile_and_note(lowered, self._options(key))
+        if name is not None:
             try:
                 kept = serialized_program.keep(compiled, read, self._devices)
-                if not self._write(key, options, kept) and self._kept is not None:
-                    self._kept[key] = kept
+                if not self._write(name, kept):
+                    self._library.in_memory[name] = kept
             except Exception as error:  # whatever JAX has changed
                 self._library.give_up(error)
         return compiled
 
-    def find(self, key: Hashable, options: Mapping[str, Any] | None = None) -> Compiled | None:
-        """A program, loaded for the devices of this mesh; None where it was never kept. options: with which it is compiled."""
-        kept = self._take(key, options)
-        if kept is None or not self._library.works:
+    def find(self, key: Hashable) -> Compiled | None:
+        """A program, loaded for the devices of this mesh; None where it was never kept."""
+        kept = self._take(key)
+        if kept is None:
             return None
         if self._devices[0].platform == "tpu" and kept.device_ids != tuple(device.id for device in self._devices):
             return None  # a TPU's program contains its way through the torus
@@ -154,21 +139,20 @@ class Shelf:
             self._library.give_up(error)
             return None
 
-    def _take(self, key: Hashable, options: Mapping[str, Any] | None) -> KeptProgram | None:
+    def _take(self, key: Hashable) -> KeptProgram | None:
         """A program as it is kept."""
-        if self._kept is not None and key in self._kept:
-            return self._kept[key]
+        name = self.name(key)
+        if name is None:
+            return None
         try:
-            name = self.name(key, options)
-            data = None if name is None else self._library.folder.read(name)
-            return None if data is None else KeptProgram(*pickle.loads(data))
+            data = None if self._folder is None else self._folder.read(name)
+            return self._library.in_memory.get(name) if data is None else KeptProgram(*pickle.loads(data))
         except Exception as error:  # whatever JAX, or a class that the file names, has changed
             self._library.give_up(error)
             return None
 
-    def _write(self, key: Hashable, options: Mapping[str, Any] | None, kept: KeptProgram) -> bool:
+    def _write(self, name: str, kept: KeptProgram) -> bool:
         """Write a program to the folder, and say whether it is there."""
-        name = self.name(key, options)
-        if name is None or not identity.SOURCES.are_those_that_run:
+        if self._folder is None or not identity.SOURCES.are_those_that_run:
             return False
-        return self._library.folder.write(name, pickle.dumps(tuple(kept)))
+        return self._folder.write(name, pickle.dumps(tuple(kept)))

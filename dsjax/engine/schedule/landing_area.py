@@ -44,11 +44,13 @@ class LandingArea:
     """Names and numbers of the pages that land. From here a page goes to the cache under its number, like one in a slot.
 
     A page that is not loaded goes when others need its room, with all in its buffer. requests: (number, name) for the next `ReadPages`.
+    waits: (tier, seconds) that requests have waited for pages; the sources add them.
     """
 
     def __init__(self):
         self.first_number = 0
         self.requests: list[tuple[int, bytes]] = []
+        self.waits: list[tuple[str, float]] = []
         self._numbers, self._taken = 0, 0
         self._pages: OrderedDict[bytes, LandingPage] = OrderedDict()
         self._by_number: dict[int, bytes] = {}

@@ -41,15 +41,13 @@ class LoadUnderWay(NamedTuple):
 class PageLoads:
     """What one plan stages from a source, the next one places. A source that has to bring pages first holds up their request alone.
 
-    under_way: what the last plan has staged. waits: (tier, seconds) that requests have waited for pages from slots; whoever reads it
-    empties it.
+    under_way: what the last plan has staged.
     """
 
     def __init__(self, pool: PagePool, source: PageSource, rank: int):
         self._pool, self._source, self._rank = pool, source, rank
         self.landing = LandingArea()
         self.under_way: list[LoadUnderWay] = []
-        self.waits: list[tuple[str, float]] = []
         self._loaded: dict[Request, Counter[str]] = {}  # of waiting requests the pages that have come, by tier
         self._places: list[int] = []
         self._staged: list[int] = []
@@ -72,7 +70,7 @@ class PageLoads:
                 load.request.held_pages += load.pages
                 self._loaded.setdefault(load.request, Counter()).update(load.tiers)
                 if self._source.slot_tier in load.tiers:
-                    self.waits.append((self._source.slot_tier, now - load.since))
+                    self.landing.waits.append((self._source.slot_tier, now - load.since))
             self._places += load.pages
         self._source.begin_rank(self._rank, now)
 
@@ -246,7 +244,7 @@ class SourcedPages:
 
     def take_waits(self) -> list[tuple[str, float]]:
         """(tier, seconds) that requests have waited for pages of it; each is given once."""
-        waits = [wait for loads in self.ranks for wait in loads.waits]
+        waits = [wait for loads in self.ranks for wait in loads.landing.waits]
         for loads in self.ranks:
-            loads.waits = []
-        return waits + self.source.take_waits()
+            loads.landing.waits.clear()
+        return waits

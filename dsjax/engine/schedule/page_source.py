@@ -169,10 +169,6 @@ class PageSource:
         """What goes before the step that was planned just now; each is given once."""
         return ()
 
-    def take_waits(self) -> list[tuple[str, float]]:
-        """(tier, seconds) that requests have waited for pages of it; each is given once."""
-        return []
-
     def counts(self, rank: int) -> Mapping[str, Any]:
         """What the source holds of one rank, and has done for it, by tier."""
         return {}
@@ -211,8 +207,7 @@ class SourceChain(PageSource):
     has_work, has = _each("has_work", any), _each("has", any)
     awaits, can_load = _each("awaits", any), _each("can_load", any)
     prefetch, lookup = _each("prefetch", _first), _each("lookup", _first)
-    commands, take_waits = _each("commands", _join), _each("take_waits", _join)
-    num_computed = _each("num_computed", sum)
+    commands, num_computed = _each("commands", _join), _each("num_computed", sum)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin each with these ranks."""

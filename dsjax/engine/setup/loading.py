@@ -22,19 +22,17 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
-from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.expert_link import LinkClosedError
 from dsjax.engine.afd.expert_side import ExpertSide, ExpertSidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.layer_programs import Side
 from dsjax.engine.afd.options import afd_addresses, expert_spec
-from dsjax.engine.afd.remote_experts import RemoteExperts
-from dsjax.engine.afd.remote_part import RemoteExpertsPart
+from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
+from dsjax.engine.contract.commands import ConnectExperts
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
 from dsjax.engine.device.access import DeviceAccess
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
-from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
 from dsjax.engine.experts.expert_exchange import ExpertExchange
 from dsjax.engine.experts.expert_part import ExpertPart
@@ -42,7 +40,7 @@ from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import experts_apart, remote_experts, weights_format
+from dsjax.engine.setup.assembly import attention_side, experts_apart, remote_experts, weights_format
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
@@ -177,11 +175,7 @@ class _Loader:
         """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
         args, group, directory = self.args, self.group, self.directory
         if self.step.apart is not None and self.experts is None:
-            self.experts = experts = remote_experts(
-                args, self.step.mesh.devices.flat[0].platform, group and group.endpoint
-            )
-            opened.callback(experts.close)
-            self._connect_experts(experts)
+            self.experts = self._connect_experts(opened)
         params, sources = self._read_all()
         limits = self._limits(params) if group is None else common_limits(group, lambda: self._limits(params))
         facts = [
@@ -221,26 +215,26 @@ class _Loader:
             sources,
         )
 
-    def _connect_experts(self, side: RemoteExperts) -> None:
-        """Connect to the processes with experts, and with the other processes of the attention side, which all have process 0's name."""
-        group, is_later = self.group, self.is_later
-        side.space, side.name = expert_space(self.args, self.step, self.directory), self.held.name
-        side.placement = self.step.placement.physical_to_logical
+    def _connect_experts(self, opened: contextlib.ExitStack) -> RemoteExperts:
+        """Connect to the processes with experts, and with the other processes of the attention side."""
+        args, group, step = self.args, self.group, self.step
+        attention = attention_side(args, self.held.name, group)
+        opened.callback(attention.close)
+        space = expert_space(args, step, self.directory)
+        side = remote_experts(args, step, attention, space, step.placement.physical_to_logical)
+        connect = partial(side.connect, known=self.is_later)
         if group is None:
-            side.connect(known=is_later)
-            return
-        side.generation, side.name = group.generation, group.agreement.ask("attention side", side.name)[0]
-        ids = [member.process_id for member in group.present]
-        side.member = ids.index(group.options.process_id), len(ids)
+            connect()
+            return side
         # Before anything is waited for: a process that is lost meanwhile ends the wait of all others.
-        group.collectives.cut_with(group.generation, side.abandon)
+        group.collectives.cut_with(group.generation, attention.abandon)
         try:
-            group.agreement.run("experts", lambda: side.connect(known=is_later))
+            group.agreement.run("experts", connect)
         except LinkClosedError as error:
             group.check(error)
             raise
-        if len(group.present) > 1:
-            side.join(AttentionProcesses(group))
+        attention.meet()
+        return side
 
     def _read_all(self) -> tuple[list[dict[str, Array]], WeightBytes]:
         """Read the parameters of every step, in all processes; and say where those of all processes come from."""
@@ -334,7 +328,7 @@ class _Loader:
             if isinstance(self.experts, ExpertSide):
                 parts.append(lambda device, _: ExpertSidePart(device, self.experts))
             else:
-                parts.append(_remote_part(args, directory, group, step.mesh))
+                parts.append(_remote_part(args, directory))
             if args.eplb:
                 parts.append(self._mover(step, per_exchange))
         elif per_exchange:
@@ -360,26 +354,18 @@ class _Loader:
         return executor
 
 
-def _remote_part(args: EngineArgs, directory: Path, group: HostGroup | None, mesh: Mesh) -> PartMaker:
-    """Make the part that has experts in other processes. directory: of the checkpoint. mesh: of the attention side."""
+def _remote_part(args: EngineArgs, directory: Path) -> PartMaker:
+    """Make the part that has experts in other processes. directory: of the checkpoint."""
 
     def another(
-        expert_mesh: str, afd_address: str, model: ModelStep, before: RemoteExperts
+        command: ConnectExperts, device: DeviceAccess, before: RemoteExperts
     ) -> tuple[ModelStep, RemoteExperts]:
-        changed = replace(args, expert_mesh=expert_mesh, afd_address=afd_address)
-        model = replace(model, apart=experts_apart(changed, model.apart.infos))
-        side = remote_experts(changed, mesh.devices.flat[0].platform, before.endpoint)
-        side.follows(before)
-        side.space = expert_space(changed, model, directory)
-        return model, side
+        changed = replace(args, expert_mesh=command.expert_mesh, afd_address=command.afd_address)
+        model = replace(device.model, apart=experts_apart(changed, device.model.apart.infos))
+        space, placement = expert_space(changed, model, directory), device.placements.physical_to_logical.copy()
+        return model, remote_experts(changed, model, before.attention, space, placement, before.change + 1)
 
-    def make(device: DeviceAccess, _: PageStaging) -> RemoteExpertsPart:
-        part = RemoteExpertsPart(device, another)
-        if group is not None:
-            group.collectives.cut_with(group.generation, part.abandon)
-        return part
-
-    return make
+    return lambda device, _: RemoteExpertsPart(device, another)
 
 
 def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:

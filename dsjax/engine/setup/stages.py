@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsjax.config import ModelConfig
-from dsjax.engine.pipeline.experts_of_stages import ExpertsOfStages
-from dsjax.engine.pipeline.pipeline_executor import PipelineExecutor
+from dsjax.engine.pipeline.pipeline_executor import ExpertsOfStages, PipelineExecutor
 from dsjax.engine.pipeline.process_links import ProcessLinks
 from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess

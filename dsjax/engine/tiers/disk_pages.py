@@ -56,10 +56,8 @@ class DiskPages:
             start_thread("disk reader", self._read_on, name=f"dsjax-page-reader-{index}", restarts=True)
         if not self._listed.wait(LISTING_SECONDS):
             _log.warning(
-                "--disk-cache: %s has so many pages that listing them takes more than %.0f s; it goes on while serving, and until it is "
-                "done no page of it is found, and none is written.",
-                files.folder.path,
-                LISTING_SECONDS,
+                f"--disk-cache: {files.folder.path} has so many pages that listing them takes more than {LISTING_SECONDS:.0f} s; it goes "
+                "on while serving, and until it is done no page of it is found, and none is written."
             )
 
     def write(self, number: int, name: bytes, page: Page) -> None:
@@ -117,37 +115,25 @@ class DiskPages:
     def _list(self) -> None:
         names: list[bytes] = []
         with contained("disk writer", "No page of an earlier run is found."):
-            names = self._listed_names()
+            began, files = time.monotonic(), self._files
+            try:
+                names, self._others = files.list()
+            except Exception as error:
+                self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
+            self._own, self._other_bytes = len(names), sum(size for _, _, size in self._others)
+            own, others = self._own * files.page_bytes / 1e9, self._other_bytes / 1e9
+            _log.info(
+                f"--disk-cache: {files.folder.path} has {len(names)} pages of this model, {own:.2f} GB, and {others:.2f} GB of others; "
+                f"listed in {time.monotonic() - began:.2f} s"
+            )
+            excess = max(0, len(names) - self._max_bytes // files.page_bytes)
+            self._delete(False, names[:excess])
+            names = names[excess:]
+            self._make_room(0)
         with self._reported:
             self._names = names
             self._reported.notify()
         self._listed.set()
-
-    def _listed_names(self) -> list[bytes]:
-        began = time.monotonic()
-        try:
-            listing = self._files.list()
-        except Exception as error:
-            self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
-            names = []
-        else:
-            names, self._others = listing.names, listing.others
-            self._other_bytes = sum(size for _, _, size in self._others)
-            _log.info(
-                "--disk-cache: %s has %d pages of this model, %.2f GB, and %.2f GB of others; listed in %.2f s",
-                self._files.folder.path,
-                len(names),
-                len(names) * self._files.page_bytes / 1e9,
-                self._other_bytes / 1e9,
-                time.monotonic() - began,
-            )
-        self._own = len(names)
-        excess = len(names) - self._max_bytes // self._files.page_bytes
-        if excess > 0:
-            self._delete(False, names[:excess])
-            names = names[excess:]
-        self._make_room(0)
-        return names
 
     def _make_room(self, pages: int) -> None:
         """Delete others' pages until so many of this model have room. What of its own has to go, the scheduler has told before."""

@@ -18,7 +18,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -163,7 +163,7 @@ class EventPublisher:
         self._warned: set[str] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets, self._replays = [], []
-        self._under_way: list[dict[bytes, _Replay]] = [{} for _ in range(num_ranks)]
+        self._under_way: list[dict[bytes, Iterator[None]]] = [{} for _ in range(num_ranks)]
         self._curve = None if config.curve_key_file is None else _Curve(config.curve_key_file, config.curve_clients)
         context = zmq.Context.instance() if self._curve is None else self._curve.context
         try:
@@ -243,7 +243,9 @@ class EventPublisher:
             self._read_requests(rank, socket)
             under_way = self._under_way[rank]
             for client, replay in list(under_way.items()):
-                if self._go_on(rank, socket, client, replay):
+                try:
+                    next(replay)
+                except (StopIteration, zmq.ZMQError):  # it is over, or the client has gone
                     del under_way[client]
             is_busy |= bool(under_way)
         return is_busy
@@ -262,38 +264,27 @@ class EventPublisher:
                     _MOST_REPLAYS,
                 )
             else:  # a client that asks again has its replay begun anew
-                under_way[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), time.monotonic())
+                under_way[frames[0]] = self._replay(rank, frames[0], int.from_bytes(frames[2], "big"))
 
-    def _go_on(self, rank: int, socket: Any, client: bytes, replay: _Replay) -> bool:
-        """Send a client what its socket takes now, up to a turn's bound; it is not waited for. Return whether the replay is over."""
-        kept = self._kept[rank]
-        first = bisect.bisect_left(kept, (replay.next,))
-        try:
-            for number, payload in itertools.islice(kept, first, first + _MOST_BATCHES_A_TURN):
-                socket.send_multipart((client, b"", number.to_bytes(8, "big"), payload), zmq.DONTWAIT)
-                replay.next, replay.moved = number + 1, time.monotonic()
-            if first + _MOST_BATCHES_A_TURN >= len(kept):
-                socket.send_multipart((client, b"", END, b""), zmq.DONTWAIT)
-                return True
-            return False
-        except zmq.Again:
-            return time.monotonic() - replay.moved > _STALLED_SECONDS
-        except zmq.ZMQError:  # the client has gone
-            return True
+    def _replay(self, rank: int, client: bytes, number: int) -> Iterator[None]:
+        """Send a client the batches from a number on: each time what its socket takes then, up to a turn's bound."""
+        kept, socket, moved = self._kept[rank], self._replays[rank], time.monotonic()
+        while time.monotonic() - moved < _STALLED_SECONDS:
+            first = bisect.bisect_left(kept, (number,))
+            with contextlib.suppress(zmq.Again):
+                for sent, payload in itertools.islice(kept, first, first + _MOST_BATCHES_A_TURN):
+                    socket.send_multipart((client, b"", sent.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+                    number, moved = sent + 1, time.monotonic()
+                if first + _MOST_BATCHES_A_TURN >= len(kept):
+                    socket.send_multipart((client, b"", END, b""), zmq.DONTWAIT)
+                    return
+            yield
 
     def _close_sockets(self) -> None:
         for socket in (*self._sockets, *self._replays):
             socket.close(linger=100)
         if self._curve is not None:
             self._curve.close()
-
-
-@dataclass
-class _Replay:
-    """What a client is still to be sent: from which number on, and when it last took something."""
-
-    next: int
-    moved: float
 
 
 class _Curve:

@@ -70,7 +70,6 @@ class OffloadTiers(PageSource):
         self._stores: list[list[StoredPage]] = [[] for _ in ranks]
         self._readings: list[list[Reading]] = [[] for _ in ranks]
         self._ignored_by: set[Request] = set()  # who has waited too long for the disk, and goes on without
-        self._waits: list[tuple[str, float]] = []
         self._dropped: tuple[bool, list[bytes]] = (False, [])  # what the last commands delete
 
     @property
@@ -92,7 +91,7 @@ class OffloadTiers(PageSource):
             if now - since > PATIENCE:
                 request.is_loading = False
                 self._ignored_by.add(request)
-                self._waits.append(("disk", now - since))
+                landing.waits.append(("disk", now - since))
                 landing.give_up(numbers)
                 self.disk.late(now)
         for request, numbers, _ in readings:
@@ -167,7 +166,7 @@ class OffloadTiers(PageSource):
             numbers.discard(number)
             if not numbers:
                 request.is_loading = False
-                self._waits.append(("disk", now - since))
+                self.ranks[rank].landing.waits.append(("disk", now - since))
         self._readings[rank] = [reading for reading in self._readings[rank] if reading.numbers]
 
     def loaded(self, rank: int, name: bytes) -> None:
@@ -229,11 +228,6 @@ class OffloadTiers(PageSource):
         stores, self._stores = self._stores, [[] for _ in self.ranks]
         if any(stores):
             yield CommandTurn.STORE, store_command(stores)
-
-    def take_waits(self) -> list[tuple[str, float]]:
-        """Give the seconds that requests have waited for the disk."""
-        waits, self._waits = self._waits, []
-        return waits
 
     def counts(self, rank: int) -> Mapping[str, Any]:
         """Count what host memory holds of one rank, and has done for it."""

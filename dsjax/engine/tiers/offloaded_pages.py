@@ -96,13 +96,9 @@ class OffloadedPages(DevicePart, PageStore):
     def _drop(self, _: Pending, command: DropPages) -> Running:
         """Delete pages from the disk, when what was stored before has been written."""
 
-        def run() -> Running:
-            delete = partial(self._disk.drop, command.everything, names_of(command.names))
-            self._landings.append(_Landing([], delete))
-            self._land()
-            yield from ()
-
-        return run()
+        self._landings.append(_Landing([], partial(self._disk.drop, command.everything, names_of(command.names))))
+        self._land()
+        yield from ()
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         """Report what came of pages and the disk since the last time; wait so long for the first of it."""

@@ -4,8 +4,8 @@
 
     PATH/dsjax-pages              the mark; who finds it knows that pages may be deleted here
     PATH/lock                     held by the engine that has the folder
-    PATH/SPACE/space.json         SPACE is the beginning of this file's SHA-256, as 16 hexadecimal digits
-    PATH/SPACE/xy/NAME.page       a page; NAME is 64 hexadecimal digits, the first two of them xy
+    PATH/SPACE/xy/NAME.page       a page; SPACE is the beginning of the hash of what its values depend on beside the tokens, as 16
+                                  hexadecimal digits; NAME is 64 hexadecimal digits, the first two of them xy
     PATH/SPACE/xy/NAME.writing    what is to become one
 
 A page's header holds the format, the space, the name, the length of what follows and its CRC-32; then come the page's arrays in the order
@@ -26,7 +26,7 @@ import stat
 import struct
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +37,9 @@ from dsjax.owned_folder import OwnedFolder, is_trusted, open_file, try_lock, wri
 
 MARK = "dsjax-pages"
 _MARK_TEXT = b"This folder holds pages of dsjax's --disk-cache, which deletes them when it needs their room.\n"
-_LOCK, _SPACE_FILE = "lock", "space.json"
+_LOCK = "lock"
 _LOST_AND_FOUND = "lost+found"
 """A file system has this folder from its beginning."""
-_MOST_SPACE_BYTES = 1 << 20
 
 _SPACE = re.compile("[0-9a-f]{16}")
 _DIGITS = re.compile("[0-9a-f]{2}")
@@ -72,11 +71,9 @@ class PageFolder(OwnedFolder):
 
     def __init__(self, path: str | Path):
         self.path, self._lock = Path(path), None
-        try:
+        with self._explained():
             super().__init__(self.path)
             self._recognise()
-        except OSError as error:
-            raise self._unusable(error) from error
 
     def close(self) -> None:
         """Give the folder and its lock back. What another thread still does here goes on, and what it begins is an `OSError`."""
@@ -86,43 +83,38 @@ class PageFolder(OwnedFolder):
 
     def lock(self) -> "PageFolder":
         """Take the lock until `close` or the process's end, and give the folder; a `UserError` where another process has it."""
-        try:
-            with self.opened() as root:
-                try:
-                    file = try_lock(_LOCK, root)
-                except BlockingIOError:
-                    owner = (_content(_LOCK, root) or b"").decode(errors="replace").strip() or "unknown"
-                    raise UserError(
-                        f"--disk-cache: {self.path} is in use by another engine (process {owner}); give each engine a folder of its "
-                        "own, or end that one"
-                    ) from None
-        except OSError as error:
-            raise self._unusable(error) from error
+        with self._explained(), self.opened() as root:
+            try:
+                file = try_lock(_LOCK, root)
+            except BlockingIOError:
+                with os.fdopen(open_file(_LOCK, root), "rb") as held:
+                    owner = held.read(100).decode(errors="replace").strip() or "unknown"
+                raise UserError(
+                    f"--disk-cache: {self.path} is in use by another engine (process {owner}); give each engine a folder of its "
+                    "own, or end that one"
+                ) from None
         self._lock = weakref.finalize(self, os.close, file)
         with contextlib.suppress(OSError):  # the number is for people; on a full disk the lock holds without it
             os.ftruncate(file, 0)
             os.write(file, f"{os.getpid()}\n".encode())
         return self
 
-    def make_space(self, space: str, described: bytes) -> None:
-        """Make the folder of a space, with the file that says what it is."""
-        with self.opened(space, make=True) as folder:
-            if _content(_SPACE_FILE, folder) != described:
-                write_whole(folder, _SPACE_FILE, _SPACE_FILE + ".writing", [described])
-
-    def spaces(self) -> list[str]:
-        """List the folders of spaces: those whose name is the beginning of the hash of what their `space.json` says."""
+    def entries(self) -> Iterator[Entry]:
+        """List pages, and what was to become one, of all spaces."""
         with self.opened() as root:
-            named = [name for name in os.listdir(root) if _SPACE.fullmatch(name)]
-        return [name for name in named if self._is_space(name)]
+            spaces = [name for name in os.listdir(root) if _SPACE.fullmatch(name)]
+        for space in spaces:
+            with contextlib.suppress(OSError), self.opened(space) as folder:  # a link, a file, or somebody else's
+                for digits in os.listdir(folder):
+                    if _DIGITS.fullmatch(digits):
+                        with contextlib.suppress(OSError):
+                            yield from self._files(space, digits)
 
-    def files(self, space: str) -> Iterator[Entry]:
-        """List pages, and what was to become one, of a space."""
-        with self.opened(space) as folder:
-            for digits in os.listdir(folder):
-                if _DIGITS.fullmatch(digits):
-                    with contextlib.suppress(OSError):  # a link, a file, or somebody else's
-                        yield from self._files(space, digits)
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Write a page by its path below the folder; it is there whole, or not at all."""
+        *folders, name = path.split("/")
+        with self.opened(*folders, make=True) as folder:
+            write_whole(folder, name, f"{name.removesuffix('.page')}.writing", parts)
 
     def delete(self, path: str) -> bool:
         """Delete a file of our own form, by its path below the folder, and say whether it was there."""
@@ -145,19 +137,12 @@ class PageFolder(OwnedFolder):
                     path = f"{space}/{digits}/{entry.name}"
                     yield Entry(path, match[1], match[2] == "page", status.st_size, status.st_mtime)
 
-    def _is_space(self, name: str) -> bool:
-        try:
-            with self.opened(name) as folder:
-                described = _content(_SPACE_FILE, folder)
-        except OSError:
-            return False
-        return described is not None and space_name(described) == name
-
     def _recognise(self) -> None:
         """Make sure that this folder is ours, and make an empty one ours."""
         with self.opened() as root:
             names = set(os.listdir(root)) - {_LOST_AND_FOUND}
-            if _content(MARK, root) is not None:
+            with contextlib.suppress(OSError):
+                os.close(open_file(MARK, root))
                 return
             if not names:
                 file = os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=root)
@@ -172,11 +157,15 @@ class PageFolder(OwnedFolder):
             "give a folder that is empty or does not exist yet"
         )
 
-    def _unusable(self, error: OSError) -> UserError:
-        return UserError(
-            f"--disk-cache: {self.path} cannot be used as a folder for pages: {error.strerror or error}; give one that "
-            "this user, and nobody else, can write"
-        )
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"--disk-cache: {self.path} cannot be used as a folder for pages: {error.strerror or error}; give one that "
+                "this user, and nobody else, can write"
+            ) from error
 
 
 Page = Mapping[str, np.ndarray]
@@ -195,7 +184,7 @@ class Listing(NamedTuple):
 
 
 class PageFiles:
-    """The files of one space. Its folder is made when the first page is written, and again where it was deleted meanwhile.
+    """The files of one space.
 
     Args:
         folder: locked by this process. space: what pages' values depend on beside the tokens, as JSON.
@@ -209,37 +198,34 @@ class PageFiles:
     ):
         arrays = {name: [list(shape), str(dtype)] for name, (shape, dtype) in sorted(shapes.items())}
         described = json.dumps({**space, "arrays": arrays}, sort_keys=True, separators=(",", ":")).encode()
-        self._described = described + b"\n"
         self._digest = hashlib.sha256(described).digest()
         self._shapes = dict(sorted(shapes.items()))
         self._content = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
         self.folder = folder
-        self.space = space_name(described)
+        self.space = self._digest.hex()[:16]
         self.page_bytes = bytes_on_disk(self._content)
 
     def write(self, name: bytes, page: Page) -> None:
-        """Write a page; it is there whole, or not at all. An `OSError` where the disk is full, or cannot be written."""
+        """Write a page. An `OSError` where the disk is full, or cannot be written."""
         parts = [_bytes(np.ascontiguousarray(page[key])) for key in self._shapes]
-        whole = (HEADER.pack(MAGIC, self._digest, name, self._content, _checksum(parts)), *parts)
-        try:
-            self._write(name, whole, make=False)
-        except FileNotFoundError:
-            self.folder.make_space(self.space, self._described)
-            self._write(name, whole, make=True)
+        self.folder.write(self._path(name), [self._header(name, parts), *parts])
 
     def read(self, name: bytes) -> dict[str, np.ndarray]:
         """Read a page's arrays. An `OSError`: it cannot be read; a `PageFileError`: it is torn, damaged or another page."""
         page = {key: np.empty(shape, dtype) for key, (shape, dtype) in self._shapes.items()}
         parts = [_bytes(array) for array in page.values()]
         shown = self.folder.path / self._path(name)
-        with self._opened(name) as folder, os.fdopen(open_file(shown.name, folder), "rb") as file:
+        with (
+            self.folder.opened(self.space, name.hex()[:2]) as folder,
+            os.fdopen(open_file(shown.name, folder), "rb") as file,
+        ):
             if os.fstat(file.fileno()).st_size != HEADER.size + self._content:
                 raise PageFileError(f"{shown} is torn")
             header = bytearray(HEADER.size)
             for part in (memoryview(header), *parts):
                 if file.readinto(part) < len(part):
                     raise PageFileError(f"{shown} is torn")
-            if bytes(header) != HEADER.pack(MAGIC, self._digest, name, self._content, _checksum(parts)):
+            if bytes(header) != self._header(name, parts):
                 raise PageFileError(f"{shown} is damaged, or of another page")
             with contextlib.suppress(OSError):  # a disk that cannot be written any more can still be read
                 os.utime(file.fileno())
@@ -251,45 +237,28 @@ class PageFiles:
 
     def delete_all(self) -> None:
         """Delete every page of this space."""
-        for entry in self._mine():
-            self.folder.delete(entry.path)
+        for entry in list(self.folder.entries()):
+            if entry.path.startswith(self.space):
+                self.folder.delete(entry.path)
 
     def list(self) -> Listing:
         """List all pages of the folder, of this space and others. What was not written to its end is deleted."""
         named: list[tuple[float, bytes]] = []
         others: list[tuple[float, str, int]] = []
-        for entry in self._mine():
-            if entry.is_whole and entry.size == HEADER.size + self._content:
+        for entry in list(self.folder.entries()):
+            is_own = entry.path.startswith(self.space)
+            if not entry.is_whole or (is_own and entry.size != HEADER.size + self._content):
+                with contextlib.suppress(OSError):  # a disk that cannot be written any more can still be read
+                    self.folder.delete(entry.path)
+            elif is_own:
                 named.append((entry.used, bytes.fromhex(entry.name)))
             else:
-                self._delete_unfinished(entry)
-        for space in self.folder.spaces():
-            if space == self.space:
-                continue
-            with contextlib.suppress(OSError):  # what cannot be listed of others does not hide what is ours
-                for entry in self.folder.files(space):
-                    if entry.is_whole:
-                        others.append((entry.used, entry.path, -(-entry.size // BLOCK) * BLOCK))
-                    else:
-                        self._delete_unfinished(entry)
+                others.append((entry.used, entry.path, -(-entry.size // BLOCK) * BLOCK))
         return Listing([name for _, name in sorted(named)], sorted(others))
 
-    def _mine(self) -> Sequence[Entry]:
-        try:
-            return list(self.folder.files(self.space))
-        except FileNotFoundError:
-            return []
-
-    def _delete_unfinished(self, entry: Entry) -> None:
-        with contextlib.suppress(OSError):  # a disk that cannot be written any more can still be read
-            self.folder.delete(entry.path)
-
-    def _write(self, name: bytes, whole: tuple[bytes | memoryview, ...], make: bool) -> None:
-        with self._opened(name, make) as folder:
-            write_whole(folder, f"{name.hex()}.page", f"{name.hex()}.writing", whole)
-
-    def _opened(self, name: bytes, make: bool = False) -> contextlib.AbstractContextManager[int]:
-        return self.folder.opened(self.space, name.hex()[:2], make=make)
+    def _header(self, name: bytes, parts: Iterable[memoryview]) -> bytes:
+        checksum = functools.reduce(lambda before, part: zlib.crc32(part, before), parts, 0)
+        return HEADER.pack(MAGIC, self._digest, name, self._content, checksum)
 
     def _path(self, name: bytes) -> str:
         digits = name.hex()
@@ -303,21 +272,3 @@ def bytes_on_disk(content: int) -> int:
 
 def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))
-
-
-def _checksum(parts: list[memoryview]) -> int:
-    return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
-
-
-def space_name(described: bytes) -> str:
-    """Name the folder of a space. described: what its `space.json` holds."""
-    return hashlib.sha256(described.removesuffix(b"\n")).hexdigest()[:16]
-
-
-def _content(name: str, folder: int) -> bytes | None:
-    """Read a small file of this user's; None where there is none."""
-    try:
-        with os.fdopen(open_file(name, folder), "rb") as file:
-            return file.read(_MOST_SPACE_BYTES)
-    except OSError:
-        return None

@@ -30,16 +30,12 @@ Take = Callable[[Chunk | None], object]
 
 
 class FollowerSendBuffers:
-    """Chunks of one generation in a prefill process other than the first, which counts them and says when they go.
+    """Chunks of one generation in a prefill process other than the first, which counts them and says when they go."""
 
-    timeout: seconds for which `open` waits for a chunk that was offered before it was computed here.
-    """
-
-    def __init__(self, timeout: float):
-        self._timeout = timeout
+    def __init__(self):
         self._chunks: dict[int, Chunk] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        self._waiting: list[tuple[float, int, Take]] = []
+        self._waiting: list[tuple[int, Take]] = []
         self._lock = threading.Lock()
         self._has_ended = False
 
@@ -69,18 +65,18 @@ class FollowerSendBuffers:
             self._answer()
 
     def open(self, number: int, take: Take) -> None:
-        """Call `take` with an offered chunk once it is here; with None where it is gone or does not come."""
+        """Call `take` with an offered chunk once it is here, since it may not be computed yet; with None where it is gone."""
         with self._lock:
-            self._waiting.append((time.monotonic() + self._timeout, number, take))
+            self._waiting.append((number, take))
             self._answer()
 
     def _answer(self) -> None:
-        now, waiting, self._waiting = time.monotonic(), self._waiting, []
-        for end, number, take in waiting:
-            if number in self._chunks or number in self._dropped or self._has_ended or end < now:
+        waiting, self._waiting = self._waiting, []
+        for number, take in waiting:
+            if number in self._chunks or number in self._dropped or self._has_ended:
                 take(self._chunks.get(number))
             else:
-                self._waiting.append((end, number, take))
+                self._waiting.append((number, take))
 
 
 class _Published(NamedTuple):
@@ -176,7 +172,7 @@ class RemoteChunks:
     def __init__(self, endpoint: Endpoint, transport: Transport, shapes: Shapes, timeout: float):
         self.endpoint, self._transport, self._shapes, self._timeout = endpoint, transport, shapes, timeout
         self._peers: dict[str, Future[Peer]] = {}
-        self._pulled_from: set[Peer] = set()
+        self._transports: dict[Peer, str] = {}  # addresses there, of those that chunks were pulled from
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
@@ -187,7 +183,8 @@ class RemoteChunks:
         except (OSError, UserError, RuntimeError) as error:
             why = str(error) or f"no answer within {self._timeout:g} s"
             raise ChunkGoneError(f"chunk {number} cannot be had from {address}: {why}") from error
-        self._note_transport(peer, published.transport)
+        if not peer.lost:
+            self._transports[peer] = published.transport
         pulled: Future[Chunk] = Future()
         ok = False
         try:
@@ -214,7 +211,7 @@ class RemoteChunks:
             try:
                 peer = self.endpoint.connect(address, ROLE)
                 made.set_result(peer)
-                peer.on_lost(partial(self._forget, address, made))
+                peer.on_lost(lambda: self._forget(address, made, peer))
             except Exception as error:  # whatever it is: others may wait for this
                 self._forget(address, made)
                 made.set_exception(error)
@@ -228,23 +225,13 @@ class RemoteChunks:
             if made.done() and made.exception() is None:
                 made.result().close()
 
-    def _forget(self, address: str, made: Future[Peer]) -> None:
+    def _forget(self, address: str, made: Future[Peer], peer: Peer | None = None) -> None:
         with self._lock:
             if self._peers.get(address) is made:
                 del self._peers[address]
-
-    def _note_transport(self, peer: Peer, transport: str) -> None:
-        """Have the transport forget a process with the connection to it: it may never come back."""
-
-        def forget() -> None:
-            self._pulled_from.discard(peer)  # the transport may wait for a read that hangs
+        transport = self._transports.pop(peer, None)
+        if transport is not None:  # it may never come back; and the transport may wait for a read that hangs
             start_thread("transfer connection", self._transport.disconnect, transport, name="dsjax-transfer")
-
-        with self._lock:
-            if peer in self._pulled_from:
-                return
-            self._pulled_from.add(peer)
-        peer.on_lost(forget)
 
     def _pull(self, published: PublishedChunk, device: Any, pulled: Future[Chunk]) -> None:
         try:

@@ -48,15 +48,19 @@ class JaxTransport(Transport):
         arguments = self.address, number, ticket, shapes_of(chunk), self._device
         start_thread("chunk drain", self.pull, *arguments, name="dsjax-drain")
 
-    def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a published chunk."""
-        with self._lock:
-            if address not in self._connections:
-                self._connections[address] = self._server.connect(address)
-            connection = self._connections[address]
         sharding = jax.sharding.SingleDeviceSharding(device)
         described = {name: jax.ShapeDtypeStruct(*shape, sharding=sharding) for name, shape in shapes.items()}
-        return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), described))
+        try:
+            with self._lock:
+                if address not in self._connections:
+                    self._connections[address] = self._server.connect(address)
+                connection = self._connections[address]
+            return jax.block_until_ready(connection.pull(int.from_bytes(ticket, "little"), described))
+        except BaseException:
+            self.disconnect(address)
+            raise
 
     def disconnect(self, address: str) -> None:
         """Drop the connection to a process."""

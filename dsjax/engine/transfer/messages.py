@@ -175,13 +175,7 @@ class PrefillLink:
     """
 
     is_idle: bool = False
-
-    def __init__(self):
-        self.receive: Callable[[ToDecode], None] = lambda message: None
-
-    def connect(self, receive: Callable[[ToDecode], None]) -> None:
-        """Have its messages handed to `receive` from now on."""
-        self.receive = receive
+    receive: Callable[[ToDecode], None] = staticmethod(lambda message: None)
 
     def send(self, message: ToPrefill) -> None:
         """Send a message, without waiting. Answers go to `receive`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -18,13 +18,11 @@ from dsjax.background import contained, note_failure, start_thread
 from dsjax.engine.contract.commands import DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import MOVED_PAGES
-from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece
+from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, packed
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Drop, Offer, Pull, PulledChunk, Source
 
 PULLERS = 2
 """Threads that pull: while one waits for a chunk, the other asks for the next."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -66,7 +64,6 @@ class PageChunks(DevicePart, PageStore):
         self._closed = False
         self._lock = threading.Lock()
         self._zeros: dict[tuple[str, jax.Device], Array] = {}
-        self._threads: list[threading.Thread] = []
         staging.add(self)
 
     def register(self, table: CommandTable) -> None:
@@ -82,25 +79,21 @@ class PageChunks(DevicePart, PageStore):
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:
         """Have chunks offered, and dropped, in a thread of their own."""
         self._offer, self._drop = offer, drop
-        self._threads.append(start_thread("chunk offer", self._offer_on, name="dsjax-chunks", restarts=True))
+        start_thread("chunk offer", self._offer_on, name="dsjax-chunks", restarts=True)
 
     def pull_chunks(self, pull: Pull, report: Callable[[PulledChunk], None]) -> None:
         """Pull chunks by this; what came of each is reported in a thread of its own."""
         self._pull, self._report = pull, report
         for _ in range(PULLERS):
-            self._threads.append(start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True))
+            start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True)
 
     def _send(self, _: Pending, command: SendPages) -> Running:
         ranks = [_chunks(np.frombuffer(rank_chunks, "<i4").reshape(-1, 2)) for rank_chunks in command.ranks]
         device = self._device
         launches = []
-        for turn in range(max(map(len, ranks))):
-            rank_chunks = [chunks[turn] if turn < len(chunks) else None for chunks in ranks]
-            packed = np.zeros((len(rank_chunks), next(iter(self._described.values())).shape[1]), np.int32)
-            for rank, chunk in enumerate(rank_chunks):
-                if chunk is not None:
-                    packed[rank, : len(chunk[1])] = chunk[1]
-            launches.append((rank_chunks, device.send(packed)))
+        for rank_chunks in itertools.zip_longest(*ranks):
+            pages = packed([np.zeros(0, np.int32) if chunk is None else chunk[1] for chunk in rank_chunks])
+            launches.append((rank_chunks, device.send(pages)))
 
         def run() -> Running:
             for rank_chunks, pages in launches:
@@ -114,11 +107,8 @@ class PageChunks(DevicePart, PageStore):
         return run()
 
     def _drop_sent(self, _: Pending, command: DropChunks) -> Running:
-        def run() -> Running:
-            self._leaving.put(np.frombuffer(command.numbers, "<i4").tolist())
-            yield from ()
-
-        return run()
+        self._leaving.put(np.frombuffer(command.numbers, "<i4").tolist())
+        yield from ()
 
     def _begin_pulls(self, _: Pending, command: PullPages) -> Running:
         """Begin to pull chunks of ranks with a device of this process; note those of all ranks.
@@ -162,8 +152,7 @@ class PageChunks(DevicePart, PageStore):
             rest.append(np.array(others, np.int32))
             groups.append(list(by_chunk.values()))
         pieces = []
-        for turn in range(max(map(len, groups))):
-            now = [rank_places[turn] if turn < len(rank_places) else None for rank_places in groups]
+        for now in itertools.zip_longest(*groups):
             layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
             pieces.append(StagedPiece(layout, partial(self.stage, [one and one[0] for one in now])))
         return pieces, rest

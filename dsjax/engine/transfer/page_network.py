@@ -154,7 +154,6 @@ class RemoteLink(PrefillLink):
     """A prefill engine of another process. It connects when it is asked for something, and again after a loss."""
 
     def __init__(self, address: str, links: RemoteLinks):
-        super().__init__()
         split_address(address)
         self.address, self._links = address, links
         self._lock = threading.Lock()

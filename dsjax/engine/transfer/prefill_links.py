@@ -146,7 +146,7 @@ class PrefillLinks(Attachment):
 
     def _add(self, number: int, link: PrefillLink) -> None:
         self.links[number] = link
-        link.connect(partial(self._receive, number))
+        link.receive = partial(self._receive, number)
 
     def _send(self, number: int, message: ToPrefill) -> None:
         link = self.links.get(number)
@@ -162,7 +162,6 @@ class LocalLink(PrefillLink):
     """The link to a `PrefillEngine` of this process. move: gives a chunk on another device."""
 
     def __init__(self, engine: Any, move: Callable[[Chunk, Any], Chunk] = lambda chunk, device: chunk):
-        super().__init__()
         self.engine, self._move = engine, move
 
     def send(self, message: ToPrefill) -> None:
@@ -171,7 +170,10 @@ class LocalLink(PrefillLink):
 
     def pull(self, number: int, device: Any, address: str = "") -> Chunk:
         """Copy a chunk to this device."""
-        return self._move(self.engine.buffers.take(number), device)
+        chunk = self.engine.buffers.take(number)
+        if chunk is None:
+            raise ChunkGoneError(f"chunk {number} is not kept any more")
+        return self._move(chunk, device)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile its programs."""

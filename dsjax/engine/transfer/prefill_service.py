@@ -124,7 +124,6 @@ class PrefillService(Attachment):
     Args:
         timeout: seconds after which a buffer that nobody has pulled is dropped, and its transfer with it.
         keepers: gives which process keeps the buffers of each of an executor's ranks; None: this one, all.
-        first_number: as of `SendBuffers`.
 
     Attributes:
         buffers: the pages that wait to be pulled. counts: replaced after each step, so that any thread may read them.
@@ -134,9 +133,9 @@ class PrefillService(Attachment):
 
     source: PageSends
 
-    def __init__(self, *, timeout: float, keepers: Keepers | None = None, first_number: int | None = None):
+    def __init__(self, *, timeout: float, keepers: Keepers | None = None):
         self._keepers = keepers or (lambda executor: [Keeper()] * executor.limits.num_ranks)
-        self.buffers = SendBuffers(timeout, self._offer, first_number)
+        self.buffers = SendBuffers(timeout, self._offer)
         self._sends: dict[str, PageSend] = {}
         self.source = PageSends(self.buffers, self._sends)
         self.counts = PrefillCounts()
@@ -168,12 +167,12 @@ class PrefillService(Attachment):
         """Fail the transfers of the scheduler before."""
         super().scheduled(scheduler)
         for name in list(self._sends):
-            self._fail(name, "the mesh of the prefill side has changed")
+            self._end(name, "the mesh of the prefill side has changed")
 
     def begin_step(self, now: float) -> None:
         """Drop what was not pulled in time, and tell decode what is under way."""
         for send in self.buffers.expire():
-            self._fail(send.transfer, "its pages were not pulled in time")
+            self._end(send.transfer, "its pages were not pulled in time")
         gone = self.buffers.take_gone()
         if gone:
             self._executor.launch(DropChunks(int32s(gone)))
@@ -186,7 +185,7 @@ class PrefillService(Attachment):
         ended = []
         for update in updates:
             if update.finish_reason is FinishReason.ERROR:
-                self._fail(update.request.request_id, "its values are not finite")
+                self._end(update.request.request_id, "its values are not finite")
             elif update.finish_reason is not None:
                 ended.append(update.request.request_id)
         for name, send in self._sends.items():
@@ -198,7 +197,7 @@ class PrefillService(Attachment):
     def close(self, failed: bool) -> None:
         """Fail every transfer."""
         for name in list(self._sends):
-            self._fail(name, self.reason, aborts=False)
+            self._end(name, self.reason, aborts=False)
 
     def enter(self, message: ToPrefill, receive: Receive | None) -> None:
         """Carry out a message."""
@@ -211,7 +210,7 @@ class PrefillService(Attachment):
         else:
             send = self.buffers.transfer_of(message.number)
             if send is not None and _is_of(send, receive):
-                self.buffers.release(message.number)
+                self.buffers.release([message.number])
                 self._forget_done(list(self._sends))
 
     def leave(self, receive: Receive) -> None:
@@ -254,7 +253,7 @@ class PrefillService(Attachment):
         try:
             self.scheduler.add(request)
         except (AdmissionError, ValueError) as error:
-            self._fail(ask.transfer, str(error))
+            self._end(ask.transfer, str(error))
 
     def _join(self, send: PageSend, ask: PrefillRequest, names: Sequence[bytes], receive: Receive | None) -> None:
         """Give a decode engine the transfer of this name, if it has the pages asked for and nobody else has it."""
@@ -269,8 +268,9 @@ class PrefillService(Attachment):
             self._refuse(ask, receive, f"pages {send.first} to {send.end} alone are under way under this name")
         else:
             send.receive = receive
-            for offer in self.buffers.offers(send):
-                receive(offer)
+            for buffer in self.buffers.of(send).values():
+                if buffer.is_ready:
+                    receive(buffer.offer)
 
     def _refuse(self, ask: PrefillRequest, receive: Receive | None, reason: str) -> None:
         """Compute nothing, and say why: decode computes its prompt itself."""
@@ -314,24 +314,20 @@ class PrefillService(Attachment):
         for name in names:
             send = self._sends.get(name)
             is_sent = send is not None and send.request.status is Status.FINISHED and name not in waiting
-            if is_sent and not self.buffers.kept_for(send):
+            if is_sent and not self.buffers.of(send):
                 self._forget(name)
 
-    def _fail(self, name: str, reason: str, aborts: bool = True) -> None:
-        send = self._sends.get(name)
-        if send is not None:
-            self._end(name, aborts)
-            send.tell(TransferFailed(name, reason))
-
-    def _end(self, name: str, aborts: bool = True) -> None:
-        """Compute and keep nothing more of a transfer."""
+    def _end(self, name: str, reason: str = "", aborts: bool = True) -> None:
+        """Compute and keep nothing more of a transfer. reason: why it fails, for its decode engine."""
         send = self._forget(name)
         if send is None:
             return
         if aborts:
             self._abort(send)
             self.source.drop(send)
-        self.buffers.cancel(send)
+        self.buffers.release(self.buffers.of(send))
+        if reason:
+            send.tell(TransferFailed(name, reason))
 
     def _abort(self, send: PageSend) -> None:
         if send.request.status is not Status.FINISHED:

@@ -115,7 +115,6 @@ class RemotePrefills(PageSource):
         self.local_tokens, self.timeout = local_tokens, timeout
         self.connect: Callable[[str], int] | None = None
         self._counts: Counter[str] = Counter()
-        self._waits: list[tuple[str, float]] = []
         self._transfers: dict[str, Transfer] = {}
         self._expected: dict[tuple[int, bytes], Transfer] = {}
         self._pulling: dict[tuple[int, int], Transfer] = {}
@@ -246,10 +245,12 @@ class RemotePrefills(PageSource):
                     transfer.since = now
             return
         transfer = self._of_link(link, message.transfer)
-        places = range(message.first, message.first + message.count)
-        if transfer is not None and message.number in transfer.seen:
+        if transfer is None:
+            self._messages.append((link, ReleaseChunk(message.number)))
             return
-        if transfer is not None and not transfer.is_offered(message):
+        if message.number in transfer.seen:
+            return
+        if not transfer.is_offered(message):
             self._counts["refused"] += 1
             _log.error(
                 "Prefill engine %d offers pages under the name %r that are not those asked for; the prompt is computed here.",
@@ -258,9 +259,6 @@ class RemotePrefills(PageSource):
             )
             self._messages.append((link, ReleaseChunk(message.number)))
             self._give_up(transfer)
-            return
-        if transfer is None or places.stop <= transfer.first or transfer.first + len(transfer.names) <= places.start:
-            self._messages.append((link, ReleaseChunk(message.number)))
             return
         self._backoffs[link].end()
         transfer.since = now
@@ -332,11 +330,6 @@ class RemotePrefills(PageSource):
             int32s(value for source, *rest in pages for value in (sources.index(source), *rest)) for pages in pulls
         ]
         yield CommandTurn.REQUEST, PullPages(ranks, [tuple(source) for source in sources])
-
-    def take_waits(self) -> list[tuple[str, float]]:
-        """Take the seconds from asking to the last page, of completed transfers."""
-        waits, self._waits = self._waits, []
-        return waits
 
     def _of_link(self, link: int, name: str) -> Transfer | None:
         """The transfer of this name that a prefill engine was asked for; None: it has nothing to say of others."""
@@ -437,7 +430,7 @@ class RemotePrefills(PageSource):
 
     def _complete(self, transfer: Transfer, now: float) -> None:
         self._counts["completed"] += 1
-        self._waits.append((TIER, now - transfer.began))
+        self.ranks[transfer.rank].landing.waits.append((TIER, now - transfer.began))
         for offer in transfer.offers:
             self._messages.append((transfer.link, ReleaseChunk(offer.number)))
         del self._transfers[transfer.name]

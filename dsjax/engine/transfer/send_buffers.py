@@ -4,12 +4,12 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsjax.engine.schedule.request import Request
-from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkGoneError, ChunkReady, ToDecode
+from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkReady, ToDecode
 
 _NUMBERS = 2**31
 
@@ -51,7 +51,9 @@ class Keeper(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Buffer:
+class SendBuffer:
+    """A chunk of a transfer, from the plan that gathers its pages. chunk: None before, and where another process keeps it."""
+
     rank: int
     send: PageSend
     offer: ChunkReady
@@ -67,19 +69,14 @@ class SendBuffers:
 
     Args:
         timeout: seconds. offer: told of each chunk that can be pulled, and of its transfer.
-        first_number: of the chunks. None: random, so that a restarted side has other numbers, and none can be guessed.
     """
 
-    def __init__(
-        self,
-        timeout: float,
-        offer: Callable[[PageSend, ChunkReady], None],
-        first_number: int | None = None,
-    ):
+    def __init__(self, timeout: float, offer: Callable[[PageSend, ChunkReady], None]):
         self.timeout, self._offer = timeout, offer
         self._gone: list[int] = []
-        self._buffers: dict[int, _Buffer] = {}
-        self._numbers = itertools.count(secrets.randbelow(_NUMBERS) if first_number is None else first_number)
+        self._buffers: dict[int, SendBuffer] = {}
+        # A side that was started again has other numbers, and none can be guessed.
+        self._numbers = itertools.count(secrets.randbelow(_NUMBERS))
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0
         self.reset([])
@@ -114,7 +111,7 @@ class SendBuffers:
             address = self._keepers[rank].address
             names = b"".join(send.request.page_hashes[first : first + count])
             offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address, names)
-            self._buffers[number] = _Buffer(rank, send, offer, time.monotonic() + self.timeout)
+            self._buffers[number] = SendBuffer(rank, send, offer, time.monotonic() + self.timeout)
         return number
 
     def ready(self, number: int, chunk: Chunk | None) -> None:
@@ -127,33 +124,30 @@ class SendBuffers:
             self.pages_sent += buffer.offer.count
         self._offer(buffer.send, buffer.offer)
 
-    def take(self, number: int) -> Chunk:
-        """Give an offered chunk, which stays until it is released; raise a `ChunkGoneError` where it is not kept."""
+    def take(self, number: int) -> Chunk | None:
+        """Give an offered chunk, which stays until it is released; None: it is not kept."""
         buffer = self._buffers.get(number)
-        if buffer is None or buffer.chunk is None:
-            raise ChunkGoneError(f"chunk {number} is not kept any more")
-        return buffer.chunk
-
-    def open(self, number: int, take: Callable[[Chunk | None], object]) -> None:
-        """Call `take` with a chunk that another process pulls; None: it is not kept."""
-        buffer = self._buffers.get(number)
-        take(None if buffer is None else buffer.chunk)
+        return None if buffer is None else buffer.chunk
 
     def transfer_of(self, number: int) -> PageSend | None:
         """The transfer of a chunk; None: it is not kept."""
         buffer = self._buffers.get(number)
         return None if buffer is None else buffer.send
 
-    def release(self, number: int) -> None:
-        """Drop a chunk."""
+    def of(self, send: PageSend) -> dict[int, SendBuffer]:
+        """The chunks of a transfer, by their numbers."""
         with self._lock:
-            self._drop(number)
+            return {number: buffer for number, buffer in self._buffers.items() if buffer.send is send}
 
-    def cancel(self, send: PageSend) -> None:
-        """Drop all chunks of a transfer."""
+    def release(self, numbers: Iterable[int]) -> None:
+        """Drop chunks."""
         with self._lock:
-            for number in [number for number, buffer in self._buffers.items() if buffer.send is send]:
-                self._drop(number)
+            for number in numbers:
+                buffer = self._buffers.pop(number, None)
+                if buffer is not None:
+                    self._room[buffer.rank] += 1
+                    if self._keepers[buffer.rank].elsewhere:
+                        self._gone.append(number)
 
     def expire(self) -> list[PageSend]:
         """Transfers of which a chunk was not pulled in time; the caller cancels them."""
@@ -163,25 +157,8 @@ class SendBuffers:
             self.expired += len(late)
         return list(dict.fromkeys(buffer.send for buffer in late))
 
-    def offers(self, send: PageSend) -> list[ChunkReady]:
-        """What can be pulled of a transfer now."""
-        with self._lock:
-            return [buffer.offer for buffer in self._buffers.values() if buffer.send is send and buffer.is_ready]
-
     def take_gone(self) -> list[int]:
         """Take the dropped chunks that other processes keep, each once."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
-
-    def kept_for(self, send: PageSend) -> bool:
-        """Whether a chunk of a transfer is kept."""
-        with self._lock:
-            return any(buffer.send is send for buffer in self._buffers.values())
-
-    def _drop(self, number: int) -> None:
-        buffer = self._buffers.pop(number, None)
-        if buffer is not None:
-            self._room[buffer.rank] += 1
-            if self._keepers[buffer.rank].elsewhere:
-                self._gone.append(number)

@@ -35,24 +35,13 @@ class Transport(ABC):
     def withdraw(self, number: int, chunk: Chunk, *, pulled: bool) -> None:
         """End what `publish` began, and free what it took."""
 
+    @abstractmethod
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk:
         """Return a published chunk, complete, on this device. It may hang.
 
         Raises:
             ConnectionError: the chunk was withdrawn meanwhile. Others: the transport's, which then forgets the process.
         """
-        try:
-            chunk = self.read(address, number, ticket, shapes, device)
-        except BaseException:
-            self.disconnect(address)
-            raise
-        if chunk is None:
-            raise ConnectionError("the chunk was withdrawn while it was read")
-        return chunk
-
-    @abstractmethod
-    def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: Any) -> Chunk | None:
-        """Do what `pull` does; None: the chunk was withdrawn."""
 
     @abstractmethod
     def disconnect(self, address: str) -> None:

@@ -7,6 +7,7 @@ scripted (`recorded_executor.py`).
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,8 +126,9 @@ def make_prefill(
     parts = attachments_of(config, sinks=[EventStream(run, name)] if events else ())
     if balancer is not None:
         parts.append(balancer)
-    options = {"keepers": keepers, "first_number": 1, "generations": Successors()}
+    options = {"keepers": keepers, "generations": Successors()}
     engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
+    engine.buffers._numbers = itertools.count(1)
     return Prefill(run, engine)
 
 
@@ -336,12 +338,16 @@ class ScriptedLink:
     is_idle = False
 
     def __init__(self, prefill: Prefill):
-        self._link, self._receive = LocalLink(prefill.engine), lambda message: None
+        self._link = LocalLink(prefill.engine)
         self.lost: tuple[type, ...] = ()
 
-    def connect(self, receive) -> None:
-        self._receive = receive
-        self._link.connect(receive)
+    @property
+    def receive(self):
+        return self._link.receive
+
+    @receive.setter
+    def receive(self, receive) -> None:
+        self._link.receive = receive
 
     def send(self, message) -> None:
         if not isinstance(message, self.lost):
@@ -355,7 +361,7 @@ class ScriptedLink:
 
     def fail(self, transfer: str = "") -> None:
         """Tell decode that a transfer has failed; by default all have."""
-        self._receive(TransferFailed(transfer, "scripted"))
+        self.receive(TransferFailed(transfer, "scripted"))
 
     def warm_up(self, progress=None) -> None:
         """Nothing is compiled."""

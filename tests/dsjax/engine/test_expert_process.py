@@ -1,6 +1,6 @@
 """Experts in a process of their own: they may go and come back, and no token changes.
 
-These are also the tests of `afd/remote_experts.py`, `afd/expert_link.py`, `afd/link_counts.py` and `afd/messages.py`. All sides are
+These are also the tests of `afd/remote_experts.py`, `afd/expert_link.py` and `afd/messages.py`. All sides are
 in this process, each with its own devices' arrays, and speak over the loopback interface.
 """
 
@@ -24,9 +24,8 @@ from processes import free_port
 from waits import until
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.afd import expert_link, remote_experts
-from dsjax.engine.afd.layer_programs import OnHost
-from dsjax.engine.afd.link_counts import ExpertLinks
+from dsjax.engine.afd import expert_link
+from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup import loading
 from dsjax.engine.setup.args import EngineArgs

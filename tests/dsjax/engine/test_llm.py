@@ -382,7 +382,7 @@ def test_after_warming_up_nothing_more_is_compiled(checkpoint, monkeypatch):
         warm.warm_up(lambda done, total, label: told.append(done))
         assert told == [0, len(programs)], "the process has kept them"
         warm.executor.programs.drop()
-        warm.executor.programs.store.shelf = None  # as on one device, where nothing is kept
+        warm.executor.programs.store.shelf._about = None  # as on one device, where nothing is kept
         traced = []
 
         def stop_at_the_third(done, total, label):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.dynamo.arguments import _follow
-from dsjax.engine.afd.link_counts import ExpertLinks, LinkCounts
+from dsjax.engine.afd.messages import ExpertLinks, LinkCounts
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hosts import HostOptions

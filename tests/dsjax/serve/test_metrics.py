@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from watched_server import WatchedServer, experts, load, request, step, token
 
-from dsjax.engine.afd.link_counts import LinkCounts
+from dsjax.engine.afd.messages import LinkCounts
 from dsjax.engine.contract.executor import ErrorKind, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from watched_server import WatchedServer, experts, load, request, step, token
 
 from dsjax import cli
-from dsjax.engine.afd.link_counts import LinkCounts
+from dsjax.engine.afd.messages import LinkCounts
 from dsjax.engine.elastic.generations import ChangeCounts
 from dsjax.engine.experts.eplb import BalanceStats
 from dsjax.engine.schedule.parked import ParkedRequests

@@ -169,7 +169,7 @@ class NixlTransport(Transport):
         buffer.mark[0] = 0  # before anything else is written there
         self._sends.release(buffer)
 
-    def read(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk | None:
+    def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk:
         """Read a chunk, and return it on this device. `ConnectionError` and NIXL's own errors: its process has gone."""
         theirs = msgspec.msgpack.decode(ticket, type=Ticket)
         buffer = self._receives.acquire(shapes, device)
@@ -184,7 +184,9 @@ class NixlTransport(Transport):
                 buffer.close()
             raise
         try:
-            return buffer.copied() if buffer.mark[0] == number else None
+            if buffer.mark[0] != number:
+                raise ConnectionError("the chunk was withdrawn while it was read")
+            return buffer.copied()
         finally:
             self._receives.release(buffer)
 

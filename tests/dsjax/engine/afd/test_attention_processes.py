@@ -1,5 +1,6 @@
 """Processes of an attention side, as threads, that wait for each other at each layer over real links."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,10 @@ from test_expert_link import Experts
 from waits import until
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.afd.expert_link import Errand
 from dsjax.engine.afd.messages import Call
 from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.setup import loading
+from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts.group import GroupError
 from dsjax.messaging import Endpoint, LinkListener
 from sharding import MeshSpec
@@ -29,9 +30,21 @@ def pool():
         yield pool
 
 
+def joined(group):
+    """A process of an attention side that has met the others."""
+    endpoint = Endpoint("127.0.0.1", KEY)
+    process = AttentionProcesses(endpoint, b"side %d" % group.options.process_id, group, owns_endpoint=True)
+    try:
+        process.meet()
+    except BaseException:
+        process.close()
+        raise
+    return process
+
+
 @pytest.fixture
 def processes(pool):
-    made = list(pool.map(AttentionProcesses, groups(3)))
+    made = list(pool.map(joined, groups(3)))
     yield made
     for one in made:
         one.close()
@@ -46,6 +59,9 @@ def test_all_go_on_together_with_the_greatest_number(pool, processes):
     for numbers in ((1, 1, 1), (1, 3, 2), (4, 1, 1)):
         assert list(pool.map(meet, processes, numbers)) == [max(numbers)] * 3
     assert [process.leads for process in processes] == [True, False, False]
+    assert [(process.number, process.count, process.name) for process in processes] == [
+        (number, 3, b"side 0") for number in range(3)
+    ]
 
 
 def test_one_that_is_late_is_waited_for_at_that_layer_by_all(pool, processes):
@@ -69,7 +85,7 @@ def test_one_that_gives_up_ends_the_wait_of_all_others(pool, processes):
 
 
 def test_one_that_waits_at_another_layer_is_an_error_and_no_answer(pool, processes):
-    processes[1]._number = 7
+    processes[1]._wait = 7
     waits = [pool.submit(meet, process, 0) for process in (processes[0], processes[2])]
     processes[1].tell(0)
     with pytest.raises(RuntimeError, match="waits at its layer 7, and this process at 0"):
@@ -88,7 +104,8 @@ def test_what_is_no_word_is_an_error(pool, processes):
 
 def test_where_one_cannot_be_reached_the_others_say_so(pool):
     three = groups(3)
-    made = [pool.submit(AttentionProcesses, group) for group in three[1:]]
+    made = [pool.submit(joined, group) for group in three[1:]]
+    three[0].agreement.tell("attention side", b"side")
     three[0].agreement.tell("attention processes", ["127.0.0.1:1", b"a ticket"])  # where nobody listens
     for one in made:
         with pytest.raises(GroupError, match=r"nobody answers at 127.0.0.1:1"):
@@ -97,8 +114,9 @@ def test_where_one_cannot_be_reached_the_others_say_so(pool):
 
 def test_one_that_is_lost_is_not_waited_for(pool):
     three = groups(3)
-    made = [pool.submit(AttentionProcesses, group) for group in three[:2]]
+    made = [pool.submit(joined, group) for group in three[:2]]
     listener = LinkListener(three[2].endpoint)  # of one that calls nobody
+    three[2].agreement.tell("attention side", b"side")
     three[2].agreement.tell("attention processes", [listener.address, listener.ticket])
     for group in three[:2]:
         group.lost[2] = GroupError("process 2 has gone away")
@@ -107,92 +125,78 @@ def test_one_that_is_lost_is_not_waited_for(pool):
             one.result(60)
 
 
+def experts_of(attention, address, change=0):
+    """The side of experts at an address that an attention process calls."""
+    rows = np.zeros((0, 0), np.int32)
+    return RemoteExperts(MeshSpec(dp_size=1), [address], attention, {}, rows, waits=True, patience=600, change=change)
+
+
 @pytest.fixture
-def experts_at():
-    """The sides of experts at an address that some of two processes call; they are closed afterwards."""
-    made = []
-
-    def make(address: str, processes=(0, 1)) -> list[RemoteExperts]:
-        for process in processes:
-            endpoint = Endpoint("127.0.0.1", KEY)
-            spec = MeshSpec(dp_size=1)
-            side = RemoteExperts(spec, [address], endpoint, waits=True, patience=600, owns_endpoint=True)
-            side.member = process, 2
-            made.append(side)
-        return made
-
-    yield make
-    for side in made:
-        side.close()
+def alone():
+    """An attention process that is alone."""
+    process = AttentionProcesses(Endpoint("127.0.0.1", KEY), b"side", owns_endpoint=True)
+    yield process
+    process.close()
 
 
-def test_the_next_side_of_experts_is_called_as_the_one_before_by_a_number_of_its_own(experts_at):
-    before, after = experts_at("127.0.0.1:1", (1, 1))
-    before.generation = 3
-    after.follows(before)
+def test_the_next_side_of_experts_is_called_over_the_same_endpoint_as_the_one_before_by_a_number_of_its_own(alone):
+    before, after = experts_of(alone, "127.0.0.1:1"), experts_of(alone, "127.0.0.1:1", 1)
     first, second = before._opening(0), after._opening(0)
     assert (first.change, second.change) == (0, 1)
     assert second == msgspec.structs.replace(first, change=1)
-
-
-def test_the_next_side_of_experts_has_the_endpoint_of_the_one_before(experts_at):
-    before, after = experts_at("127.0.0.1:1", (1, 1))
-    before.hand_over(after)
     before.close()
-    before.endpoint.connect(before.endpoint.address, "attention").close()
-    after.close()
-    after.endpoint.close()
+    alone.endpoint.connect(alone.endpoint.address, "attention").close()
+    assert alone._to_experts == set(after.links)
 
 
-def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool, experts_at):
+def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
     """Its step has failed, and the process lives: the others hear of it though they wait for its rows at a process with experts."""
     experts = Experts(answers=False)
-    sides = experts_at(f"127.0.0.1:{experts.port}")
+    two = list(pool.map(joined, groups(2)))
+    sides = [experts_of(attention, f"127.0.0.1:{experts.port}") for attention in two]
     try:
-        for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
+        for side in sides:
             side.connect()
-            side.join(others)
         waits = (
-            sides[0]
-            .links[0]
-            .begin(lambda: Errand(Call("stack", 0, 1, 1, b""), np.empty(0, np.uint8), np.empty(0, np.uint8)))
+            sides[0].links[0].begin(lambda: (Call("stack", 0, 1, 1, b""), np.empty(0, np.uint8), np.empty(0, np.uint8)))
         )
         assert experts.asked.acquire(timeout=60)
         sides[1].give_up()
         with pytest.raises(RuntimeError, match="process 1 of the attention side was waited for at a layer"):
-            sides[0].tell(0), sides[0].agree(0)
+            meet(two[0], 0)
         assert not waits.done()
     finally:
+        for attention in two:
+            attention.close()
         experts.close()
 
 
 def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_yet_ends_the_wait(
-    pool, experts_at, monkeypatch, caplog
+    pool, monkeypatch, caplog
 ):
     monkeypatch.setattr(loading, "expert_space", lambda *_: {})
-    two, sides = groups(2), experts_at(f"127.0.0.1:{free_port()}")
-    step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=sides[0].placement))
-    started = [
-        pool.submit(
-            loading._Loader._connect_experts,
-            SimpleNamespace(
-                args=None, step=step, directory=Path(), held=SimpleNamespace(name=b"side"), group=group, is_later=True
-            ),
-            side,
-        )
-        for side, group in zip(sides, two, strict=True)
-    ]
-    two[0].on_change = lambda error: None
-    until(lambda: caplog.text.count("it is waited for") >= 2)
-    two[0]._left(two[0].members[1])
-    with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
-        started[0].result(60)
+    two, address = groups(2), f"127.0.0.1:{free_port()}"
+    args = EngineArgs(attention_mesh="dp=1", expert_mesh="ep=1", afd_role="attention", afd_address=address)
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
+    step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=np.zeros((0, 0), np.int32)), mesh=mesh)
+    given = {"args": args, "step": step, "directory": Path(), "held": SimpleNamespace(name=b"side"), "is_later": True}
+    with contextlib.ExitStack() as opened:
+        started = [
+            pool.submit(loading._Loader._connect_experts, SimpleNamespace(group=group, **given), opened)
+            for group in two
+        ]
+        two[0].on_change = lambda error: None
+        until(lambda: caplog.text.count("it is waited for") >= 2)
+        two[0]._left(two[0].members[1])
+        with pytest.raises(GroupError, match=r"process 1 .* has gone away"):
+            started[0].result(60)
 
 
-def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool, experts_at):
-    sides = experts_at("127.0.0.1:1")
-    sides[0].abandon()
-    for side, others in zip(sides, pool.map(AttentionProcesses, groups(2)), strict=True):
-        side.join(others)
+def test_where_the_others_come_when_the_generation_has_broken_already_nobody_waits_for_them(pool):
+    two = list(pool.map(lambda group: AttentionProcesses(group.endpoint, b"side", group), groups(2)))
+    two[0].abandon()
+    list(pool.map(AttentionProcesses.meet, two))
     with pytest.raises(RuntimeError, match="process 0 of the attention side was waited for at a layer"):
-        pool.submit(sides[1].agree, 0).result(60)
+        pool.submit(two[1].wait, 0).result(60)
+    for process in two:
+        process.close()

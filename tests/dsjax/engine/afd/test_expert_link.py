@@ -16,7 +16,7 @@ from deployments import KEY, OTHER
 from processes import free_port
 from waits import until
 
-from dsjax.engine.afd.expert_link import Errand, ExpertLink, ExpertsGoneError, LinkClosedError, check_reachable
+from dsjax.engine.afd.expert_link import ExpertLink, ExpertsGoneError, LinkClosedError, check_reachable
 from dsjax.engine.afd.messages import OPEN, PLACE, Answered, Call, Open, Opened, Place
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, LinkListener, NotAMemberError, PeerLostError, Request
@@ -92,7 +92,7 @@ def ask(own):
 def call(own, number=0, rows=b""):
     sent = np.frombuffer(rows, np.uint8)
     answers = np.empty_like(sent)
-    return own.begin(lambda: Errand(Call("moe_layers", 0, 8, 8, b"", number), sent, answers)), answers
+    return own.begin(lambda: (Call("moe_layers", 0, 8, 8, b"", number), sent, answers)), answers
 
 
 @contextlib.contextmanager

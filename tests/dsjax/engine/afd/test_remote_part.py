@@ -1,16 +1,21 @@
-"""Either all attention processes continue with other expert processes, from the same command on, or none does."""
+"""Either all attention processes continue with other expert processes, from the same command on, or none does.
+
+These are the tests of `RemoteExpertsPart` in `afd/remote_experts.py`.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from group_in_threads import groups
+from test_attention_processes import joined
 
 from dsjax.engine.afd.attention_processes import AttentionProcesses
-from dsjax.engine.afd.remote_experts import RemoteExperts
-from dsjax.engine.afd.remote_part import RemoteExpertsPart
+from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
 from dsjax.engine.contract.commands import ConnectExperts
 from dsjax.engine.device.access import CommandTable
 from dsjax.errors import UserError
@@ -23,8 +28,8 @@ PROCESSES = 3
 class Side(RemoteExperts):
     """An expert side without links. connecting: replaces its connection."""
 
-    def __init__(self, connecting=lambda side: None):
-        super().__init__(MeshSpec(dp_size=4), [], None, waits=True, patience=1)
+    def __init__(self, attention, connecting=lambda side: None):
+        super().__init__(MeshSpec(dp_size=4), [], attention, {}, ROWS, waits=True, patience=1)
         self._connecting = connecting
         self.closed = threading.Event()
 
@@ -37,17 +42,17 @@ class Side(RemoteExperts):
 
 
 class Process:
-    def __init__(self, others, another=Side, number=0):
-        self.now, self.made, self.number = Side(), [], number
-        self.now.others = others
+    """One attention process. another: makes the side that the command connects to."""
+
+    def __init__(self, attention, another=Side, number=0):
+        self.now, self.made, self.number = Side(attention), [], number
         programs = SimpleNamespace(experts=self.now, of=lambda model, experts: SimpleNamespace(experts=experts))
         self.device = SimpleNamespace(model="model", programs=programs)
-        self.device.placements = SimpleNamespace(physical_to_logical=ROWS)
         self.device.go_on_with = lambda model, programs: setattr(self.device, "programs", programs)
 
-        def make(expert_mesh, afd_address, model, before):
-            self.made.append(another())
-            return model, self.made[-1]
+        def make(command, device, before):
+            self.made.append(another(before.attention))
+            return device.model, self.made[-1]
 
         self.part, self.table = RemoteExpertsPart(self.device, make), CommandTable()
         self.part.register(self.table)
@@ -70,7 +75,7 @@ def group():
     """Three attention processes as threads. `make` takes the `another` of each."""
     made = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        others = list(pool.map(AttentionProcesses, groups(PROCESSES)))
+        others = list(pool.map(joined, groups(PROCESSES)))
 
         def make(*another):
             made.extend(map(Process, others, another, range(PROCESSES)))
@@ -84,8 +89,9 @@ def group():
 
 
 def meet(process):
-    process.side.tell(process.number)
-    return process.side.agree(process.number)
+    """A layer's wait, on the current side: the greatest number of all processes."""
+    process.side.attention.tell(process.number)
+    return process.side.attention.wait(process.number)
 
 
 def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_one_did(group):
@@ -95,7 +101,6 @@ def test_all_continue_with_the_new_side_which_waits_for_the_others_as_the_old_on
         assert process.side is process.made[0]
         assert process.now.closed.is_set()
         assert not process.side.closed.is_set()
-        np.testing.assert_array_equal(process.side.placement, ROWS)
     assert group.all_do(meet) == [PROCESSES - 1] * PROCESSES
 
 
@@ -111,7 +116,7 @@ def test_if_one_cannot_connect_all_stay_and_say_why_and_another_change_can_be_ma
         if failures:
             raise failures.pop()
 
-    processes = group.make(*(lambda i=i: Side(fail_once) if i == who else Side() for i in range(PROCESSES)))
+    processes = group.make(*(partial(Side, connecting=fail_once) if i == who else Side for i in range(PROCESSES)))
     expected = ["another attention process could not connect to them"] * PROCESSES
     expected[who] = said
     assert group.all_do(Process.change) == expected
@@ -133,44 +138,31 @@ def test_an_attention_process_that_is_gone_fails_the_change_and_leaves_no_link(g
     assert all(map(Process.stays, processes[:2]))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_loss_in_the_moment_of_the_change_ends_what_waits_on_the_new_side(when):
-    process = Process(None)
-    go_on = process.device.go_on_with
-
-    def lost(model, programs):
-        if when == "after":
-            go_on(model, programs)
-        process.part.abandon()
-        go_on(model, programs)
-
-    process.device.go_on_with = lost
-    assert process.change() is None
-    assert process.side is process.made[0]
-    assert process.side._is_abandoned
-    process.part.close()
+def alone():
+    """An attention process that is alone."""
+    return AttentionProcesses(SimpleNamespace(), b"side")
 
 
 def test_a_loss_while_it_connects_ends_the_wait():
-    connecting, abandoned = threading.Event(), threading.Event()
+    connecting, abandoned, attention = threading.Event(), threading.Event(), alone()
 
     def wait(side):
-        side.links = [SimpleNamespace(give_up=abandoned.set, close=lambda: None)]
+        attention.add(Mock(give_up=abandoned.set))
         connecting.set()
         assert abandoned.wait(20)
         raise RuntimeError("the link is closed")
 
-    process = Process(None, lambda: Side(wait))
+    process = Process(attention, partial(Side, connecting=wait))
     with ThreadPoolExecutor(1) as pool:
         changed = pool.submit(process.change)
         assert connecting.wait(20)
-        process.part.abandon()
+        attention.abandon()
         assert changed.result(20) == "RuntimeError: the link is closed"
     assert process.stays()
 
 
-def test_a_change_after_a_loss_does_not_wait():
-    process = Process(None)
-    process.part.abandon()
-    process.change()
-    assert process.made[0]._is_abandoned
+def test_what_is_connected_after_a_loss_does_not_wait():
+    attention, link = alone(), Mock()
+    attention.abandon()
+    attention.add(link)
+    link.give_up.assert_called_once_with()

@@ -4,6 +4,8 @@ import contextlib
 import socket
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,9 @@ import pytest
 import zmq
 from links_in_threads import Links, group_of, links_of
 
-from dsjax.engine.contract.executor import ErrorKind, RankResults, RowResult
+from dsjax.engine.contract.executor import ErrorKind, ExpertCounts, RankResults, RowResult
 from dsjax.engine.pipeline import process_links
-from dsjax.engine.pipeline.process_links import FOUND, HIDDEN, RESULTS
+from dsjax.engine.pipeline.process_links import HIDDEN, RESULTS
 from dsjax.engine.pipeline.stage_executor import Made
 from dsjax.hosts.group import GroupError
 from dsjax.messaging import Link, NotAMemberError
@@ -26,6 +28,10 @@ def links():
     yield in_order
     for one in in_order:
         one.close()
+
+
+def listeners_of(links):
+    return [inbox.listener for inbox in links._inboxes.values()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -63,19 +69,39 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
         np.testing.assert_array_equal(other.hear(1), logits)
 
 
-def test_process_0_has_what_each_process_tells_in_the_order_of_their_stages(links):
-    first, middle, last = links
-    counts = np.arange(6).reshape(2, 3)
-    last.tell(lambda: ([0.5, "no"], []))
-    last.tell(lambda: ([], [counts, counts[:1]]))
-    middle.tell(lambda: ([], []))
-    assert first.gather(lambda: ([0.25, None], [])) == [([0.25, None], []), ([], []), ([0.5, "no"], [])]
-    middle.tell(lambda: ([1], []))
-    *_, (values, arrays) = first.gather(lambda: ([], []))
-    assert values == []
-    for found, expected in zip(arrays, (counts, counts[:1]), strict=True):
-        np.testing.assert_array_equal(found, expected)
-        assert found.dtype == expected.dtype
+def counts_of(number):
+    """Experts' loads of a process, whose arrays have shapes of their own."""
+    arrays = [np.arange(6, dtype=dtype).reshape(2, 3) + 10 * number for dtype in (np.int64, np.int32)]
+    return ExpertCounts(arrays[0], arrays[0][0], arrays[0][:1], arrays[1], number, 2 * number, 0.25)
+
+
+def loads_of_all(links, reads):
+    """What each process has when all have read their loads, in the order of their stages; an error that it met."""
+    found = [None] * len(links)
+
+    def run(place):
+        try:
+            found[place] = links[place].gather(reads[place])
+        except BaseException as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(links))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_process_0_has_the_loads_of_all_processes_in_the_order_of_their_stages(links):
+    first, *others = loads_of_all(links, [lambda: counts_of(0), lambda: None, lambda: counts_of(2)])
+    assert first[1] is None
+    for found, expected in zip(first[::2], (counts_of(0), counts_of(2)), strict=True):
+        for name, value in vars(expected).items():
+            np.testing.assert_array_equal(getattr(found, name), value)
+            assert getattr(getattr(found, name), "dtype", None) == getattr(value, "dtype", None)
+    assert others[0] == [None]
+    assert others[1][0].rounds == 2, "its own alone"
 
 
 def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):
@@ -98,20 +124,15 @@ def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypa
     assert tokens(2) == [2]
 
 
-def test_after_an_interrupt_what_others_had_found_before_is_passed_over(links):
-    first, middle, last = links
-    for number in range(3):
-        middle.tell(lambda number=number: ([10 + number], []))
-        last.tell(lambda number=number: ([20 + number], []))
-
+def test_after_an_interrupt_the_loads_that_others_had_told_before_are_passed_over(links):
     def interrupt():
         raise KeyboardInterrupt
 
-    found = [first.gather(lambda: ([0], []))]
-    with pytest.raises(KeyboardInterrupt):
-        first.gather(interrupt)
-    found.append(first.gather(lambda: ([2], [])))
-    assert [[values for values, _ in each] for each in found] == [[[0], [10], [20]], [[2], [12], [22]]]
+    reads = [lambda: counts_of(10)] * 2
+    interrupted, *_ = loads_of_all(links, [interrupt, *reads])
+    assert isinstance(interrupted, KeyboardInterrupt)
+    first, *_ = loads_of_all(links, [partial(counts_of, number) for number in (20, 21, 22)])
+    assert [one.rounds for one in first] == [20, 21, 22]
 
 
 def test_a_process_that_ends_is_an_error_to_those_that_wait_for_it_and_is_named(links):
@@ -148,7 +169,7 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
             told.extend(value.values())
             return [value, {HIDDEN: (f"127.0.0.1:{port}", b"ticket")}]
 
-        group = group_of(0, 2, ask)
+        group = group_of(0, 2, SimpleNamespace(ask=ask))
         with pytest.raises(GroupError, match=f"process 1 .* cannot be reached at 127.0.0.1:{port}"):
             Links(group, [0, 1])
     for address, _ in told:
@@ -157,16 +178,16 @@ def test_a_process_that_cannot_be_reached_is_named_and_this_one_listens_no_more(
 
 
 def test_a_host_that_hangs_is_noticed_within_the_heartbeat_timeout(links):
-    for link in (link for one in links for link in (*one._next, *one._to_leader, *one._listeners)):
+    for link in (link for one in links for link in (*one._next, *listeners_of(one))):
         assert 0 < link._socket.heartbeat_ivl < link._socket.heartbeat_timeout < 10_000
 
 
 def test_hidden_states_alone_go_unencrypted(links):
     first, middle, last = links
-    names = [[sorted(listener._names) for listener in one._listeners] for one in links]
-    assert names == [[[FOUND.format(1), FOUND.format(2), RESULTS]], [[HIDDEN], [RESULTS]], [[HIDDEN]]]
-    encrypted = [first._listeners[0], middle._listeners[1], *last._next, *last._to_leader, *middle._to_leader]
-    plain = [middle._listeners[0], last._listeners[0], *first._next, *middle._next]
+    names = [[sorted(listener._names) for listener in listeners_of(one)] for one in links]
+    assert names == [[[RESULTS]], [[HIDDEN], [RESULTS]], [[HIDDEN]]]
+    encrypted = [listeners_of(first)[0], listeners_of(middle)[1], *last._next]
+    plain = [listeners_of(middle)[0], listeners_of(last)[0], *first._next, *middle._next]
     for sockets, mechanism in ((encrypted, zmq.CURVE), (plain, zmq.PLAIN)):
         assert {one._socket.mechanism for one in sockets} == {mechanism}
 
@@ -183,7 +204,7 @@ def test_a_member_that_is_no_stage_of_this_generation_is_not_heard_and_disturbs_
     arriving = middle.arriving(lambda array: array)
     np.testing.assert_array_equal(arriving.popleft(), sent)
     np.testing.assert_array_equal(middle.hear(0), sent)
-    for listener, encrypted in zip(middle._listeners, (False, True), strict=True):
+    for listener, encrypted in zip(listeners_of(middle), (False, True), strict=True):
         with contextlib.suppress(NotAMemberError):
             stranger = Link(
                 last._group.endpoint, listener.address, ticket or listener.ticket, name, encrypted=encrypted

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms
 from dsjax.engine.program_cache.folder import ProgramFolder
-from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 
 
 def mesh_of(order: list[int]) -> Mesh:
@@ -43,5 +43,5 @@ def never_lowered():
 
 def programs_in(tmp_path, mesh: Mesh, lower=None) -> CompiledPrograms:
     """Those of a process of its own, as far as the folder knows."""
-    shelf = ProgramLibrary(ProgramFolder.inside(tmp_path)).shelf("about", mesh, ("model",))
+    shelf = Shelf(ProgramLibrary(ProgramFolder.inside(tmp_path)), mesh, ("model",))
     return CompiledPrograms(lower or (lambda key: lowered(mesh)), lambda: None, shelf)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -227,3 +227,18 @@ def test_without_sources_no_program_has_a_name(package, monkeypatch):
     monkeypatch.setattr(identity, "SOURCES", identity._Sources.now())
     with pytest.raises(NotDescribed, match="sources of dsjax cannot be read"):
         identity.of_process(jax.devices()[0].client)
+
+
+def test_a_mesh_counts_by_which_devices_share_a_process_and_not_by_which_process_that_is():
+    """What was compiled ahead for the loss of one process serves after the loss of another."""
+
+    def mesh_of(*processes):
+        devices = [
+            SimpleNamespace(id=i, platform="cpu", device_kind="cpu", process_index=p) for i, p in enumerate(processes)
+        ]
+        value = object.__new__(Mesh)
+        value.__dict__.update(devices=np.array(devices), axis_names=("dp",), axis_types=None)
+        return list(identity._describe(value))
+
+    assert mesh_of(0, 0, 2, 2, 3, 3) == mesh_of(0, 0, 1, 1, 3, 3)
+    assert mesh_of(0, 0, 1, 1, 2, 2) != mesh_of(0, 0, 0, 1, 1, 1)

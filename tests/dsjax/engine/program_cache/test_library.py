@@ -11,7 +11,7 @@ from small_programs import lowered, mesh_of, programs_in, run_on
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.program_cache import library as program_library
 from dsjax.engine.program_cache.folder import ProgramFolder
-from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ def jax_cache(tmp_path):
 def test_a_program_computes_the_same_on_devices_it_was_not_compiled_for(order):
     library = ProgramLibrary()
     first, second = mesh_of([0, 1, 2, 3]), mesh_of(order)
-    expected = run_on(library.shelf("about", first).compile("key", lowered(first)), first)
-    shelf = library.shelf("about", second)
+    expected = run_on(Shelf(library, first, ("about",)).compile("key", lowered(first)), first)
+    shelf = Shelf(library, second, ("about",))
     for found, wanted in zip(run_on(shelf.find("key"), second), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert shelf.find("another key") is None
-    assert library.shelf("about something else", second).find("key") is None
+    assert Shelf(library, second, ("about something else",)).find("key") is None
     assert library.works
 
 
@@ -46,8 +46,8 @@ def test_so_does_one_that_came_out_of_the_cache_of_jax_itself(jax_cache):
     expected = run_on(lowered(first).compile(), first)
     assert list(jax_cache.iterdir())
     library = ProgramLibrary()  # as of a process that was started again
-    library.shelf("about", first).compile("key", lowered(first))
-    found = run_on(library.shelf("about", second).find("key"), second)
+    Shelf(library, first, ("about",)).compile("key", lowered(first))
+    found = run_on(Shelf(library, second, ("about",)).find("key"), second)
     for array, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(array, wanted)
 
@@ -56,8 +56,8 @@ def test_where_a_program_cannot_be_kept_that_is_said_once_and_it_is_compiled_all
     monkeypatch.setattr("dsjax.engine.program_cache.serialized_program.keep", lambda *_: 1 / 0)
     library, mesh = ProgramLibrary(), mesh_of([0, 1, 2, 3])
     for key in "ab":
-        assert run_on(library.shelf("about", mesh).compile(key, lowered(mesh)), mesh)
-    assert library.shelf("about", mesh).find("a") is None
+        assert run_on(Shelf(library, mesh, ("about",)).compile(key, lowered(mesh)), mesh)
+    assert Shelf(library, mesh, ("about",)).find("a") is None
     assert len([record for record in caplog.records if "cannot be kept" in record.message]) == 1
 
 
@@ -70,18 +70,19 @@ def test_a_cache_is_made_as_large_as_its_programs_were_compiled_for_where_that_c
 
 
 def test_a_later_start_finds_a_program_on_disk(tmp_path):
-    first, second, options = mesh_of([0, 1, 2, 3]), mesh_of([2, 0, 3, 1]), {"xla_embed_ir_in_executable": True}
-    shelf = ProgramLibrary(ProgramFolder.inside(tmp_path)).shelf("about", first, ("model", 1))
-    expected = run_on(shelf.compile("key", lowered(first), options), first)
+    first, second, wanted = mesh_of([0, 1, 2, 3]), mesh_of([2, 0, 3, 1]), {"xla_embed_ir_in_executable": True}
+    options = lambda key: wanted  # noqa: E731
+    shelf = Shelf(ProgramLibrary(ProgramFolder.inside(tmp_path)), first, ("model", 1), options)
+    expected = run_on(shelf.compile("key", lowered(first)), first)
 
     later = ProgramLibrary(ProgramFolder.inside(tmp_path))
-    shelf = later.shelf("another name", second, ("model", 1))
-    assert shelf.find("key", {"xla_embed_ir_in_executable": False}) is None
-    assert shelf.find("other key", options) is None
-    assert later.shelf("about", second, ("model", 2)).find("key", options) is None
-    assert later.shelf("about", second).find("key", options) is None
-    assert shelf.has("key", options)
-    found = run_on(shelf.find("key", options), second)
+    shelf = Shelf(later, second, ("model", 1), options)
+    assert shelf.find("other key") is None
+    assert Shelf(later, second, ("model", 1), lambda key: {"xla_embed_ir_in_executable": False}).find("key") is None
+    assert Shelf(later, second, ("model", 2), options).find("key") is None
+    assert Shelf(None, second, ("model", 1), options).find("key") is None
+    assert shelf.has("key")
+    found = run_on(shelf.find("key"), second)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert later.folder.num_read == 2
 
@@ -89,34 +90,34 @@ def test_a_later_start_finds_a_program_on_disk(tmp_path):
 def test_a_program_is_kept_in_memory_only_where_the_folder_does_not_have_it(tmp_path, monkeypatch):
     first, second = mesh_of([0, 1, 2, 3]), mesh_of([2, 0, 3, 1])
     library = ProgramLibrary(ProgramFolder.inside(tmp_path))
-    shelf = library.shelf("about", first, ("model",))
+    shelf = Shelf(library, first, ("model",))
     expected = run_on(shelf.compile("on disk", lowered(first)), first)
-    assert not any(library._kept.values())
+    assert not library.in_memory
     monkeypatch.setattr(library.folder, "write", lambda name, data: False)
     shelf.compile("in memory", lowered(first))
-    assert any(library._kept.values())
-    other = library.shelf("about", second, ("model",))
+    assert library.in_memory
+    other = Shelf(library, second, ("model",))
     jax.tree.map(np.testing.assert_array_equal, run_on(other.find("in memory"), second), expected)
     jax.tree.map(np.testing.assert_array_equal, run_on(other.find("on disk"), second), expected)
 
 
-def test_what_cannot_be_described_is_kept_for_this_process_alone(tmp_path):
-    mesh, about = mesh_of([0, 1, 2, 3]), (lambda: "a closure",)
-    library = ProgramLibrary(ProgramFolder.inside(tmp_path))
-    shelf = library.shelf("about", mesh, about)
-    shelf.compile("key", lowered(mesh))
-    assert shelf.find("key") is not None
+def test_what_cannot_be_described_is_not_kept(tmp_path):
+    mesh, library = mesh_of([0, 1, 2, 3]), ProgramLibrary(ProgramFolder.inside(tmp_path))
+    shelf = Shelf(library, mesh, (lambda: "a closure",))
+    assert run_on(shelf.compile("key", lowered(mesh)), mesh)
+    assert shelf.find("key") is None
     assert list((tmp_path / "programs").iterdir()) == []
+    assert not library.in_memory
 
 
 def test_a_file_that_names_what_is_no_more_is_compiled_anew(tmp_path, caplog):
     mesh = mesh_of([0, 1, 2, 3])
     folder = ProgramFolder.inside(tmp_path)
-    ProgramLibrary(folder).shelf("about", mesh, ("model",)).compile("key", lowered(mesh))
+    Shelf(ProgramLibrary(folder), mesh, ("model",)).compile("key", lowered(mesh))
     [path] = folder.path.iterdir()
     folder.write(path.stem, b"no pickle")
     library = ProgramLibrary(folder)
-    shelf = library.shelf("about", mesh, ("model",))
+    shelf = Shelf(library, mesh, ("model",))
     assert shelf.find("key") is None
     assert run_on(shelf.compile("key", lowered(mesh)), mesh)
     assert "cannot be kept" in caplog.text
@@ -137,7 +138,7 @@ def test_whatever_keeps_programs_from_having_a_name_a_start_goes_on(tmp_path, mo
     mesh = mesh_of([0, 1, 2, 3])
     monkeypatch.setattr(program_library.identity, "of_process", lambda client: 1 / 0)
     with caplog.at_level("INFO"):
-        shelf = ProgramLibrary(ProgramFolder.inside(tmp_path)).shelf("about", mesh, ("model",))
+        shelf = Shelf(ProgramLibrary(ProgramFolder.inside(tmp_path)), mesh, ("model",))
     assert run_on(shelf.compile("key", lowered(mesh)), mesh)
     assert "not kept whole: ZeroDivisionError" in caplog.text
 

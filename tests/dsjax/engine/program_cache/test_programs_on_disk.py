@@ -47,7 +47,7 @@ def programs_of(folder: ProgramFolder, options: dict):
     programs = Programs(step, step.abstract_parameters(), state, limits, library=ProgramLibrary(folder))
     for key in (("step", programs.shape(Rectangle(2, 1), None), False), ("admit",)):
         chosen = programs._compiler_options(key)
-        name = programs.store.shelf.name(key, chosen)
+        name = programs.store.shelf.name(key)
         assert name is not None, options
         yield name, lambda key=key, chosen=chosen: (programs._lower(key).as_text(), str(chosen))
 

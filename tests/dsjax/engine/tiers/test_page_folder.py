@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsjax.engine.tiers.disk_pages import DiskPages
-from dsjax.engine.tiers.page_folder import MARK, PageFiles, PageFolder, space_name
+from dsjax.engine.tiers.page_folder import MARK, PageFiles, PageFolder
 from dsjax.errors import UserError
 
 SHAPES = {"latent": ((8,), np.dtype(np.uint16))}
@@ -53,7 +53,7 @@ def path_of(files: PageFiles, name: bytes) -> Path:
     [
         {"report.writing": "a chapter", "web/index.page": "a page"},
         {"lock": "4711\n"},
-        {"lock": "4711\n", f"{'0' * 16}/space.json": "{}", f"{'0' * 16}/00/{'0' * 64}.page": "not a space of ours"},
+        {"lock": "4711\n", f"{'0' * 16}/00/{'0' * 64}.page": "of our form, without the mark"},
         {"lock": "held by somebody else", "notes": ""},
         {f"{MARK}/folder": "no mark"},
     ],
@@ -90,7 +90,7 @@ def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
     foreign = {
         "draft.writing": "of an editor",
         "site/home.page": "of a website",
-        f"{'1' * 16}/00/{'0' * 64}.page": "in a folder that does not say what it is",
+        f"{'1' * 15}/00/{'0' * 64}.page": "in a folder whose name has another form",
         f"{files.space}/home.page": "a name of another form",
         f"{files.space}/zz/{'0' * 64}.page": "in no folder of digits",
         f"{files.space}/00/{'11' * 32}.page": "in another folder than its name says",
@@ -179,7 +179,7 @@ def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_beli
     give_to_another_user(path_of(files, FIRST), monkeypatch)
     with pytest.raises(PermissionError):
         files.read(FIRST)
-    assert not files._mine()
+    assert files.list().names == []
 
 
 def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is(tmp_path):
@@ -189,7 +189,7 @@ def test_a_folder_that_is_deleted_while_serving_is_not_made_again_and_a_space_is
     with pytest.raises(FileNotFoundError):
         files.read(FIRST)
     files.write(FIRST, PAGE)
-    assert files.folder.spaces() == [files.space]
+    assert files.list().names == [FIRST]
     shutil.rmtree(tmp_path / "pages")
     with pytest.raises(FileNotFoundError):
         files.write(SECOND, PAGE)
@@ -204,7 +204,7 @@ def failing(number, *_, **__):
 def test_a_disk_that_takes_nothing_when_the_weights_are_loaded_still_gives_its_pages(tmp_path, monkeypatch, number):
     written(tmp_path, FIRST)
     folder = PageFolder(tmp_path).lock()
-    (tmp_path / space_name(b"other")).mkdir()
+    (tmp_path / ("1" * 16)).mkdir()
     for call in ("mkdir", "rename", "unlink", "utime"):
         monkeypatch.setattr(os, call, partial(failing, number))
     disk = DiskPages(PageFiles(folder, SPACE, SHAPES), 1 << 20)

@@ -1,7 +1,6 @@
 """Chunks that other processes of a prefill side keep: offered by process 0, pulled from where they lie, and dropped there."""
 
 import queue
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ def opened(kept, number):
 
 
 def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_early_and_gone_when_process_0_drops_it():
-    kept = FollowerSendBuffers(60)
+    kept = FollowerSendBuffers()
     early = opened(kept, 3)
     kept.ready(4, None)  # a third process has that one
     assert not early.done()
@@ -35,17 +34,9 @@ def test_a_chunk_that_another_process_keeps_is_waited_for_when_it_was_offered_ea
     assert kept._chunks == {}
 
 
-def test_a_chunk_that_does_not_come_is_not_waited_for_beyond_its_time():
-    kept = FollowerSendBuffers(0.0)
-    late = opened(kept, 3)
-    time.sleep(0.01)
-    kept.ready(4, {"tokens": []})
-    assert late.result(0) is None
-
-
 def test_a_chunk_that_another_process_has_offered_and_this_one_could_not_compute_is_waited_for_no_longer():
-    kept, made = FollowerSendBuffers(60), object.__new__(PageChunks)
-    made._leaving, made._threads = queue.SimpleQueue(), []
+    kept, made = FollowerSendBuffers(), object.__new__(PageChunks)
+    made._leaving = queue.SimpleQueue()
     made.send_chunks(kept.ready, kept.drop)
 
     def fail():

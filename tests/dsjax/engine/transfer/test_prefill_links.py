@@ -74,7 +74,6 @@ class IdleLink(PrefillLink):
     """A link that is not connected, or not any more."""
 
     def __init__(self):
-        super().__init__()
         self.is_closed, self.sent = False, []
 
     is_idle = True

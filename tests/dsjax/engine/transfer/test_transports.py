@@ -17,7 +17,7 @@ from transports import EACH_BACKEND, NIXL
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer import transport as table
 from dsjax.engine.transfer.nixl import nixl_transport
-from dsjax.engine.transfer.transport import Transport, open_transport
+from dsjax.engine.transfer.transport import open_transport
 from dsjax.errors import UserError
 
 SHAPES = {
@@ -116,7 +116,7 @@ def test_a_buffer_that_was_not_read_is_not_used_again(with_fake_agent):
     ticket, agent = with_fake_agent.publish(1, chunk(1)), with_fake_agent._agent
     agent.read.side_effect, before = ConnectionError("injected"), list(agent.registered)
     with pytest.raises(RuntimeError, match="injected"):  # what fails as the process is forgotten keeps no memory either
-        with_fake_agent.read("there", 1, ticket, SHAPES, jax.devices()[0])
+        with_fake_agent.pull("there", 1, ticket, SHAPES, jax.devices()[0])
     assert agent.registered == before
 
 
@@ -144,22 +144,22 @@ def test_a_chunk_has_a_random_number_at_jaxs_server_which_asks_nobody_who_they_a
         sender.withdraw(number, published[number], pulled=True)
 
 
-def test_nothing_is_kept_of_a_process_that_could_not_be_read_and_a_withdrawn_chunk_is_not_returned():
-    disconnected = []
-
-    def pull(read):
-        transport = SimpleNamespace(read=read, disconnect=disconnected.append)
-        return Transport.pull(transport, "there", 1, b"", SHAPES, None)
-
+def test_nothing_is_kept_of_a_process_that_could_not_be_read():
     def fail(*arguments):
         raise OSError("the link is down")
 
-    with pytest.raises(ConnectionError, match="withdrawn while it was read"):
-        pull(lambda *arguments: None)
-    assert disconnected == [], "its process has answered"
+    receiver = open_transport("jax", jax.devices()[0], "127.0.0.1")
+    receiver._server = SimpleNamespace(connect=lambda address: SimpleNamespace(pull=fail))
     with pytest.raises(OSError, match="the link is down"):
-        pull(fail)
-    assert disconnected == ["there"]
+        receiver.pull("there", 1, bytes(8), SHAPES, jax.devices()[0])
+    assert receiver._connections == {}
+
+
+def test_a_chunk_that_was_withdrawn_while_it_was_read_is_not_returned(with_fake_agent):
+    ticket = with_fake_agent.publish(1, chunk(1))
+    with pytest.raises(ConnectionError, match="withdrawn while it was read"):  # its mark is gone
+        with_fake_agent.pull("there", 1, ticket, SHAPES, jax.devices()[0])
+    assert not with_fake_agent._agent.disconnect.called, "its process has answered"
 
 
 @NIXL
