@@ -24,7 +24,8 @@ from processes import free_port
 from waits import until
 
 from dsjax import LLM, SamplingParams
-from dsjax.engine.afd import expert_link
+from dsjax.engine.afd import expert_link, remote_experts
+from dsjax.engine.afd.layer_programs import OnHost
 from dsjax.engine.afd.messages import ExpertLinks
 from dsjax.engine.expert_process import load_experts
 from dsjax.engine.setup import loading
