@@ -139,7 +139,7 @@ def test_a_further_round_sends_the_cells_that_are_left_alone(monkeypatch):
     way = remote_experts.WayToProcesses(None, "moe_layers", between, np.array([0]))
     rows, counts = np.arange(4).reshape(1, 4, 1), OnHost(np.array([[3, 1]]))
     calls = [remote_experts._CallOfPart(way, 0, 0, r, 0, rows, counts) for r in range(2)]
-    assert [call.prepare().sent[:, 0].tolist() for call in calls] == [[0, 1, 2], [0]]
+    assert [call.prepare()[1][:, 0].tolist() for call in calls] == [[0, 1, 2], [0]]
 
 
 @pytest.mark.slow  # compiles two engines
