@@ -7,7 +7,7 @@ Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from dsjax.kernels.pallas.heads import expand as expand_values
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.forms import INDEX_ARRAYS, Form, Layout, cache_arrays
+from dsjax.model.cache_groups import INDEX_ARRAYS, Arrays, CacheGroup, Layout, cache_groups
+from dsjax.model.forms import Form
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import reinterpret, store, value_of
 from dsjax.model.softmax import attend_in_blocks
@@ -69,14 +70,17 @@ class PagedAttention:
         """The mesh axes that heads are split over."""
         return self.rules.spec(("heads",))[0]
 
-    @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-        """The cache's arrays as ``cache_arrays`` has them, as wide as the kernels want them."""
+    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of these layers, ``entries`` tokens to a page, in arrays as wide as the kernels want them."""
         tpu = self.layout != "decompressed" and self.kernels.name("decode attention") == "pallas"
-        tpu = tpu and self.kernels.pallas.platform == "tpu"
-        return cache_arrays(
-            self.layout, self.config, self.cache_dtype, tpu_attention.LANES if tpu else 1, self.index_scores.fp8
-        )
+        lanes = tpu_attention.LANES if tpu and self.kernels.pallas.platform == "tpu" else 1
+        kept = {"layout": self.layout, "entries": entries, "lanes": lanes, "fp8_index": self.index_scores.fp8}
+        return cache_groups(self.config, layers, self.cache_dtype, **kept)
+
+    @property
+    def arrays(self) -> Arrays:
+        """All groups' arrays."""
+        return {name: array for group in self.groups(()) for name, array in group.arrays.items()}
 
     @property
     def form_of_pages(self) -> dict[str, Any]:

@@ -12,13 +12,14 @@ With sparse attention (docs/sparse-attention.md) a query's index scores cost 2 �
 16,512, of which the absorbed attention to one position costs 278,528), and it attends to at most `index_topk`.
 """
 
-import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsjax.config import ModelConfig
-from dsjax.model.forms import Form, cache_arrays
+from dsjax.model.cache_groups import BF16, cache_groups
+from dsjax.model.forms import Form, common_layout
 from dsjax.model.parameter_counts import indexer_parameters
-from sharding import fp8
 
 
 @dataclass(frozen=True)
@@ -55,33 +56,6 @@ class MLACost:
         return self.weight_bytes + self.cache_read_bytes + self.cache_write_bytes + self.activation_bytes
 
 
-def cache_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
-    """Numbers that the cache of a form keeps for a token in a layer, on one device of a `tp`-wide replica.
-
-    `CD`: `H/tp · (N+O+U)`, its heads are divided. The others: `M + O`, which every device keeps whole, and the index key.
-    """
-    if form == "CD":
-        return config.num_attention_heads // tp * (config.qk_head_dim + config.v_head_dim)
-    return config.kv_lora_rank + config.qk_rope_head_dim + (config.index_head_dim or 0)
-
-
-def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1) -> int:
-    """Bytes that the cache of a form takes for a token in a layer, on one device; `itemsize` 2 is bf16.
-
-    1 is FP8 (`cache_arrays` has what it keeps): V3's entry takes 656 bytes then.
-    """
-    if itemsize == 1:
-        arrays = cache_arrays("split", config, fp8.E4M3).values()
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
-    return cache_values(config, form, tp) * itemsize
-
-
-def index_key_bytes(config: ModelConfig, itemsize: float = 2) -> int:
-    """Bytes of a token's index key in one layer; below 2 it is FP8 with a float32 scale (V3.2: 132). 0 without sparse attention."""
-    width = config.index_head_dim or 0
-    return fp8.row_bytes(width) if width and itemsize < 2 else round(width * itemsize)
-
-
 def weight_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
     """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
 
@@ -110,15 +84,15 @@ def mla_cost(
     context: int,
     attended: float | None = None,
     weight_itemsize: int = 2,
-    cache_itemsize: int = 2,
+    cache_dtype: np.dtype = BF16,
     activation_itemsize: int = 2,
     tp: int = 1,
 ) -> MLACost:
     """Cost of one layer for `rows` × `chunk` query tokens, each row with `context` positions in its cache.
 
     `attended`: positions that a query sees, on average over the chunk; default `context`. For a whole prompt of `n`
-    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. Itemsizes
-    in bytes; FP8 weights are 1 (their scales add 1/4096).
+    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. `cache_dtype`: as of
+    `cache_groups`. Itemsizes in bytes; FP8 weights are 1 (their scales add 1/4096).
     """
     heads, rank, rope = config.num_attention_heads // tp, config.kv_lora_rank, config.qk_rope_head_dim
     nope, value = config.qk_nope_head_dim, config.v_head_dim
@@ -135,13 +109,15 @@ def mla_cost(
         expansion = 2 * positions * expanded_weights
     per_pair = (2 * rank + rope) if absorbed else (nope + rope + value)
     seen = context if attended is None else attended
-    read, index = positions * cache_bytes(config, form, cache_itemsize, tp), 0
+    entry, *keys = (
+        group.device_page_bytes(tp)
+        for group in cache_groups(config, (0,), cache_dtype, layout=common_layout(form, form))
+    )
+    read, index = positions * (entry + sum(keys)), 0
     if config.index_topk is not None and context > config.index_topk:
         index = 2 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
         if absorbed:
-            keys = index_key_bytes(config, cache_itemsize)
-            read = positions * keys
-            read += tokens * config.index_topk * (cache_bytes(config, form, cache_itemsize, tp) - keys)
+            read = positions * sum(keys) + tokens * config.index_topk * entry
             seen = min(seen, config.index_topk)
     pairs = tokens * seen
     return MLACost(
@@ -150,7 +126,7 @@ def mla_cost(
         attention_flops=round(2 * heads * per_pair * pairs),
         weight_bytes=weights * weight_itemsize,
         cache_read_bytes=read,
-        cache_write_bytes=tokens * cache_bytes(config, form, cache_itemsize, tp),
+        cache_write_bytes=tokens * (entry + sum(keys)),
         activation_bytes=activation_itemsize * _activations(config, form, tokens, positions, heads),
         index_flops=round(index),
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from dsjax.config import ModelConfig
 from dsjax.kernels.table import Kernels
 from dsjax.model.attention import PagedAttention
+from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.expert_dispatch import ExpertDispatch, ExpertsApart
 from dsjax.model.forms import Form, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -156,6 +157,11 @@ class StepDescription:
     def cache_layers(self) -> int:
         """Layers of the cache: the model's, and behind them the MTP module's where the step has one."""
         return self.config.num_hidden_layers + self.has_module
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of its layers."""
+        return self.attention.groups(range(self.cache_layers), self.page_size)
 
     @property
     def moe_layers_with_module(self) -> int:

@@ -15,7 +15,7 @@ from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import PagedAttention
 from dsjax.model.forms import Form, common_layout
-from dsjax.model.mla_costs import cache_bytes, mla_cost
+from dsjax.model.mla_costs import mla_cost
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.rope import Rotation
@@ -53,9 +53,9 @@ class AttentionShape:
         return -(-self.context // self.setting.step.page_size)
 
     @cached_property
-    def token_bytes(self) -> float:
+    def token_bytes(self) -> int:
         """Bytes of a token in one layer's cache."""
-        return cache_bytes(self.setting.config, self.form, jnp.dtype(self.setting.step.cache_dtype).itemsize)
+        return sum(group.page_bytes for group in self.attention.groups((0,)))
 
     @property
     def layers(self) -> int:
@@ -66,10 +66,9 @@ class AttentionShape:
     def cost(self) -> tuple[float, float]:
         """Operations of a layer, and the bytes that it moves beside its weights."""
         shape = {"rows": self.rows, "chunk": self.chunk, "context": self.context}
-        itemsize = {"cache_itemsize": jnp.dtype(self.setting.step.cache_dtype).itemsize}
-        itemsize |= {"activation_itemsize": self.setting.dtype.itemsize}
+        dtypes = {"cache_dtype": self.setting.step.cache_dtype, "activation_itemsize": self.setting.dtype.itemsize}
         attended = self.cached + (self.chunk + 1) / 2
-        cost = mla_cost(self.setting.config, self.form, **shape, **itemsize, attended=attended)
+        cost = mla_cost(self.setting.config, self.form, **shape, **dtypes, attended=attended)
         return cost.flops, cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
 
     def arrays(self) -> dict[str, jax.Array]:

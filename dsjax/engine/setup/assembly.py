@@ -27,8 +27,9 @@ from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.messaging import Endpoint
+from dsjax.model.cache_groups import cache_groups
 from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
-from dsjax.model.forms import cache_arrays, common_layout
+from dsjax.model.forms import common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.parameter_table import parameter_table
@@ -80,7 +81,7 @@ def make_step(
     weights = weights_format(args, config, dtype, bf16_experts)
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     kept_in = cache_dtype(args, dtype)
-    cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, kept_in)  # that they go together
+    cache_groups(config, (), kept_in, layout=common_layout(args.mla_prefill, args.mla_decode))  # that they go together
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     expert_side = expert_spec(args)

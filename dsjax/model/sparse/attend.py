@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -24,7 +23,8 @@ from dsjax.kernels.pallas import index as gpu_index
 from dsjax.kernels.pallas import tpu_index
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.forms import INDEX_ARRAYS, Form
+from dsjax.model.cache_groups import INDEX_ARRAYS, Arrays
+from dsjax.model.forms import Form
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import reinterpret
 from dsjax.model.sparse.choose import choose, index_scores, pack, positions_of
@@ -49,7 +49,7 @@ class DenseAttention(Protocol):
     config: ModelConfig
     kernels: Kernels
     index_scores: IndexScores
-    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    arrays: Arrays
     block: Callable[[int, int], int]
     attend: Callable[..., Array]
 

@@ -24,7 +24,6 @@ from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_index, tpu_pr
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.attention import PagedAttention
 from dsjax.model.experts import ExpertProduct
-from dsjax.model.forms import cache_arrays
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.paging import Rows
 from dsjax.model.transformer import Projections
@@ -79,13 +78,6 @@ def test_a_tpu_takes_experts_of_bf16_and_fp8_but_quantises_nothing():
     assert {_refuses_experts(config, spec, weights, WIDEN) for weights in ("bf16", "mixed", "fp8")} == {""}
     assert "take bfloat16 and FP8 weights, and these are f32" in _refuses_experts(config, spec, "f32", WIDEN)
     assert "quantise no activations" in _refuses_experts(config, spec, "fp8", ActivationScheme(dynamic=True))
-
-
-def test_entries_of_the_cache_are_as_wide_as_registers():
-    config = ModelConfig.from_dict(TINY)
-    of = lambda lanes: cache_arrays("split", config, np.dtype(np.float32), lanes)  # noqa: E731
-    assert [width for (width,), _ in of(1).values()] == [config.kv_lora_rank, config.qk_rope_head_dim]
-    assert [width for (width,), _ in of(128).values()] == [128, 128]
 
 
 def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():

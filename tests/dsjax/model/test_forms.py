@@ -1,17 +1,11 @@
-"""Which MLA forms go together, and what each layout of the cache keeps of a token."""
+"""Which MLA forms go together, by the layout of the cache that both read."""
 
 import itertools
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.model.forms import FORMS, cache_arrays, common_layout, reads
-from sharding import fp8
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
+from dsjax.model.forms import FORMS, common_layout
 
 # As in docs/architecture.md.
 TOGETHER = {
@@ -46,19 +40,3 @@ def test_two_forms_share_a_layout_exactly_where_the_table_says(prefill, decode):
 def test_an_unknown_form_is_answered_with_those_there_are(unknown):
     with pytest.raises(UserError, match=f"MLA form '{unknown}': expected one of CD, CC, A_CC, A_CC_ME, AM_CC_ME"):
         common_layout("CC", unknown)
-
-
-def test_an_fp8_cache_keeps_scales_for_128_latent_values_each_and_rotary_keys_in_bf16():
-    found = cache_arrays("split", load_config("deepseek-v3"), fp8.E4M3)
-    assert found == {"latent": ((512,), fp8.E4M3), "scale": ((4,), np.float32), "rope": ((64,), BF16)}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_fp8_cache_is_read_by_the_forms_that_keep_the_latent_apart(form):
-    layout = common_layout(form, form)
-    assert reads(form, BF16)
-    if reads(form, fp8.E4M3):
-        assert layout == "split"
-        return
-    with pytest.raises(UserError, match=f"--kv-cache-dtype fp8 .* reads the cache {layout}; choose --mla-prefill"):
-        cache_arrays(layout, load_config("deepseek-v3"), fp8.E4M3)
