@@ -4,7 +4,6 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 
-import numpy as np
 from goldens.our_model import expected_shapes, hf_tensors
 from goldens.random_weights import RandomWeights
 
@@ -110,11 +109,6 @@ def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False, **cha
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
-
-
-def takes(model: str, forms: tuple[str, str]) -> bool:
-    """Whether a model of ``MODELS`` can be computed in these forms."""
-    return "CD" not in forms or "index_topk" not in MODELS[model]
 
 
 def prompts() -> list[dict]:

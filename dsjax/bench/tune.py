@@ -25,7 +25,7 @@ from dsjax.kernels.pallas.cost import power
 from dsjax.kernels.pallas.products import BLOCK, SLACK, Groups, ProductTiles
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable, Tuned
-from dsjax.model.cache_groups import CacheGroup, Layout, cache_groups
+from dsjax.model.cache_groups import CacheGroup, cache_groups
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec, Rules, fp8
 from sharding.rules import axes_of
@@ -43,11 +43,10 @@ Timer = Callable[[Product, Tiles], float | None]
 
 @dataclass(frozen=True)
 class AttentionSetting:
-    """What attention is timed over: ``heads`` of a device, and rows of ``context`` positions in a cache of this layout and dtype."""
+    """What attention is timed over: ``heads`` of a device, and rows of ``context`` positions in a cache of this dtype."""
 
     config: ModelConfig
     heads: int
-    layout: Layout
     cache_dtype: np.dtype
     page_size: int
     context: int
@@ -55,7 +54,7 @@ class AttentionSetting:
     @property
     def latents(self) -> CacheGroup:
         """What attention reads of a token in one layer's cache."""
-        return cache_groups(self.config, (0,), self.cache_dtype, layout=self.layout)[0]
+        return cache_groups(self.config, (0,), self.cache_dtype)[0]
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
         """Attention of a step with so many tokens of a DP rank, each once: of decode rows with their drafts, and of chunks of prompts."""

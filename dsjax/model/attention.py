@@ -1,4 +1,4 @@
-"""MLA over the paged cache, in five forms (see ``forms.py``), for one row group of a step.
+"""MLA over the paged cache, in the forms of ``forms.py`` and by the kernels that they have, for one row group of a step.
 
 Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. Reading and writing the cache is explicit
 (``shard_map``): a page table holds page numbers of its own rank.
@@ -7,7 +7,7 @@ Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
@@ -28,16 +29,15 @@ from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import INDEX_ARRAYS, Arrays, CacheGroup, Layout, cache_groups
-from dsjax.model.forms import Form
+from dsjax.model.forms import Form, Prepared
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import reinterpret, store, value_of
+from dsjax.model.parameters import reinterpret, store
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
-from dsjax.model.transformer import MLA, Projections, expand, with_rotary
+from dsjax.model.transformer import MLA, Projections, expand
 from sharding import Rules, fp8
 from sharding.indices import cut
 from sharding.on_ranks import on_ranks
-from sharding.sums import pieces_here, tree_sum
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
@@ -70,11 +70,29 @@ class PagedAttention:
         """The mesh axes that heads are split over."""
         return self.rules.spec(("heads",))[0]
 
+    @property
+    def _loaded(self) -> str:
+        """The backend whose kernels read this cache; ``plain`` where none does."""
+        return self.kernels.name("decode attention") if self.layout == "split" else "plain"
+
+    def backend(self, form: Form) -> str:
+        """What computes a form: ``plain``, ``native`` or ``pallas``."""
+        return self._loaded if self._loaded in form.kernels else "plain"
+
+    def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
+        """Names of MLA's matrices that a step with these forms may leave in the stack of layers: those of which it reads no part itself."""
+        whole = {"q_a", "kv_a"} if any(form.materialised for form in forms) else {"q_a", "kv_a", "q", "q_b", "o"}
+        by_head = self._loaded == "pallas" and self.kernels.pallas.platform == "gpu"
+        return frozenset(whole | ({"kv_b"} if by_head and all("pallas" in form.kernels for form in forms) else set()))
+
+    @property
+    def _lanes(self) -> int:
+        """What the widths of the cache's latents are multiples of."""
+        return tpu_attention.LANES if self._loaded == "pallas" and self.kernels.pallas.platform == "tpu" else 1
+
     def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
         """What the cache keeps of these layers, ``entries`` tokens to a page, in arrays as wide as the kernels want them."""
-        tpu = self.layout != "decompressed" and self.kernels.name("decode attention") == "pallas"
-        lanes = tpu_attention.LANES if tpu and self.kernels.pallas.platform == "tpu" else 1
-        kept = {"layout": self.layout, "entries": entries, "lanes": lanes, "fp8_index": self.index_scores.fp8}
+        kept = {"layout": self.layout, "entries": entries, "lanes": self._lanes, "fp8_index": self.index_scores.fp8}
         return cache_groups(self.config, layers, self.cache_dtype, **kept)
 
     @property
@@ -146,111 +164,48 @@ class PagedAttention:
         index: of the layer in its stack, where ``mla.kv_b`` is the whole stack's; None where it is the layer's own.
         chosen: form ``CC`` only: bits of the context positions that each query attends to (``sparse.pack``); None: to all.
 
-        Returns the heads' values, or for ``AM_CC_ME`` the layer's output itself (without bias).
+        Returns the heads' values, or of a materialised form the layer's output itself (without bias).
         """
         with jax.named_scope(f"attend_{form}"):
-            dtype = p.latent.dtype
-            scale = self.config.softmax_scale
             topk = self.config.index_topk
             if topk is not None and "index" in cache:
                 # Where a table has room for no more than that many tokens, all are chosen, and nothing needs to be scored.
                 if rows.tables.shape[-1] * cache["index"].shape[2] > topk:
                     return attend_to_chosen(self, mla, form, cache, layer, rows, p, index)
                 cache = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
-            if self.kernels.name("decode attention", form) == "pallas":
-                return self._pallas(mla, form, cache, layer, rows, p, index)
-            native = self.kernels.name("decode attention", form) == "native"
-            if native and dtype == jnp.float32:
+            if self.backend(form) == "pallas":
+                return self._pallas(mla, cache, layer, rows, p, index)
+            if self.backend(form) == "native":
                 return self._native(mla, form, cache, layer, rows, p, chosen)
-            if form == "CD":
-                q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
-                return self._over_context(_decompressed(scale), (q,), (), cache, layer, rows, heads_first=True)
-            if form == "CC":
-                q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
-                weights = mla.key_value_weight(dtype)
-                return self._over_context(_expanded(scale), (q,), weights, cache, layer, rows, True, chosen)
-            if form == "AM_CC_ME":
-                q_latent = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
-                heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
-                return jnp.einsum("brchm,hmd->brcd", heads, value_of(mla.value_output).astype(dtype))
-            up_key, up_value = mla.key_value_weight(dtype)
-            q_latent = jnp.einsum("brchn,mhn->brchm", p.q_nope, up_key)
-            if form == "A_CC":
-                q = jnp.concatenate([q_latent, p.q_rope], axis=-1)
-                heads = self._over_context(_joined(scale, self.config.kv_lora_rank), (q,), (), cache, layer, rows)
-            else:
-                heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
-            return jnp.einsum("brchm,mhu->brchu", heads, up_value)
+            prepared = form.prepare(mla, p)
+            return prepared.finish(self._over_context(form, prepared, cache, layer, rows, chosen))
 
     def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, chosen=None):
-        """``attend`` by the native kernels: the same five forms' results from two ways of computing them."""
+        """``attend`` by the native kernels."""
         config, batch, heads = self.config, self.batch, self.heads
-        native = self.kernels.native
-        kernel = native.expanded_attention if form in ("CC", "CD") else native.absorbed_attention
-        settings = {
-            "scale": config.softmax_scale,
-            "value_width": config.v_head_dim,
-            "latent_width": config.kv_lora_rank,
-        }
-        q, weights = p.q_nope, ()
-        if form == "AM_CC_ME":
-            q = self._by_heads(p.q_latent, value_of(mla.query_key).astype(p.latent.dtype))
-        elif form != "CD":
-            weight = mla.kv_b.value(p.latent.dtype)
-            weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
+        kernel = getattr(self.kernels.native, form.kernels["native"])
+        settings = {"scale": config.softmax_scale, "value_width": config.v_head_dim}
+        weight = rearrange(mla.kv_b.value(p.latent.dtype), "m (h w) -> m h w", h=config.num_attention_heads)
 
-        def local(q, q_rope, weights, cache, layer, positions, length, tables, filled, chosen):
-            weight, start = weights[0] if weights else None, positions[0, :, 0]
-            words = None if chosen is None else chosen[0]
+        def local(q, q_rope, weight, cache, layer, positions, length, tables, filled, chosen):
+            start, words = positions[0, :, 0], None if chosen is None else chosen[0]
             out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words, **settings)
             return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
-        query = P(batch, None, None, heads)
-        kept = P(None, batch, None, heads) if self.layout == "decompressed" else P(None, batch)
-        specs = (query, query, (P(None, heads),) * len(weights), dict.fromkeys(cache, kept), P())
-        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch), P(batch), P(batch)), query)(
-            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
+        query, by_row = P(batch, None, None, heads), P(batch)
+        specs = (query, query, P(None, heads), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 5)
+        return self._shard_map(local, specs, query)(
+            p.q_nope, p.q_rope, weight, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
         )
-        if form != "AM_CC_ME":
-            return out
-        return self._over_heads(out, value_of(mla.value_output).astype(out.dtype))
 
-    def _by_heads(self, x: Float[Array, "B R C Q"], weight: Float[Array, "Q H M"]) -> Float[Array, "B R C H M"]:
-        """``x`` times each head's matrix, natively."""
-
-        def local(x, weight):
-            rows, (_, H, M) = x.reshape(-1, x.shape[-1]), weight.shape
-            out = self.kernels.native.dense(weight.reshape(1, -1, H * M), None, jnp.int32(0), rows)
-            return out.reshape(*x.shape[:-1], H, M)
-
-        batch, heads = self.batch, self.heads
-        return self._shard_map(local, (P(batch), P(None, heads)), P(batch, None, None, heads))(x, weight)
-
-    def _over_heads(self, x: Float[Array, "B R C H M"], weight: Float[Array, "H M D"]) -> Float[Array, "B R C D"]:
-        """The sum over heads of ``x`` times each head's matrix, natively, in an order that no mesh changes (``sharding.sums``)."""
-        shares = self.rules.ways(self.mesh, "heads")
-        depth = x.shape[3] * x.shape[4]
-
-        def local(x, weight):
-            (H, M, D), pieces = weight.shape, pieces_here(depth, shares)
-            out = self.kernels.native.dense(
-                weight.reshape(1, H * M, D), None, jnp.int32(0), x.reshape(-1, H * M), pieces=pieces
-            )
-            return tree_sum(out, heads, shares).reshape(*x.shape[:3], D)
-
-        batch, heads = self.batch, self.heads
-        return self._shard_map(local, (P(batch, None, None, heads), P(heads)), P(batch))(x, weight)
-
-    def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, index):
+    def _pallas(self, mla: MLA, cache: Cache, layer, rows: Rows, p: Projections, index):
         """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
         interpret, fixed = own.interpret, own.fixed
         q, weights, up_value = p.q_nope, {}, None
-        if form == "AM_CC_ME":
-            q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
-        elif fixed and own.platform == "tpu":
+        if fixed and own.platform == "tpu":
             up_key, up_value = mla.key_value_weight(dtype)
             weights = {"keys": jnp.transpose(up_key, (1, 2, 0)), "values": jnp.swapaxes(up_value, 0, 1)}
         elif index is None and not fixed:
@@ -292,23 +247,10 @@ class PagedAttention:
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, by_row = P(batch, None, None, heads), P(batch)
         by_columns = {name: P(heads) if name in ("keys", "values") else P(None, None, heads) for name in weights}
-        specs = (
-            query,
-            query,
-            by_columns,
-            P(),
-            {name: P(None, batch) for name in cache},
-            P(),
-            by_row,
-            by_row,
-            by_row,
-            by_row,
-        )
+        specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 4)
         out = self._shard_map(local, specs, query)(
             q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled
         )
-        if form == "AM_CC_ME":
-            return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(dtype))
         return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
 
     def _cached_values(self, mla: MLA, p: Projections) -> Cache:
@@ -316,27 +258,21 @@ class PagedAttention:
             return {"latent": p.latent, "rope": p.k_rope}
         if self.layout == "joined":
             return {"joined": jnp.concatenate([p.latent, p.k_rope], axis=-1)}
-        weights = mla.key_value_weight(p.latent.dtype)
-        if self.kernels.name("decode attention") == "native" and p.latent.dtype == jnp.float32:
-            k_nope, values = (self._by_heads(p.latent[:, None], weight)[:, 0] for weight in weights)
-            return {"key": with_rotary(k_nope, p.k_rope), "value": values}
-        keys, values = expand(p.latent, p.k_rope, *weights)
+        keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
         return {"key": keys, "value": values}
 
     def _over_context(
-        self, kernel, queries, weights, cache: Cache, layer, rows: Rows, heads_first: bool = False, chosen=None
+        self, form: Form, prepared: Prepared, cache: Cache, layer, rows: Rows, chosen=None
     ) -> Float[Array, "B R C H W"]:
-        """Run ``kernel`` on each rank over its rows' context, block by block. ``heads_first``: its scores are ``[R, H, C, S]``.
-
-        chosen: as of ``attend``, where heads come first.
-        """
+        """A form's ``score`` and ``weigh`` on each rank over its rows' context, block by block. chosen: as of ``attend``."""
+        queries, weights, heads_first = list(prepared.queries), list(prepared.weights), form.heads_first
         batch, heads = self.batch, self.heads
         G = next(iter(cache.values())).shape[2]
         _, R, C = rows.positions.shape
         pages = rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
-        arrays = self.arrays
+        arrays, widths = self.arrays, {"latent": self.config.kv_lora_rank, "rope": self.config.qk_rope_head_dim}
 
         def local(queries, weights, cache, layer, positions, tables, filled, chosen):
             # Pages past a row's table are page 0: no query sees their positions.
@@ -352,12 +288,21 @@ class PagedAttention:
                 }
                 if "scale" in entries:
                     entries["latent"] = fp8.dequantise(entries["latent"], entries.pop("scale"))
+                if self._lanes > 1:
+                    entries = {name: array[..., : widths[name]] for name, array in entries.items()}
                 return {name: array.astype(queries[0].dtype) for name, array in entries.items()}
 
             def fetch_filled(index):
                 return paging.read_filled(filled, pages_of(index))
 
-            score, weigh = kernel([q[0] for q in queries], weights)
+            own = [q[0] for q in queries]
+
+            def score(context):
+                return form.score(own, weights, context) * self.config.softmax_scale
+
+            def weigh(probs, context):
+                return form.weigh(probs.astype(own[0].dtype), weights, context)
+
             if chosen is not None:
                 fetch, score = _masked(fetch, score, chosen[0], block_pages * G)
             at = positions[0][:, None] if heads_first else positions[0][..., None]
@@ -385,7 +330,7 @@ class PagedAttention:
             P(batch),
         )
         return self._shard_map(local, specs, P(batch, None, None, heads))(
-            list(queries), list(weights), cache, layer, rows.positions, rows.tables, rows.filled, chosen
+            queries, weights, cache, layer, rows.positions, rows.tables, rows.filled, chosen
         )
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
@@ -397,21 +342,6 @@ def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:
     return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, width - values.shape[-1])])
 
 
-def _product(equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-def _shared_scores(context: Float[Array, "R S W"], q: Float[Array, "R C H W"]) -> Float[Array, "R C H S"]:
-    """Scores of all heads against the one latent they share.
-
-    ``queries × contextᵀ`` makes XLA's CPU backend transpose the context, which pays for many queries; for one query a row it
-    is the other way round (256 rows of 128 positions: 1.5 against 2.0 ms).
-    """
-    if q.shape[1] == 1:
-        return jnp.transpose(_product("rsw,rchw->rsch", context, q), (0, 2, 3, 1))
-    return _product("rchw,rsw->rchs", q, context)
-
-
 def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], block: int) -> tuple[Callable, Callable]:
     """``fetch`` and ``score`` of ``attend_in_blocks`` that leave out the positions which a query has not chosen."""
 
@@ -419,66 +349,3 @@ def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], bl
         return fetch(index) | {"chosen": unpack(chosen, index * block, block)}
 
     return fetch_masked, lambda c: jnp.where(c["chosen"][:, None], score(c), -jnp.inf)
-
-
-# Each form's arithmetic: from queries and weights the functions ``score`` and ``weigh`` of ``attend_in_blocks``. Forms with
-# keys of each head keep the heads before the queries, so that a head's product is one matrix product in place.
-
-
-def _decompressed(scale: float):
-    def kernel(queries, weights):
-        (q,) = queries
-        return (
-            lambda c: _product("rchw,rshw->rhcs", q, c["key"]) * scale,
-            lambda probs, c: _product("rhcs,rshu->rhcu", probs.astype(q.dtype), c["value"]),
-        )
-
-    return kernel
-
-
-def _expanded(scale: float):
-    def kernel(queries, weights):
-        (q,), (up_key, up_value) = queries, weights
-        M = up_key.shape[0]
-
-        def parts(c):
-            return (c["joined"][..., :M], c["joined"][..., M:]) if "joined" in c else (c["latent"], c["rope"])
-
-        def score(c):
-            latent, k_rope = parts(c)
-            k_nope = jnp.einsum("rsm,mhn->rhsn", latent, up_key)
-            shared = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
-            return _product("rchw,rhsw->rhcs", q, jnp.concatenate([k_nope, shared], axis=-1)) * scale
-
-        def weigh(probs, c):
-            values = jnp.einsum("rsm,mhu->rhsu", parts(c)[0], up_value)
-            return _product("rhcs,rhsu->rhcu", probs.astype(q.dtype), values)
-
-        return score, weigh
-
-    return kernel
-
-
-def _joined(scale: float, latent_width: int):
-    def kernel(queries, weights):
-        (q,) = queries
-
-        def weigh(probs, c):
-            # All of the row, and then the latent's part: a slice of the context would be copied first.
-            return _product("rchs,rsw->rchw", probs.astype(q.dtype), c["joined"])[..., :latent_width]
-
-        return lambda c: _shared_scores(c["joined"], q) * scale, weigh
-
-    return kernel
-
-
-def _apart(scale: float):
-    def kernel(queries, weights):
-        q_latent, q_rope = queries
-
-        def score(c):
-            return (_shared_scores(c["latent"], q_latent) + _shared_scores(c["rope"], q_rope)) * scale
-
-        return score, lambda probs, c: _product("rchs,rsm->rchm", probs.astype(q_rope.dtype), c["latent"])
-
-    return kernel

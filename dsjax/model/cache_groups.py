@@ -87,7 +87,7 @@ def _latent_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, lanes: 
         if layout != "split":
             raise UserError(
                 "--kv-cache-dtype fp8 keeps the latent apart from the rotary key, and of --mla-prefill and --mla-decode one reads the "
-                f"cache {layout}; choose --mla-prefill CC or A_CC_ME, and --mla-decode A_CC_ME or AM_CC_ME"
+                f"cache {layout}; choose them from CC and A_CC_ME"
             )
         return {"latent": ((M,), dtype), "scale": ((fp8.num_scales(M),), np.dtype(np.float32)), "rope": ((O,), BF16)}
     widths = {
@@ -102,7 +102,7 @@ def _index_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, fp8_inde
     if layout == "decompressed":
         raise UserError(
             "MLA form CD keeps keys and values of each head, of which sparse attention would gather many times the bytes of "
-            "latents; with --mla-prefill and --mla-decode choose from CC, A_CC, A_CC_ME, AM_CC_ME"
+            "latents; choose --mla-prefill and --mla-decode from CC and A_CC_ME"
         )
     A = config.index_head_dim
     if dtype == fp8.E4M3 or fp8_index:

@@ -78,7 +78,7 @@ class LayerParts:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
         read, mix = of.block.attn_residual.pre(x)
         normed = self.sharding.whole(normalise(of.block.attn_norm, read))
-        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.products.native
+        query_heads = not all(group.shape.form.materialised for group in tokens.groups)
         options = {"query_heads": query_heads, "multiply": self.products.multiply(of.index), "normalise": normalise}
         return mix, self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
 
@@ -111,7 +111,7 @@ class LayerParts:
                     heads.reshape(B, R * C, *heads.shape[3:]),
                     self.products.multiply(index, split_tokens=True, scatter=True),
                 )
-            out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
+            out = mla.add_output_bias(heads) if group.shape.form.materialised else mla.output(heads, multiply)
             outs.append(out.reshape(B, R * C, -1))
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)

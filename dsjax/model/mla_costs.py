@@ -1,4 +1,4 @@
-"""What one MLA layer costs in each of its five forms: cache, floating-point operations, bytes moved.
+"""What one MLA layer costs in each of its forms: cache, floating-point operations, bytes moved.
 
 Plain arithmetic on `ModelConfig`, for the planner and the documentation. Letters as in `docs/glossary.md`: `R` rows of
 `C` query tokens each, `S` context positions of a row. A multiply-add is two operations; norms, rotation and softmax,
@@ -18,7 +18,7 @@ import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.model.cache_groups import BF16, cache_groups
-from dsjax.model.forms import Form, common_layout
+from dsjax.model.forms import Form, form_of
 from dsjax.model.parameter_counts import indexer_parameters
 
 
@@ -29,7 +29,7 @@ class MLACost:
     linear_flops: int
     """Projections of the query tokens, with absorbed or materialised products where the form has them."""
     expansion_flops: int
-    """`CC` only: latents of the whole context expanded to keys and values."""
+    """Latents of the whole context expanded to keys and values, where the form does."""
     attention_flops: int
     """Scores and weighted sums: proportional to the context."""
     weight_bytes: int
@@ -56,10 +56,10 @@ class MLACost:
         return self.weight_bytes + self.cache_read_bytes + self.cache_write_bytes + self.activation_bytes
 
 
-def weight_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
+def weight_values(config: ModelConfig, form: str | Form, tp: int = 1) -> int:
     """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
 
-    Per head: `W^UQ, W^QR [Q, N+O]`, `W^UK [M, N]`, `W^UV [M, U]`, `W^O [U, D]`; in `AM_CC_ME` instead
+    Per head: `W^UQ, W^QR [Q, N+O]`, `W^UK [M, N]`, `W^UV [M, U]`, `W^O [U, D]`; materialised instead
     `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and `W^UV·W^O [M, D]` (V3: 583 M instead of 172 M in all heads). For all heads,
     and so on every device of the replica: `W^DQ [D, Q]`, `W^DKV, W^KR [D, M+O]`. Without query compression Q is D, and
     there is no `W^DQ`. On every device also the indexer's `[Q, I·A]`, `[D, A]` and `[D, I]`.
@@ -70,14 +70,14 @@ def weight_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
     shared = width * (rank + rope) + (width * query if config.query_compressed else 0)
     if config.index_topk is not None:
         shared += indexer_parameters(config) - 2 * config.index_head_dim
-    if form == "AM_CC_ME":
+    if form_of(form).materialised:
         return shared + heads * (query * rank + query * rope + rank * width)
     return shared + heads * (query * (nope + rope) + rank * (nope + value) + value * width)
 
 
 def mla_cost(
     config: ModelConfig,
-    form: Form,
+    form: str | Form,
     *,
     rows: int,
     chunk: int,
@@ -94,36 +94,24 @@ def mla_cost(
     tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. `cache_dtype`: as of
     `cache_groups`. Itemsizes in bytes; FP8 weights are 1 (their scales add 1/4096).
     """
-    heads, rank, rope = config.num_attention_heads // tp, config.kv_lora_rank, config.qk_rope_head_dim
-    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    form, heads = form_of(form), config.num_attention_heads // tp
     tokens, positions = rows * chunk, rows * context
-    weights = weight_values(config, form, tp)
-    expanded_weights = heads * rank * (nope + value)
-    absorbed = form not in ("CD", "CC")
-
-    linear = 2 * tokens * weights
-    expansion = 0
-    if form == "CC":
-        # W^UK and W^UV act on the context, not on the query tokens.
-        linear -= 2 * tokens * expanded_weights
-        expansion = 2 * positions * expanded_weights
-    per_pair = (2 * rank + rope) if absorbed else (nope + rope + value)
+    weights, expanded = weight_values(config, form, tp), heads * form.expansion_values(config)
     seen = context if attended is None else attended
     entry, *keys = (
-        group.device_page_bytes(tp)
-        for group in cache_groups(config, (0,), cache_dtype, layout=common_layout(form, form))
+        group.device_page_bytes(tp) for group in cache_groups(config, (0,), cache_dtype, layout=form.layouts[0])
     )
     read, index = positions * (entry + sum(keys)), 0
     if config.index_topk is not None and context > config.index_topk:
         index = 2 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
-        if absorbed:
+        if not form.masks:
             read = positions * sum(keys) + tokens * config.index_topk * entry
             seen = min(seen, config.index_topk)
     pairs = tokens * seen
     return MLACost(
-        linear_flops=linear,
-        expansion_flops=expansion,
-        attention_flops=round(2 * heads * per_pair * pairs),
+        linear_flops=2 * tokens * (weights - expanded),
+        expansion_flops=2 * positions * expanded,
+        attention_flops=round(2 * heads * form.pair_values(config) * pairs),
         weight_bytes=weights * weight_itemsize,
         cache_read_bytes=read,
         cache_write_bytes=tokens * (entry + sum(keys)),
@@ -134,15 +122,7 @@ def mla_cost(
 
 def _activations(config: ModelConfig, form: Form, tokens: int, positions: int, heads: int) -> int:
     """Elements that the products hand to one another, each written and read; input read, output written."""
-    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-    nope, value = config.qk_nope_head_dim, config.v_head_dim
-    latents = rank + rope + (config.q_lora_rank or 0)
-    per_head = {
-        "CD": nope + rope + value,
-        "CC": nope + rope + value,
-        "A_CC": nope + rope + value + 2 * rank,
-        "A_CC_ME": nope + rope + value + 2 * rank,
-        "AM_CC_ME": rope + 2 * rank,
-    }[form]
-    expanded = positions * heads * (nope + value) if form == "CC" else 0
-    return 2 * tokens * (config.hidden_size + latents + heads * per_head) + 2 * expanded
+    latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
+    expanded = form.expansion_values(config) // config.kv_lora_rank
+    per_token = config.hidden_size + latents + heads * form.head_values(config)
+    return 2 * tokens * per_token + 2 * positions * heads * expanded

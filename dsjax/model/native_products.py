@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.native_calls import NativeKernels
+from dsjax.model.forms import FORMS
 from dsjax.model.in_place import SHARED_DEPTHS
 from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, value_of
@@ -78,17 +79,13 @@ class NativeProducts(XlaProducts):
         if observe is not None:
             raise ValueError("observe needs XlaProducts: the native kernels keep no attention probabilities")
         config, (B, S) = mla.config, p.latent.shape[:2]
-        settings = {
-            "scale": config.softmax_scale,
-            "value_width": config.v_head_dim,
-            "latent_width": config.kv_lora_rank,
-        }
-        expands, is_sparse = self.form == "CC", p.index is not None and config.index_topk < S
+        settings = {"scale": config.softmax_scale, "value_width": config.v_head_dim}
+        form, is_sparse = FORMS[self.form], p.index is not None and config.index_topk < S
 
         def native(q_nope, q_rope, latent, k_rope, weight, index):
             layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
             where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
-            kernel = self.kernels.expanded_attention if expands else self.kernels.absorbed_attention
+            kernel = getattr(self.kernels, form.kernels["native"])
             if is_sparse:
                 positions = jnp.broadcast_to(jnp.arange(S), (B, S))
                 at, count, words = self.kernels.index_choice(
@@ -101,7 +98,7 @@ class NativeProducts(XlaProducts):
                     None,
                     config.index_topk,
                 )
-                if expands:
+                if form.masks:
                     where = *where, words
                 else:  # each query is a row, whose page has what it chose, in the order of positions
                     q_nope, q_rope = (q.reshape(B * S, 1, *q.shape[2:]) for q in (q_nope, q_rope))

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.table import Kernels
+from dsjax.kernels.table import OPERATIONS, Kernels
 from dsjax.model.attention import PagedAttention
 from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.expert_dispatch import ExpertDispatch, ExpertsApart
-from dsjax.model.forms import Form, common_layout
+from dsjax.model.forms import FORMS, Form, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_parts import LayerParts
@@ -51,8 +51,8 @@ class StepDescription:
     dispatch: DispatchConfig
     dtype: jnp.dtype
     cache_dtype: jnp.dtype
-    prefill_form: Form = "CC"
-    decode_form: Form = "A_CC_ME"
+    prefill_form: Form = FORMS["CC"]
+    decode_form: Form = FORMS["A_CC_ME"]
     page_size: int = 16
     block_tokens: int | None = None
     kernels: Kernels = Kernels()
@@ -92,10 +92,16 @@ class StepDescription:
     def is_exact(self) -> bool:
         """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk, in each of the two MLA forms.
 
-        True where all products are native: each sum has one order then (``docs/exactness.md``).
+        True where all products are native: each sum has one order then (``docs/exactness.md``). Forms that have no native kernel are not.
         """
-        parts = set(self.kernels.names(self.prefill_form, self.decode_form).values())
-        return parts == {"native"}
+        return set(self.implementations.values()) == {"native"}
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Operation → what computes it: ``plain``, ``native`` or ``pallas``."""
+        forms, backend = (self.decode_form, self.prefill_form), self.attention.backend
+        attention = dict(zip(("decode attention", "prefill attention"), map(backend, forms), strict=True))
+        return {operation: self.kernels.name(operation) for operation in OPERATIONS} | attention
 
     @property
     def attention(self) -> PagedAttention:
@@ -126,7 +132,6 @@ class StepDescription:
             self.spec,
             self.mesh,
             self.rules,
-            self.attention.layout,
             self.kernels,
             self.scheme,
         )
@@ -209,7 +214,8 @@ class StepDescription:
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         # GPUs multiply with the other matrices in place as well, where a kernel can.
-        in_place = self.in_place.names([] if tokens is None else [group.shape.form for group in tokens.groups])
+        forms = [] if tokens is None else [group.shape.form for group in tokens.groups]
+        in_place = self.in_place.names(self.attention.in_stack(forms))
         return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:

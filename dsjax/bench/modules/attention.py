@@ -14,7 +14,7 @@ from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import PagedAttention
-from dsjax.model.forms import Form, common_layout
+from dsjax.model.forms import Form
 from dsjax.model.mla_costs import mla_cost
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import storage_dtype
@@ -38,7 +38,7 @@ class AttentionShape:
     @cached_property
     def attention(self) -> PagedAttention:
         """The step's, with the cache in the layout that the form reads."""
-        step, layout = self.setting.step, common_layout(self.form, self.form)
+        step, layout = self.setting.step, self.form.layouts[0]
         at = (step.mesh, step.rules, self.setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels)
         return PagedAttention(*at)
 
@@ -97,7 +97,7 @@ class AttentionShape:
 
     def attend(self, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
         """Compute all of attention in a layer of the step: projections, cache write, attending, output; gives `(out, cache)`."""
-        config, multiply, materialised = self.setting.config, self.setting.multiply, self.form == "AM_CC_ME"
+        config, multiply, materialised = self.setting.config, self.setting.multiply, self.form.materialised
         rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
         p = mla.project(x, rotation, query_heads=not materialised, multiply=multiply)
         cache = self.attention.write(mla, cache, layer, arrays["slots"], p)
@@ -111,7 +111,7 @@ def attention_cases(
     setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]
 ) -> Iterator[ModuleCase]:
     """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
-    make = lambda declare: MLA(declare, setting.config, materialise=form == "AM_CC_ME")  # noqa: E731
+    make = lambda declare: MLA(declare, setting.config, materialise=form.materialised)  # noqa: E731
     stack = LayerStack.of(setting, make, setting.config.num_hidden_layers)
     for rows, chunk, cached in shapes:
         shape = AttentionShape(setting, form, rows, chunk, cached)

@@ -14,9 +14,7 @@ from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_c
 from dsjax.bench.modules.run import ModuleCase
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.config.weights import WEIGHT_FORMATS
-from dsjax.errors import UserError
-from dsjax.model.cache_groups import cache_groups
-from dsjax.model.forms import Form, common_layout
+from dsjax.model.forms import form_of
 from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
 
@@ -55,15 +53,6 @@ def rank_experts(setting: Setting, asked: int | None) -> int:
     return min(config.n_routed_experts, asked or default_experts(config, memory, size))
 
 
-def _reads(setting: Setting, form: Form) -> bool:
-    """Whether a form reads a cache of the step's dtype and this model."""
-    try:
-        cache_groups(setting.config, (), setting.step.cache_dtype, layout=common_layout(form, form))
-    except UserError:
-        return False
-    return True
-
-
 def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list[int]) -> Iterator[ModuleCase]:
     """Decode: rows × contexts, and once more with the drafts that they verify. Prefill: one prompt's chunk of so many tokens, at
     its beginning and after cached positions.
@@ -73,9 +62,7 @@ def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list
     decode = [(count, 1, context) for count in rows for context in contexts]
     verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
-    for form in grid.form_names:
-        if grid.forms is None and not _reads(setting, form):
-            continue
+    for form in map(form_of, grid.form_names):
         # The step's own forms are timed for their own phase; the others for both.
         quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
         if quick != "prefill":

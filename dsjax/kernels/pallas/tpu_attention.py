@@ -76,8 +76,8 @@ def latent_attention(
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
-    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, or ``joined [L, P, G, ≥ M + O]``, whose bits mean ``cache_dtype``; what is
-        behind an entry's own values is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
+    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, whose bits mean ``cache_dtype``; what is behind an entry's own values
+        is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
     scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
         latents, as in the plain form.
     fixed: tiles of as many pairs, and blocks of as many positions, for every shape: also where a row's table has no room for them.
@@ -105,10 +105,7 @@ def latent_attention(
         tiles = TpuAttentionTiles(rows=FIXED_ROWS)
     tiles = tiles or TpuAttentionTiles.of(C * H)
     pairs = -(-C * H // tiles.rows) * tiles.rows
-    if "joined" in cache:
-        stored, queries = [cache["joined"]], [jnp.concatenate([q_latent, q_rope], axis=-1)]
-    else:
-        stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
+    stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
     widths = [array.shape[-1] for array in stored]
     G, pages = stored[0].shape[2], tables.shape[1]
     # As many whole pages as a block takes, but no more than a row has.

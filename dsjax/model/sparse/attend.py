@@ -1,7 +1,7 @@
 """Attention of a row group to chosen tokens of a paged cache.
 
 Each DP rank scores its rows' contexts and chooses. Then it copies what a query has chosen, in the order of positions, into pages of the
-query's own, which dense attention reads with whichever kernel it has; or, for form ``CC``, dense attention masks what was not chosen.
+query's own, which dense attention reads with whichever kernel it has; or, for a form that ``masks``, dense attention masks the others.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class DenseAttention(Protocol):
     index_scores: IndexScores
     arrays: Arrays
     block: Callable[[int, int], int]
+    backend: Callable[[Form], str]
     attend: Callable[..., Array]
 
 
@@ -68,7 +69,7 @@ def attend_to_chosen(
     choice = Choice(dense, cache, layer, rows)
     plain = dataclasses.replace(p, index=None)
     # Pallas attends in latent space whatever the form, and reads no masks.
-    if form == "CC" and dense.kernels.name("decode attention", form) != "pallas":
+    if form.masks and dense.backend(form) != "pallas":
         latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
         words = _by_blocks(choice.words, (rows.positions, p.index), choice.queries_together(0))
         return dense.attend(mla, form, latents, layer, rows, plain, index, words)

@@ -72,7 +72,7 @@ def test_a_gpus_program_has_the_options_operations_and_orders_with_it_and_none_o
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"mla_decode": "AM_CC_ME"}, "form AM_CC_ME has products of heads"),
+        ({"mla_decode": "AM_CC_ME"}, "in one MLA form that has kernels, and --mla-prefill is AM_CC_ME"),
         ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME; leave --mla-prefill out"),
         ({"kernels": "plain"}, "--kernels leaves plain ones"),
         ({"kernels": "auto", "dtype": "bfloat16"}, "--dtype is bfloat16"),

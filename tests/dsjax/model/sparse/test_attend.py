@@ -16,7 +16,8 @@ from dsjax.kernels.pallas import PallasKernels
 from dsjax.kernels.table import Kernels
 from dsjax.model import attention as attention_module
 from dsjax.model.attention import PagedAttention
-from dsjax.model.forms import INDEX_ARRAYS
+from dsjax.model.cache_groups import INDEX_ARRAYS
+from dsjax.model.forms import FORMS
 from dsjax.model.paging import Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.sparse import IndexProjections, IndexScores
@@ -30,7 +31,6 @@ CONFIG = ModelConfig.from_dict(TINY | MODELS["v3.2"])
 H, N, O, M, U = 8, 8, 4, 16, 8
 I, A, TOPK = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.index_topk
 G, PAGES, R = 4, 100, 2
-LAYOUTS = {"CC": "split", "A_CC": "joined", "A_CC_ME": "split"}
 
 
 def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **options) -> PagedAttention:
@@ -38,7 +38,7 @@ def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **op
     fields = {"index_topk": None if dense else topk}
     config = dataclasses.replace(CONFIG, **fields) if not dense else ModelConfig.from_dict(TINY)
     mesh, rules = spec.build(jax.devices()[:1]), Rules.for_mesh(spec)
-    return PagedAttention(mesh, rules, config, LAYOUTS[form], np.dtype(cache_dtype), **options)
+    return PagedAttention(mesh, rules, config, FORMS[form].layouts[0], np.dtype(cache_dtype), **options)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def run(paged: PagedAttention, form: str, pages: int, chunk: int, start: int, fi
     def both(flat, part, cache, filled):
         written = paged.write(mla, cache, jnp.int32(0), jnp.asarray(slots), flat)
         return paged.attend(
-            mla, form, written, jnp.int32(0), Rows(jnp.asarray(at), jnp.asarray(tables), None, filled), part
+            mla, FORMS[form], written, jnp.int32(0), Rows(jnp.asarray(at), jnp.asarray(tables), None, filled), part
         )
 
     return np.asarray(both(flat, part, cache, filled))[0]
@@ -189,7 +189,7 @@ def test_scores_of_a_long_prompt_are_never_there_all_at_once():
     mla = SimpleNamespace(key_value_weight=lambda dtype: (jnp.ones((M, H, N)), jnp.ones((M, H, U))))
     for form in ("A_CC_ME", "CC"):
         text = str(
-            jax.make_jaxpr(lambda cache, rows, p, f=form: paged.attend(mla, f, cache, jnp.int32(0), rows, p))(
+            jax.make_jaxpr(lambda cache, rows, p, f=FORMS[form]: paged.attend(mla, f, cache, jnp.int32(0), rows, p))(
                 cache, rows, p
             )
         )
