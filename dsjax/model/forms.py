@@ -48,7 +48,7 @@ class Form:
     name: in options and reports. layouts: of the cache, that it reads. kernels: backend → name of the kernel that computes it from a cache
     in the layout ``split``; another backend leaves it to plain JAX. heads_first: scores are ``[R, H, C, S]``, not ``[R, C, H, S]``.
     materialised: it multiplies with ``W^UQ·W^UK`` and ``W^UV·W^O``, computed ahead, and ``finish`` gives the layer's output
-    ``[B, R, C, D]``. masks: where queries choose the positions that they attend to, it masks the others; other forms gather the chosen ones.
+    ``[B, R, C, D]``. masks: where queries choose what they attend to, it masks the rest; other forms gather what was chosen.
     """
 
     name: ClassVar[str]
