@@ -244,14 +244,6 @@ class NativeKernels:
         settings = {"ranks": np.int64(ranks), "gathers": gathers, "patience": np.int64(self.patience)}
         return self._call("exchange", out, ())(rows_NW, place, group, **settings)[0]
 
-    def absorbed_attention(self, *arguments, **settings) -> Float[Array, "R C H U"]:
-        """Attention in latent space; arguments as ``_attention``."""
-        return self._attention("absorbed_attention", *arguments, **settings)
-
-    def expanded_attention(self, *arguments, **settings) -> Float[Array, "R C H U"]:
-        """Attention with keys and values of each head, expanded by blocks of the context; arguments as ``_attention``."""
-        return self._attention("expanded_attention", *arguments, **settings)
-
     def index_choice(
         self,
         query: Float[Array, "R C I A"],
@@ -267,7 +259,7 @@ class NativeKernels:
         they are, and the same as one bit for each position.
 
         cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``. filled: as
-        of ``_attention``.
+        of ``attention``.
         """
         keys = cache["index"]
         (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
@@ -285,7 +277,7 @@ class NativeKernels:
             threads=np.int64(self.threads),
         )[:3]
 
-    def _attention(
+    def attention(
         self,
         name: str,
         q_nope: Float[Array, "R C H N"],
@@ -300,19 +292,19 @@ class NativeKernels:
         chosen: UInt32[Array, "R C _"] | None = None,
         *,
         scale: float,
-        value_width: int,
     ) -> Float[Array, "R C H U"]:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
+        name: ``absorbed_attention``, in latent space; or ``expanded_attention``, with each head's keys and values by blocks of the context.
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, float32 or the bits of bfloat16. Or ``latent`` as the bits of e4m3, with
             ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
         filled: which cache slots hold something; a query sees those and its own. None: all do.
         chosen: of expanded attention alone, one bit for each position that a query attends to; None: to all that it sees.
-        scale: of the scores. value_width: U, the width of a result.
+        scale: of the scores.
         """
-        out = jax.ShapeDtypeStruct((*q_rope.shape[:3], value_width), jnp.float32)
-        latent = cache["latent"]
-        sizes = (*q_nope.shape, q_rope.shape[3], value_width, latent.shape[-1], latent.dtype.itemsize)
+        latent, (*lead, N), U = cache["latent"], q_nope.shape, weights.shape[-1] - q_nope.shape[-1]
+        out = jax.ShapeDtypeStruct((*lead, U), jnp.float32)
+        sizes = (*lead, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
         return self._call(name, out, sizes)(
             q_nope,
             q_rope,

@@ -1,4 +1,4 @@
-"""MLA over the paged cache, in the forms of ``forms.py`` and by the kernels that they have, for one row group of a step.
+"""Attention over the paged cache: what a step asks of a family, and MLA, in the forms of ``forms.py`` and by the kernels that they have.
 
 Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. Reading and writing the cache is explicit
 (``shard_map``): a page table holds page numbers of its own rank.
@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
@@ -28,16 +29,19 @@ from dsjax.kernels.pallas.heads import expand as expand_values
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.cache_groups import INDEX_ARRAYS, Arrays, CacheGroup, Layout, cache_groups
+from dsjax.model.cache_groups import Arrays, CacheGroup, Layout, cache_groups
 from dsjax.model.forms import Form, Prepared
+from dsjax.model.mla_costs import MLACost, mla_cost
+from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import reinterpret, store
+from dsjax.model.parameters import Multiply, reinterpret, store
+from dsjax.model.rope import Rotation
 from dsjax.model.softmax import attend_in_blocks
-from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
+from dsjax.model.sparse import unpack
 from dsjax.model.transformer import MLA, Projections, expand
 from sharding import Rules, fp8
 from sharding.indices import cut
-from sharding.on_ranks import on_ranks
+from sharding.on_ranks import constrain, on_ranks
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
@@ -46,9 +50,50 @@ BLOCK_BYTES = 256 * 2**20
 MeshAxes = tuple[str, ...] | None
 
 
+class AttentionFamily(Protocol):
+    """A kind of attention: what it caches, and the parts of a layer that a step runs.
+
+    ``weights`` are a layer's attention module, whose matrices that ``in_stack`` names may be the whole stack's. ``index`` is the layer's
+    number in its stack, ``layer`` its number in the cache. A family's module declares its own parameters (``transformer.py``).
+    """
+
+    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of these layers, ``entries`` tokens to a page."""
+
+    @property
+    def form_of_pages(self) -> dict[str, Any]:
+        """Say in plain values in which form the cache holds what it holds: a page that is read in another form is another page."""
+
+    def backend(self, form: Form) -> str:
+        """What computes a form: ``plain``, ``native`` or ``pallas``."""
+
+    def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
+        """Names of its matrices that a step with these forms may leave in the stack of layers."""
+
+    def project(
+        self, weights: nnx.Module, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
+        multiply: Multiply, normalise: Normalise,
+    ) -> Projections:  # fmt: skip
+        """What ``cache_entries`` and ``attend`` need of tokens that are to be computed in these forms, spread over the mesh."""
+
+    def cache_entries(
+        self, weights: nnx.Module, cache: Cache, layer, slots: Int[Array, "B T"], p: Projections
+    ) -> Cache:
+        """The cache with what this layer keeps of each token; slot −1 keeps nothing."""
+
+    def attend(self, weights: nnx.Module, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections) -> Array:
+        """What ``output`` takes, of a row group (``p`` with leading ``[B, R, C]``)."""
+
+    def output(self, weights: nnx.Module, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
+        """The layer's attention, from what ``attend`` gave."""
+
+    def cost(self, form: Form, **work) -> MLACost:
+        """Operations and bytes of one layer; work: as of ``mla_cost``."""
+
+
 @dataclass(frozen=True)
-class PagedAttention:
-    """Attention of one layer against the cache, for a mesh and a cache layout."""
+class PagedMLA:
+    """MLA: an ``AttentionFamily``, for a mesh and a cache layout."""
 
     mesh: Mesh
     rules: Rules
@@ -58,7 +103,6 @@ class PagedAttention:
     block_tokens: int | None = None
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
     kernels: Kernels = Kernels()
-    index_scores: IndexScores = IndexScores()
 
     @property
     def batch(self) -> MeshAxes:
@@ -76,11 +120,11 @@ class PagedAttention:
         return self.kernels.name("decode attention") if self.layout == "split" else "plain"
 
     def backend(self, form: Form) -> str:
-        """What computes a form: ``plain``, ``native`` or ``pallas``."""
+        """A form's kernels, where they are loaded and read this cache."""
         return self._loaded if self._loaded in form.kernels else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """Names of MLA's matrices that a step with these forms may leave in the stack of layers: those of which it reads no part itself."""
+        """The matrices of which no form reads a part, and ``kv_b`` where kernels read it in the stack."""
         whole = {"q_a", "kv_a"} if any(form.materialised for form in forms) else {"q_a", "kv_a", "q", "q_b", "o"}
         by_head = self._loaded == "pallas" and self.kernels.pallas.platform == "gpu"
         return frozenset(whole | ({"kv_b"} if by_head and all("pallas" in form.kernels for form in forms) else set()))
@@ -90,9 +134,9 @@ class PagedAttention:
         """What the widths of the cache's latents are multiples of."""
         return tpu_attention.LANES if self._loaded == "pallas" and self.kernels.pallas.platform == "tpu" else 1
 
-    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
-        """What the cache keeps of these layers, ``entries`` tokens to a page, in arrays as wide as the kernels want them."""
-        kept = {"layout": self.layout, "entries": entries, "lanes": self._lanes, "fp8_index": self.index_scores.fp8}
+    def groups(self, layers: Iterable[int], entries: int = 1, **kept) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of a token, in arrays as wide as the kernels want them. kept: further arguments of ``cache_groups``."""
+        kept |= {"layout": self.layout, "entries": entries, "lanes": self._lanes}
         return cache_groups(self.config, layers, self.cache_dtype, **kept)
 
     @property
@@ -102,9 +146,12 @@ class PagedAttention:
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """Say in plain values in which form the cache holds what it holds: a page that is read in another form is another page."""
-        indexed = self.config.index_head_dim is not None
-        return {"layout": self.layout} | ({"index_scores": dataclasses.asdict(self.index_scores)} if indexed else {})
+        """The layout."""
+        return {"layout": self.layout}
+
+    def cost(self, form: Form, **work) -> MLACost:
+        """As ``mla_cost`` has it, with this cache."""
+        return mla_cost(self.config, form, cache_dtype=self.cache_dtype, **work)
 
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
@@ -120,23 +167,34 @@ class PagedAttention:
         longest = max(BLOCK_BYTES // scores, 1)
         return min(max(1 << (longest.bit_length() - 1), SHORTEST_BLOCK), LONGEST_BLOCK)
 
-    def write(self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections) -> Cache:
+    def project(
+        self, mla: MLA, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
+        multiply: Multiply, normalise: Normalise = normalise,
+    ) -> Projections:  # fmt: skip
+        """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
+        query_heads = not all(form.materialised for form in forms)
+        p = mla.project(x, rotation, query_heads=query_heads, multiply=multiply, normalise=normalise)
+
+        def spread(name: str):
+            spec = P(self.batch, None, self.heads) if name in ("q_nope", "q_rope") else P(self.batch)
+            return jax.tree.map(lambda array: constrain(array, self.mesh, spec), getattr(p, name))
+
+        return Projections(*(spread(field.name) for field in dataclasses.fields(p)))
+
+    def output(self, mla: MLA, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
+        """The output projection, which a materialised form has in its products, and its bias."""
+        return mla.add_output_bias(found) if form.materialised else mla.output(found, multiply)
+
+    def cache_entries(
+        self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections
+    ) -> Cache:
         """Store what this layer's cache keeps of each token."""
         with jax.named_scope("cache_write"):
-            values, arrays = self._cached_values(mla, p), self.arrays
-            if self.layout != "decompressed":
-                values = {name: widen(value, arrays[name][0][-1]) for name, value in values.items()}
-            if p.index is not None:
-                values["index"] = self.index_scores.rotate(p.index.key)
+            values, arrays = self._entries(mla, p), self.arrays
             batch, heads = self.batch, self.heads if self.layout == "decompressed" else None
 
             def local(cache, layer, slots, values):
-                values = {name: array[0] for name, array in values.items()}
-                if "scale" in cache:
-                    values["latent"], values["scale"] = fp8.quantise(values["latent"])
-                if "index_scale" in cache:
-                    powers = self.index_scores.powers
-                    values["index"], values["index_scale"] = fp8.quantise(values["index"], powers=powers)
+                values = self._quantised({name: array[0] for name, array in values.items()}, cache)
                 return {
                     name: paging.write(array, layer, slots[0], store(values[name], arrays[name][1], array.dtype))
                     for name, array in cache.items()
@@ -148,33 +206,34 @@ class PagedAttention:
                 cache, layer, slots, values
             )
 
+    def _entries(self, mla: MLA, p: Projections) -> Cache:
+        """Each token's values, before they are quantised."""
+        if self.layout == "decompressed":
+            keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
+            return {"key": keys, "value": values}
+        values = {"latent": p.latent, "rope": p.k_rope}
+        if self.layout == "joined":
+            return {"joined": jnp.concatenate(list(values.values()), axis=-1)}
+        return {name: widen(value, self.arrays[name][0][-1]) for name, value in values.items()}
+
+    def _quantised(self, values: Cache, cache: Cache) -> Cache:
+        """The values as ``cache`` keeps them, with their scales."""
+        if "scale" in cache:
+            values["latent"], values["scale"] = fp8.quantise(values["latent"])
+        return values
+
     def attend(
-        self,
-        mla: MLA,
-        form: Form,
-        cache: Cache,
-        layer: Int[Array, ""],
-        rows: Rows,
-        p: Projections,
-        index: Int[Array, ""] | None = None,
-        chosen: UInt32[Array, "B R C _"] | None = None,
-    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
-        """Attention of a row group (``p`` with leading ``[B, R, C]``).
+        self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], index: Int[Array, ""] | None, rows: Rows,
+        p: Projections, chosen: UInt32[Array, "B R C _"] | None = None,
+    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:  # fmt: skip
+        """The heads' values, or of a materialised form the layer's output itself (without bias).
 
-        index: of the layer in its stack, where ``mla.kv_b`` is the whole stack's; None where it is the layer's own.
-        chosen: form ``CC`` only: bits of the context positions that each query attends to (``sparse.pack``); None: to all.
-
-        Returns the heads' values, or of a materialised form the layer's output itself (without bias).
+        index: None where all of ``mla`` is the layer's own. chosen: of a form that ``masks``, bits of the context positions that each query
+        attends to (``sparse.pack``); None: to all.
         """
         with jax.named_scope(f"attend_{form}"):
-            topk = self.config.index_topk
-            if topk is not None and "index" in cache:
-                # Where a table has room for no more than that many tokens, all are chosen, and nothing needs to be scored.
-                if rows.tables.shape[-1] * cache["index"].shape[2] > topk:
-                    return attend_to_chosen(self, mla, form, cache, layer, rows, p, index)
-                cache = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
             if self.backend(form) == "pallas":
-                return self._pallas(mla, cache, layer, rows, p, index)
+                return self._pallas(mla, cache, layer, index, rows, p)
             if self.backend(form) == "native":
                 return self._native(mla, form, cache, layer, rows, p, chosen)
             prepared = form.prepare(mla, p)
@@ -183,13 +242,12 @@ class PagedAttention:
     def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, chosen=None):
         """``attend`` by the native kernels."""
         config, batch, heads = self.config, self.batch, self.heads
-        kernel = getattr(self.kernels.native, form.kernels["native"])
-        settings = {"scale": config.softmax_scale, "value_width": config.v_head_dim}
+        kernel = partial(self.kernels.native.attention, form.kernels["native"], scale=config.softmax_scale)
         weight = rearrange(mla.kv_b.value(p.latent.dtype), "m (h w) -> m h w", h=config.num_attention_heads)
 
         def local(q, q_rope, weight, cache, layer, positions, length, tables, filled, chosen):
             start, words = positions[0, :, 0], None if chosen is None else chosen[0]
-            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words, **settings)
+            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words)
             return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
@@ -199,8 +257,10 @@ class PagedAttention:
             p.q_nope, p.q_rope, weight, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
         )
 
-    def _pallas(self, mla: MLA, cache: Cache, layer, rows: Rows, p: Projections, index):
+    def _pallas(self, mla: MLA, cache: Cache, layer, index, rows: Rows, p: Projections):
         """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
+        if index is not None and mla.kv_b.weight[...].ndim < len(mla.kv_b.weight.info.shape):
+            index = None  # a scan has sliced it
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
         interpret, fixed = own.interpret, own.fixed
@@ -253,23 +313,13 @@ class PagedAttention:
         )
         return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
 
-    def _cached_values(self, mla: MLA, p: Projections) -> Cache:
-        if self.layout == "split":
-            return {"latent": p.latent, "rope": p.k_rope}
-        if self.layout == "joined":
-            return {"joined": jnp.concatenate([p.latent, p.k_rope], axis=-1)}
-        keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
-        return {"key": keys, "value": values}
-
     def _over_context(
         self, form: Form, prepared: Prepared, cache: Cache, layer, rows: Rows, chosen=None
     ) -> Float[Array, "B R C H W"]:
         """A form's ``score`` and ``weigh`` on each rank over its rows' context, block by block. chosen: as of ``attend``."""
         queries, weights, heads_first = list(prepared.queries), list(prepared.weights), form.heads_first
-        batch, heads = self.batch, self.heads
-        G = next(iter(cache.values())).shape[2]
-        _, R, C = rows.positions.shape
-        pages = rows.tables.shape[-1]
+        batch, heads, (_, R, C) = self.batch, self.heads, rows.positions.shape
+        G, pages = next(iter(cache.values())).shape[2], rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
         arrays, widths = self.arrays, {"latent": self.config.kv_lora_rank, "rope": self.config.qk_rope_head_dim}
@@ -306,30 +356,20 @@ class PagedAttention:
             if chosen is not None:
                 fetch, score = _masked(fetch, score, chosen[0], block_pages * G)
             at = positions[0][:, None] if heads_first else positions[0][..., None]
-            out = attend_in_blocks(
-                at,
-                fetch,
-                score,
-                weigh,
-                num_blocks=num_blocks,
-                block=block_pages * G,
-                filled=None if filled is None else fetch_filled,
-            )
+            sizes = {"num_blocks": num_blocks, "block": block_pages * G}
+            out = attend_in_blocks(at, fetch, score, weigh, filled=None if filled is None else fetch_filled, **sizes)
             out = jnp.swapaxes(out, 1, 2) if heads_first else out
             return out[None].astype(queries[0].dtype)
 
-        cache_heads = heads if self.layout == "decompressed" else None
+        by_head, kept = P(batch, None, None, heads), P(None, batch, None, heads if "key" in cache else None)
         specs = (
-            [P(batch, None, None, heads)] * len(queries),
+            [by_head] * len(queries),
             [P(None, heads)] * len(weights),
-            {name: P(None, batch, None, cache_heads) for name in cache},
+            dict.fromkeys(cache, kept),
             P(),
-            P(batch),
-            P(batch),
-            P(batch),
-            P(batch),
+            *[P(batch)] * 4,
         )
-        return self._shard_map(local, specs, P(batch, None, None, heads))(
+        return self._shard_map(local, specs, by_head)(
             queries, weights, cache, layer, rows.positions, rows.tables, rows.filled, chosen
         )
 

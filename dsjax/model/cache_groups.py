@@ -81,17 +81,17 @@ def cache_groups(
 
 
 def _latent_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, lanes: int) -> Arrays:
-    H, M = config.num_attention_heads, config.kv_lora_rank
-    N, O, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    H, M, O = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
     if dtype == fp8.E4M3:
-        if layout != "split":
-            raise UserError(
-                "--kv-cache-dtype fp8 keeps the latent apart from the rotary key, and of --mla-prefill and --mla-decode one reads the "
-                f"cache {layout}; choose them from CC and A_CC_ME"
-            )
-        return {"latent": ((M,), dtype), "scale": ((fp8.num_scales(M),), np.dtype(np.float32)), "rope": ((O,), BF16)}
+        if layout == "split":
+            scales = (fp8.num_scales(M),), np.dtype(np.float32)
+            return {"latent": ((M,), dtype), "scale": scales, "rope": ((O,), BF16)}
+        raise UserError(
+            "--kv-cache-dtype fp8 keeps the latent apart from the rotary key, and of --mla-prefill and --mla-decode one reads the "
+            f"cache {layout}; choose them from CC and A_CC_ME"
+        )
     widths = {
-        "decompressed": {"key": (H, N + O), "value": (H, U)},
+        "decompressed": {"key": (H, config.qk_head_dim), "value": (H, config.v_head_dim)},
         "joined": {"joined": (M + O,)},
         "split": {"latent": (M,), "rope": (O,)},
     }[layout]
@@ -108,7 +108,3 @@ def _index_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, fp8_inde
     if dtype == fp8.E4M3 or fp8_index:
         return {"index": ((A,), fp8.E4M3), "index_scale": ((fp8.num_scales(A),), np.dtype(np.float32))}
     return {"index": ((A,), dtype)}
-
-
-INDEX_ARRAYS = ("index", "index_scale")
-"""The arrays of a cache that hold index keys; attention reads the others."""

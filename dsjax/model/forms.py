@@ -92,8 +92,6 @@ class Form:
 
 
 class _Decompressed(Form):
-    """``CD``."""
-
     name, layouts, heads_first = "CD", ("decompressed",), True
 
     def prepare(self, mla, p):
@@ -112,8 +110,6 @@ class _Decompressed(Form):
 
 
 class _Expanded(Form):
-    """``CC``."""
-
     name, layouts, heads_first, masks = "CC", ("split", "joined"), True, True
     kernels: ClassVar = {"native": "expanded_attention", "pallas": "latent_attention"}
 
@@ -137,17 +133,13 @@ class _Expanded(Form):
 
 
 class _Absorbed(Form):
-    """``A_CC_ME``."""
-
     name = "A_CC_ME"
     kernels: ClassVar = {"native": "absorbed_attention", "pallas": "latent_attention"}
 
     def prepare(self, mla, p):
         up_key, up_value = mla.key_value_weight(p.latent.dtype)
-        q_latent = product("brchn,mhn->brchm", p.q_nope, up_key, dtype=None)
-        return Prepared(
-            (q_latent, p.q_rope), finish=lambda heads: product("brchm,mhu->brchu", heads, up_value, dtype=None)
-        )
+        queries = product("brchn,mhn->brchm", p.q_nope, up_key, dtype=None), p.q_rope
+        return Prepared(queries, finish=lambda heads: product("brchm,mhu->brchu", heads, up_value, dtype=None))
 
     def score(self, queries, weights, context):
         q_latent, q_rope = queries
@@ -158,24 +150,18 @@ class _Absorbed(Form):
 
 
 class _Materialised(_Absorbed):
-    """``AM_CC_ME``."""
-
     name, kernels, materialised = "AM_CC_ME", _NONE, True
 
     def prepare(self, mla, p):
         query_key, value_output = mla.materialised(p.latent.dtype)
-        q_latent = product("brcq,qhm->brchm", p.q_latent, query_key, dtype=None)
-        return Prepared(
-            (q_latent, p.q_rope), finish=lambda heads: product("brchm,hmd->brcd", heads, value_output, dtype=None)
-        )
+        queries = product("brcq,qhm->brchm", p.q_latent, query_key, dtype=None), p.q_rope
+        return Prepared(queries, finish=lambda heads: product("brchm,hmd->brcd", heads, value_output, dtype=None))
 
     def head_values(self, config):
         return config.qk_rope_head_dim + 2 * config.kv_lora_rank
 
 
 class _AbsorbedJoined(_Absorbed):
-    """``A_CC``."""
-
     name, layouts, kernels = "A_CC", ("joined",), _NONE
 
     def prepare(self, mla, p):
@@ -228,9 +214,6 @@ def common_layout(prefill: Form, decode: Form) -> Layout:
         f"--mla-prefill {prefill} reads a cache that is {' or '.join(prefill.layouts)}, --mla-decode {decode} one that is "
         f"{' or '.join(decode.layouts)}; with --mla-decode {decode} choose --mla-prefill from {', '.join(partners)}"
     )
-
-
-# Arithmetic.
 
 
 def product(equation: str, a: Array, b: Array, dtype: str | None = "float32") -> Array:

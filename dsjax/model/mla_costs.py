@@ -19,7 +19,7 @@ import numpy as np
 from dsjax.config import ModelConfig
 from dsjax.model.cache_groups import BF16, cache_groups
 from dsjax.model.forms import Form, form_of
-from dsjax.model.parameter_counts import indexer_parameters
+from dsjax.model.parameter_counts import attention_matrices
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,12 @@ def weight_values(config: ModelConfig, form: str | Form, tp: int = 1) -> int:
     there is no `W^DQ`. On every device also the indexer's `[Q, I·A]`, `[D, A]` and `[D, I]`.
     """
     heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
-    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    query = config.q_lora_rank or width
-    shared = width * (rank + rope) + (width * query if config.query_compressed else 0)
-    if config.index_topk is not None:
-        shared += indexer_parameters(config) - 2 * config.index_head_dim
+    nope, value, query = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank or config.hidden_size
+    matrices, _ = attention_matrices(config, tp)
+    values = sum(rows * columns for rows, columns in matrices) + width * (config.index_n_heads or 0)
     if form_of(form).materialised:
-        return shared + heads * (query * rank + query * rope + rank * width)
-    return shared + heads * (query * (nope + rope) + rank * (nope + value) + value * width)
+        values += heads * (query * (rank - nope) + rank * (width - nope - value) - value * width)
+    return values
 
 
 def mla_cost(

@@ -79,25 +79,15 @@ class NativeProducts(XlaProducts):
         if observe is not None:
             raise ValueError("observe needs XlaProducts: the native kernels keep no attention probabilities")
         config, (B, S) = mla.config, p.latent.shape[:2]
-        settings = {"scale": config.softmax_scale, "value_width": config.v_head_dim}
         form, is_sparse = FORMS[self.form], p.index is not None and config.index_topk < S
 
         def native(q_nope, q_rope, latent, k_rope, weight, index):
             layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
             where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
-            kernel = getattr(self.kernels, form.kernels["native"])
             if is_sparse:
                 positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-                at, count, words = self.kernels.index_choice(
-                    index.query,
-                    index.weight,
-                    {"index": index.key[None]},
-                    layer,
-                    positions,
-                    tables,
-                    None,
-                    config.index_topk,
-                )
+                keys = {"index": index.key[None]}, layer, positions, tables, None, config.index_topk
+                at, count, words = self.kernels.index_choice(index.query, index.weight, *keys)
                 if form.masks:
                     where = *where, words
                 else:  # each query is a row, whose page has what it chose, in the order of positions
@@ -108,7 +98,9 @@ class NativeProducts(XlaProducts):
                     )
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
-            out = kernel(q_nope, q_rope, weight, cache, *where, **settings)
+            where = cache, *where
+            name, scale = form.kernels["native"], config.softmax_scale
+            out = self.kernels.attention(name, q_nope, q_rope, weight, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
 from dsjax.kernels.table import OPERATIONS, Kernels
-from dsjax.model.attention import PagedAttention
+from dsjax.model.attention import AttentionFamily, PagedMLA
 from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.expert_dispatch import ExpertDispatch, ExpertsApart
 from dsjax.model.forms import FORMS, Form, common_layout
@@ -27,6 +27,7 @@ from dsjax.model.parameters import ParameterTable, describe
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, RowGroup, flatten
 from dsjax.model.sparse import IndexScores
+from dsjax.model.sparse.attend import Chosen
 from dsjax.model.stage import Stage
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import DecoderLayer
@@ -104,19 +105,11 @@ class StepDescription:
         return {operation: self.kernels.name(operation) for operation in OPERATIONS} | attention
 
     @property
-    def attention(self) -> PagedAttention:
+    def attention(self) -> AttentionFamily:
         """Attention against this step's cache."""
         layout = common_layout(self.prefill_form, self.decode_form)
-        return PagedAttention(
-            self.mesh,
-            self.rules,
-            self.config,
-            layout,
-            self.cache_dtype,
-            self.block_tokens,
-            self.kernels,
-            self.index_scores,
-        )
+        where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
+        return PagedMLA(*where) if self.config.index_topk is None else Chosen(*where, self.index_scores)
 
     @property
     def sharding(self) -> TokenSharding:
@@ -126,15 +119,8 @@ class StepDescription:
     @property
     def in_place(self) -> MatricesInPlace:
         """The products with a layer's matrices."""
-        return MatricesInPlace(
-            self.config,
-            self.table.infos,
-            self.spec,
-            self.mesh,
-            self.rules,
-            self.kernels,
-            self.scheme,
-        )
+        where = self.table.infos, self.spec, self.mesh, self.rules
+        return MatricesInPlace(self.config, *where, self.kernels, self.scheme)
 
     @property
     def experts(self) -> ExpertDispatch:

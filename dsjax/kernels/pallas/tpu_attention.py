@@ -85,22 +85,10 @@ def latent_attention(
     R, C, H, M = q_latent.shape
     if R * tables.shape[1] > MOST_TABLE_ENTRIES and R > 1:
         options = {"scale": scale, "interpret": interpret, "tiles": tiles, "fixed": fixed}
-        halves = [
-            latent_attention(
-                q_latent[at],
-                q_rope[at],
-                cache,
-                cache_dtype,
-                layer,
-                start[at],
-                length[at],
-                tables[at],
-                filled,
-                **options,
-            )
-            for at in (slice(R // 2), slice(R // 2, R))
-        ]
-        return jnp.concatenate(halves)
+        half = lambda at: latent_attention(  # noqa: E731
+            q_latent[at], q_rope[at], cache, cache_dtype, layer, start[at], length[at], tables[at], filled, **options
+        )
+        return jnp.concatenate([half(slice(R // 2)), half(slice(R // 2, R))])
     if fixed:
         tiles = TpuAttentionTiles(rows=FIXED_ROWS)
     tiles = tiles or TpuAttentionTiles.of(C * H)

@@ -40,12 +40,11 @@ def experts_of(kernels, case, threads=1):
 
 def attention_of(kernels, case, form, threads=1, chosen=None):
     native = with_threads(kernels, threads).native
-    kernel = native.absorbed_attention if form == "absorbed" else native.expanded_attention
     filled = None if case.filled is None else jnp.asarray(case.filled, bool)
 
     def run(queries, cache, rows, *chosen):
         layer = jnp.int32(len(case.latent) - 1)
-        return kernel(*queries, cache, layer, *rows, filled, *chosen, scale=case.scale, value_width=case.value_width)
+        return native.attention(f"{form}_attention", *queries, cache, layer, *rows, filled, *chosen, scale=case.scale)
 
     queries, rows = (case.q_nope, case.q_rope, case.weights), (case.start, case.length, case.tables)
     return np.asarray(jax.jit(run)(queries, case.cache(), rows, *([] if chosen is None else [chosen])))

@@ -22,7 +22,7 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import _refuses_experts, make_step
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_index, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
-from dsjax.model.attention import PagedAttention
+from dsjax.model.attention import PagedMLA
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.forms import FORMS
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -94,13 +94,13 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form(form):
     slots = jnp.take_along_axis(tables, positions // G, axis=2) * G + positions % G
 
     def attended(kernels):
-        attention = PagedAttention(spec.build(), Rules.for_mesh(spec), config, "split", jnp.float32, kernels=kernels)
+        attention = PagedMLA(spec.build(), Rules.for_mesh(spec), config, "split", jnp.float32, kernels=kernels)
         cache = {name: jnp.zeros((1, 4, G, *width)) for name, (width, _) in attention.arrays.items()}
         flat = jax.tree.map(lambda array: array.reshape(1, R * C, *array.shape[3:]), p)
 
         def run(cache):
-            cache = attention.write(mla, cache, jnp.int32(0), slots.reshape(1, -1), flat)
-            return attention.attend(mla, FORMS[form], cache, jnp.int32(0), Rows(positions, tables), p)
+            cache = attention.cache_entries(mla, cache, jnp.int32(0), slots.reshape(1, -1), flat)
+            return attention.attend(mla, FORMS[form], cache, jnp.int32(0), None, Rows(positions, tables), p)
 
         return np.asarray(jax.jit(run)(cache))
 
