@@ -214,7 +214,8 @@ class PagedMLA:
         values = {"latent": p.latent, "rope": p.k_rope}
         if self.layout == "joined":
             return {"joined": jnp.concatenate(list(values.values()), axis=-1)}
-        return {name: widen(value, self.arrays[name][0][-1]) for name, value in values.items()}
+        spare = {name: self.arrays[name][0][-1] - value.shape[-1] for name, value in values.items()}
+        return {name: jnp.pad(value, [(0, 0)] * 2 + [(0, spare[name])]) for name, value in values.items()}
 
     def _quantised(self, values: Cache, cache: Cache) -> Cache:
         """The values as ``cache`` keeps them, with their scales."""
@@ -375,11 +376,6 @@ class PagedMLA:
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
         return on_ranks(function, self.mesh, in_specs, out_specs)
-
-
-def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:
-    """Zeros behind the values of each entry, up to ``width``."""
-    return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, width - values.shape[-1])])
 
 
 def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], block: int) -> tuple[Callable, Callable]:

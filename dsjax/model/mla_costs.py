@@ -59,10 +59,8 @@ class MLACost:
 def weight_values(config: ModelConfig, form: str | Form, tp: int = 1) -> int:
     """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
 
-    Per head: `W^UQ, W^QR [Q, N+O]`, `W^UK [M, N]`, `W^UV [M, U]`, `W^O [U, D]`; materialised instead
-    `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and `W^UV·W^O [M, D]` (V3: 583 M instead of 172 M in all heads). For all heads,
-    and so on every device of the replica: `W^DQ [D, Q]`, `W^DKV, W^KR [D, M+O]`. Without query compression Q is D, and
-    there is no `W^DQ`. On every device also the indexer's `[Q, I·A]`, `[D, A]` and `[D, I]`.
+    Those of `attention_matrices`, and the indexer's `[D, I]`. Materialised, each head has `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and
+    `W^UV·W^O [M, D]` in place of `[Q, N+O]`, `[M, N+U]` and `[U, D]` (V3: 583 M instead of 172 M in all heads).
     """
     heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
     nope, value, query = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank or config.hidden_size
@@ -105,22 +103,17 @@ def mla_cost(
         if not form.masks:
             read = positions * sum(keys) + tokens * config.index_topk * entry
             seen = min(seen, config.index_topk)
-    pairs = tokens * seen
+    # Products hand these to one another: the layer's input and result, latents, and what heads make; keys and values that are expanded.
+    latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
+    handed = tokens * (config.hidden_size + latents + heads * form.head_values(config))
+    handed += positions * (expanded // config.kv_lora_rank)
     return MLACost(
         linear_flops=2 * tokens * (weights - expanded),
         expansion_flops=2 * positions * expanded,
-        attention_flops=round(2 * heads * form.pair_values(config) * pairs),
+        attention_flops=round(2 * heads * form.pair_values(config) * tokens * seen),
         weight_bytes=weights * weight_itemsize,
         cache_read_bytes=read,
         cache_write_bytes=tokens * (entry + sum(keys)),
-        activation_bytes=activation_itemsize * _activations(config, form, tokens, positions, heads),
+        activation_bytes=activation_itemsize * 2 * handed,
         index_flops=round(index),
     )
-
-
-def _activations(config: ModelConfig, form: Form, tokens: int, positions: int, heads: int) -> int:
-    """Elements that the products hand to one another, each written and read; input read, output written."""
-    latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
-    expanded = form.expansion_values(config) // config.kv_lora_rank
-    per_token = config.hidden_size + latents + heads * form.head_values(config)
-    return 2 * tokens * per_token + 2 * positions * heads * expanded

@@ -98,7 +98,6 @@ class NativeProducts(XlaProducts):
                     )
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
-            where = cache, *where
             name, scale = form.kernels["native"], config.softmax_scale
             out = self.kernels.attention(name, q_nope, q_rope, weight, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])

@@ -47,7 +47,7 @@ class Chosen(PagedMLA):
 
     index_scores: IndexScores = IndexScores()
 
-    def groups(self, layers: Iterable[int], entries: int = 1, **kept) -> tuple[CacheGroup, ...]:
+    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
         """Latents and index keys."""
         return super().groups(layers, entries, fp8_index=self.index_scores.fp8)
 
