@@ -316,14 +316,12 @@ class IndexCase:
         return found
 
 
-def attention_by(kernel, case, tiles, *, joined=False, spare=0, dtype=np.float32, **options):
+def attention_by(kernel, case, tiles, *, spare=0, dtype=np.float32, **options):
     """What a Pallas kernel gives for an ``AttentionCase``, by the interpreter, in float64.
 
     spare: numbers behind each entry of the cache, which hold zeros.
     """
     cache = case.cache()
-    if joined:
-        cache = {"joined": np.concatenate(list(cache.values()), axis=-1)}
     found = kernel(
         *(jnp.asarray(a, dtype) for a in (case.q_nope, case.q_rope)),
         {name: np.pad(array, [(0, 0)] * 3 + [(0, spare)]) for name, array in cache.items()} if spare else cache,

@@ -4,7 +4,6 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 
-import numpy as np
 from goldens.our_model import expected_shapes, hf_tensors
 from goldens.random_weights import RandomWeights
 
@@ -14,7 +13,6 @@ from dsjax.cli import exact
 from dsjax.config import ModelConfig
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
-from dsjax.model.forms import reads
 
 TINY = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -111,11 +109,6 @@ def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False, **cha
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
-
-
-def takes(model: str, forms: tuple[str, str]) -> bool:
-    """Whether a model of ``MODELS`` can be computed in these forms."""
-    return all(reads(form, np.float32, ModelConfig.from_dict(TINY | MODELS[model])) for form in forms)
 
 
 def prompts() -> list[dict]:

@@ -9,21 +9,22 @@ import jax
 import numpy as np
 import pytest
 from dispatch_cases import D, K, coded_rows, compiled, expected, routings, weights_of
-from goldens.our_model import COMPILE_QUICKLY, logits_of
+from goldens.our_model import COMPILE_QUICKLY, bound, logits_of
 from goldens.random_weights import RandomWeights
 from layouts import TINY, answer, hf_tensors, prompts, write_checkpoint
 from step_model import Model, tensors
 
 from dsjax import LLM
 from dsjax.checkpoint.load import from_hf_tensors
-from dsjax.config import ModelConfig
+from dsjax.config import ModelConfig, load_config
 from dsjax.errors import UserError
+from dsjax.model.mla_costs import mla_cost
 from dsjax.model.parameter_table import parameter_table
 from sharding import MeshError
 from sharding.dispatch import DispatchConfig, dispatch_collectives
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-MOST_LINES = {"hash_router": 40, "ring_dispatch": 80}
+MOST_LINES = {"half_absorbed_form": 80, "hash_router": 40, "ring_dispatch": 80}
 
 
 def example(name: str):
@@ -129,6 +130,39 @@ def test_an_engine_serves_with_a_router_of_ones_own_and_drafts_by_it(tmp_path):
     found = answer(checkpoint, "dp=4", "auto", "CC", "A_CC_ME", router=router, speculative_config=drafts)
     np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
     assert found.tokens == one.tokens
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=1,tp=2"])
+def test_a_form_of_ones_own_gives_the_logits_of_the_plain_forward_pass(layout):
+    form, config = example("half_absorbed_form").HalfAbsorbed, ModelConfig.from_dict(TINY)
+    one = Model(layout, config, mla_prefill=form, mla_decode=form)
+    assert one.step.implementations["decode attention"] == "plain"
+    prompt, answer = [5, 17, 2, 60, 33, 8], [7, 41]
+    found, cache = one.run(one.empty_cache(), [one.prefill([(prompt, 0, [1, 2])])])
+    logits = [found[0, 0]]
+    for position, token in enumerate(answer, len(prompt)):
+        found, cache = one.run(cache, [one.decode([([token], position, [1, 2])])])
+        logits.append(found[0, 0])
+    expected = logits_of(config, tensors(config), np.array([prompt + answer]))[0, len(prompt) - 1 :]
+    assert np.abs(np.stack(logits) - expected).max() <= bound(expected)
+
+
+def test_its_costs_lie_between_those_of_expanded_and_of_absorbed_attention():
+    own, config = example("half_absorbed_form").HalfAbsorbed(), load_config("deepseek-v3")
+    expanded, half, absorbed = (
+        mla_cost(config, form, rows=1, chunk=1, context=4096) for form in ("CC", own, "A_CC_ME")
+    )
+    assert expanded.attention_flops < half.attention_flops < absorbed.attention_flops
+    assert expanded.expansion_flops == 2 * half.expansion_flops, "W^UK and W^UV are as wide as one another"
+    assert expanded.flops > half.flops > absorbed.flops
+
+
+@pytest.mark.slow
+def test_an_engine_serves_with_such_a_form_and_names_it(checkpoint, plain):
+    form = example("half_absorbed_form").HalfAbsorbed
+    found = answer(checkpoint, "dp=2", "auto", "CC", form)
+    assert not found.exact
+    np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
 
 
 @pytest.mark.parametrize("wrong", [int, "ring"])

@@ -180,7 +180,8 @@ NAMED = {
         "dsjax/kernels/native": "index.h",
         "dsjax/kernels/pallas": "index.py tpu_index.py",
         "dsjax/kernels": "table.py",
-        "dsjax/model": "attention.py forms.py mla_costs.py native_products.py parameter_counts.py step_description.py transformer.py",
+        "dsjax/model": "attention.py cache_groups.py mla_costs.py native_products.py parameter_counts.py step_description.py "
+        "transformer.py",
         "dsjax/plan": "fit.py sparse.py step.py",
         "sharding": "fp8.py",
     },

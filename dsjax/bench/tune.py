@@ -25,7 +25,7 @@ from dsjax.kernels.pallas.cost import power
 from dsjax.kernels.pallas.products import BLOCK, SLACK, Groups, ProductTiles
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.pallas.tile_table import ATTENTION, Product, TileTable, Tuned
-from dsjax.model.forms import Layout, cache_arrays
+from dsjax.model.cache_groups import CacheGroup, cache_groups
 from dsjax.model.parameters import ParameterInfo
 from sharding import MeshSpec, Rules, fp8
 from sharding.rules import axes_of
@@ -43,27 +43,25 @@ Timer = Callable[[Product, Tiles], float | None]
 
 @dataclass(frozen=True)
 class AttentionSetting:
-    """What attention is timed over: ``heads`` of a device, and rows of ``context`` positions in a cache of this layout and dtype."""
+    """What attention is timed over: ``heads`` of a device, and rows of ``context`` positions in a cache of this dtype."""
 
     config: ModelConfig
     heads: int
-    layout: Layout
     cache_dtype: np.dtype
     page_size: int
     context: int
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of a token in one layer's cache."""
-        arrays = cache_arrays(self.layout, self.config, self.cache_dtype).values()
-        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+    def latents(self) -> CacheGroup:
+        """What attention reads of a token in one layer's cache."""
+        return cache_groups(self.config, (0,), self.cache_dtype)[0]
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
         """Attention of a step with so many tokens of a DP rank, each once: of decode rows with their drafts, and of chunks of prompts."""
         width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
         shapes = [(count, 1 + drafts) for count in tokens]
         shapes += [(count // chunk, chunk) for count in tokens if count >= chunk]
-        most = max(1, MOST_CACHE_BYTES // (self.context * self.entry_bytes))
+        most = max(1, MOST_CACHE_BYTES // (self.context * self.latents.entry_bytes))
         of = lambda rows, chunk_len: attention.attention_product(rows, chunk_len * self.heads, width, self.cache_dtype)  # noqa: E731
         return list(dict.fromkeys(of(rows, chunk_len) for rows, chunk_len in shapes if rows <= most))
 
@@ -207,15 +205,14 @@ def _cache(product: Product, dtype: np.dtype, setting: AttentionSetting) -> tupl
     R, H, M = int(product.rows), setting.heads, setting.config.kv_lora_rank
     C, O, G = product.columns // H, setting.config.qk_rope_head_dim, setting.page_size
     pages = -(-setting.context // G)
-    layers = min(64, max(2, STACK_BYTES // (R * pages * G * setting.entry_bytes)))
+    layers = min(64, max(2, STACK_BYTES // (R * pages * G * setting.latents.entry_bytes)))
     key = jax.random.key(0)
 
     def stack(shape: tuple[int, ...], kept_in: np.dtype):
         one = lambda layer: jax.random.normal(jax.random.fold_in(key, layer), (R * pages, G, *shape), jnp.bfloat16).astype(kept_in)  # noqa: E731  # fmt: skip
         return jax.lax.map(one, jnp.arange(layers))
 
-    arrays = cache_arrays(setting.layout, setting.config, setting.cache_dtype)
-    cache = {name: stack(shape, kept_in) for name, (shape, kept_in) in arrays.items()}
+    cache = {name: stack(shape, kept_in) for name, (shape, kept_in) in setting.latents.arrays.items()}
     tables = jax.random.permutation(key, R * pages).reshape(R, pages).astype(jnp.int32)
     q_latent, q_rope = (jax.random.normal(key, (R, C, H, width), jnp.float32).astype(dtype) for width in (M, O))
     return (q_latent, q_rope, cache, tables), jnp.full((R,), setting.context - C), jnp.full((R,), C)

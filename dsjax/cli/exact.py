@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsjax.errors import UserError
+from dsjax.model.forms import FORMS
 from dsjax.options import Checked, OptionError, option
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ MESHES = (
 )  # fmt: skip
 """`ATTENTION+EXPERTS` are two meshes, between which the host takes the rows: their dispatch is `auto`."""
 DISPATCHES = ("gather", "padded", "ragged", "hierarchical")
-FORMS = (("CC", "A_CC_ME"), ("CC", "A_CC"), ("CD", "CD"), ("A_CC_ME", "AM_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "CC"))
-"""(prefill, decode): every form decodes once, and prefills once."""
-ARITHMETIC = {"CC": "CC", "A_CC": "A_CC_ME", "A_CC_ME": "A_CC_ME", "AM_CC_ME": "AM_CC_ME", "CD": "CC"}
-"""MLA form → the form that computes the same sums in the same order, where kernels are native."""
+PAIRS = (("CC", "A_CC_ME"), ("A_CC_ME", "CC"))
+"""(prefill, decode): every form that has kernels decodes once, and prefills once."""
 VARIED: dict[str, dict[str, Any]] = {
     "speculative-config": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "no-async-scheduling": {"async_scheduling": False},
@@ -87,9 +86,9 @@ class ExactOptions(Checked):
         """
         if unknown := [name for name in self.vary or () if name not in VARIED]:
             raise OptionError(f"--vary is {unknown[0]!r}, expected one of {', '.join(VARIED)}")
-        pairs = [tuple(pair.split("/")) for pair in self.mla or map("/".join, FORMS)]
-        if wrong := [pair for pair in pairs if len(pair) != 2 or not {*pair} <= ARITHMETIC.keys()]:
-            raise OptionError(f"--mla is {'/'.join(wrong[0])!r}, expected PREFILL/DECODE of {', '.join(ARITHMETIC)}")
+        pairs = [tuple(pair.split("/")) for pair in self.mla or map("/".join, PAIRS)]
+        if wrong := [pair for pair in pairs if len(pair) != 2 or not {*pair} <= FORMS.keys()]:
+            raise OptionError(f"--mla is {'/'.join(wrong[0])!r}, expected PREFILL/DECODE of {', '.join(FORMS)}")
         varied = [
             tuple(itertools.compress(self.vary or (), chosen))
             for chosen in itertools.product((False, True), repeat=len(self.vary or ()))
@@ -224,7 +223,7 @@ def sweep(options: ExactOptions, console: Console) -> list[dict[str, Any]]:
             verdict = "equal" if found.rebalances != 0 else "no expert moved"
             if exact:
                 changes = [(name, own[name]) for name in CHANGES_NUMBERS if name in own]
-                reference = one_device(*(ARITHMETIC[form] for form in forms), options.kernels, *changes)
+                reference = one_device(*forms, options.kernels, *changes)
                 # An activation in the middle between two FP8 numbers becomes either, as float32 rounds.
                 rounds = options.activation_scheme not in ("auto", "none")
                 verdict = (not rounds and difference(reference, plain)) or verdict

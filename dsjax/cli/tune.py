@@ -43,7 +43,6 @@ def tune(
     from dsjax.engine.setup import assembly
     from dsjax.engine.setup.fitting import check_layout
     from dsjax.kernels.pallas.tile_table import TileTable
-    from dsjax.model.forms import common_layout
     from dsjax.model.parameter_table import parameter_table
     from sharding import MeshSpec
 
@@ -63,10 +62,9 @@ def tune(
     infos = parameter_table(config, weights=weights, platform=device.platform, num_physical=n_physical, mtp=False).infos
     rules = assembly.model_rules(args, config, spec)
     todo = tuning.find_products(config, infos, spec, rules, counts, n_physical=n_physical, quantises=scheme.dynamic)
-    layout = common_layout(args.mla_prefill, args.mla_decode)
     cache_dtype = assembly.cache_dtype(args, dtype)
     heads = config.num_attention_heads // spec.tp_size
-    setting = tuning.AttentionSetting(config, heads, layout, cache_dtype, args.page_size, context)
+    setting = tuning.AttentionSetting(config, heads, cache_dtype, args.page_size, context)
     drafts = args.speculation.num_speculative_tokens if args.speculation else 0
     todo += setting.find(counts, args.prefill_chunk, drafts)
     table = TileTable.read(output) if output.exists() else TileTable(device.device_kind)

@@ -270,7 +270,9 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "platform": step.mesh.devices.flat[0].platform,
         "processes": 1 if sides.one_process else sides.attention_processes + sides.processes,
         "step": args.step,
-        "groups": [{"rows": group.rows, "chunk": group.chunk, "mla": group.form} for group in compiled.shape.groups],
+        "groups": [
+            {"rows": group.rows, "chunk": group.chunk, "mla": group.form.name} for group in compiled.shape.groups
+        ],
         "batch": shape.rows,
         "chunk": shape.chunk,
         "context": args.row_tokens,
@@ -279,7 +281,7 @@ def _request(args: DryRunArgs, compiled: ApartStep, sides: _Sides, expert_target
         "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
         "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
-        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
+        "kernels": step.implementations,
         "dispatch": "apart",
         "dispatch_wire": step.dispatch.wire,
         "answers_of_a_row": between.columns,

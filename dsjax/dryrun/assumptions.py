@@ -51,7 +51,7 @@ def trip_counts(
     """Trip counts of the step's loops that XLA cannot know, told apart by the scopes that the model names.
 
     context: positions that each row attends to; pages: of a row's page table; block_tokens: form of attention → as
-    ``PagedAttention.block``; experts: None for a model without any.
+    ``PagedMLA.block``; experts: None for a model without any.
     """
     turns = {}
     for form, tokens in block_tokens.items():

@@ -207,7 +207,8 @@ def step_trip_counts(
     blocks: dict[str, int] = {}
     for group in groups:
         block = step.attention.block(group.rows, group.chunk)
-        blocks[group.form] = min(block, blocks.get(group.form, block))
+        name = group.form.name
+        blocks[name] = min(block, blocks.get(name, block))
     return trip_counts(context, pages, step.page_size, blocks, experts)
 
 
@@ -315,7 +316,9 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "target": args.target,
         "platform": step.mesh.devices.flat[0].platform,
         "step": args.step,
-        "groups": [{"rows": group.rows, "chunk": group.chunk, "mla": group.form} for group in compiled.shape.groups],
+        "groups": [
+            {"rows": group.rows, "chunk": group.chunk, "mla": group.form.name} for group in compiled.shape.groups
+        ],
         "batch": shape.rows,
         "chunk": shape.chunk,
         "context": args.row_tokens,
@@ -324,8 +327,8 @@ def _request(args: DryRunArgs, compiled: CompiledStep) -> dict[str, object]:
         "weights": str(step.dtype) if args.engine.weights == "auto" else args.engine.weights,
         "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
-        "mla": shape.form,
-        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
+        "mla": shape.form.name,
+        "kernels": step.implementations,
         "dispatch": dispatch_method(step, compiled.shape.tokens, halved=step.in_halves(compiled.shape.groups)),
         "dispatch_wire": step.dispatch.wire,
         "physical_experts": step.placement.n_physical if step.config.is_moe else 0,

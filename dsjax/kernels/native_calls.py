@@ -244,14 +244,6 @@ class NativeKernels:
         settings = {"ranks": np.int64(ranks), "gathers": gathers, "patience": np.int64(self.patience)}
         return self._call("exchange", out, ())(rows_NW, place, group, **settings)[0]
 
-    def absorbed_attention(self, *arguments, **settings) -> Float[Array, "R C H W"]:
-        """Attention in latent space; arguments as ``_attention``. Without weights, queries and results are in latent space."""
-        return self._attention("absorbed_attention", *arguments, **settings)
-
-    def expanded_attention(self, *arguments, **settings) -> Float[Array, "R C H U"]:
-        """Attention with keys and values of each head, expanded by blocks of the context, or cached; arguments as ``_attention``."""
-        return self._attention("expanded_attention", *arguments, **settings)
-
     def index_choice(
         self,
         query: Float[Array, "R C I A"],
@@ -267,7 +259,7 @@ class NativeKernels:
         they are, and the same as one bit for each position.
 
         cache: ``index [L, P, G, A]`` in float32, as the bits of bfloat16, or of e4m3 with ``index_scale [L, P, G, A / 128]``. filled: as
-        of ``_attention``.
+        of ``attention``.
         """
         keys = cache["index"]
         (R, C, I, A), (Pr, G) = query.shape, (tables.shape[1], keys.shape[2])
@@ -285,12 +277,12 @@ class NativeKernels:
             threads=np.int64(self.threads),
         )[:3]
 
-    def _attention(
+    def attention(
         self,
         name: str,
         q_nope: Float[Array, "R C H N"],
         q_rope: Float[Array, "R C H O"],
-        weights: Float[Array, "M H N+U"] | None,
+        weights: Float[Array, "M H N+U"],
         cache: Mapping[str, Array],
         layer: Int[Array, ""],
         start: Int[Array, "R"],
@@ -300,31 +292,25 @@ class NativeKernels:
         chosen: UInt32[Array, "R C _"] | None = None,
         *,
         scale: float,
-        value_width: int,
-        latent_width: int,
-    ) -> Float[Array, "R C H W"]:
+    ) -> Float[Array, "R C H U"]:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
-        cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``; float32 or the bits of bfloat16.
-            Or ``latent`` as the bits of e4m3, with ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16. Expanded attention, without
-            weights, also takes ``key [L, P, G, H, N + O]`` and ``value [L, P, G, H, U]``.
+        name: ``absorbed_attention``, in latent space; or ``expanded_attention``, with each head's keys and values by blocks of the context.
+        cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, float32 or the bits of bfloat16. Or ``latent`` as the bits of e4m3, with
+            ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
         filled: which cache slots hold something; a query sees those and its own. None: all do.
         chosen: of expanded attention alone, one bit for each position that a query attends to; None: to all that it sees.
-        scale: of the scores. value_width: U, the width of a result; latent_width: M.
+        scale: of the scores.
         """
-        by_head = "key" in cache
-        names = ("key", "value") if by_head else ("joined", "joined") if "joined" in cache else ("latent", "rope")
-        latent, rope = (cache[name] for name in names)
-        width = latent_width if weights is None and not by_head else value_width
-        out = jax.ShapeDtypeStruct((*q_rope.shape[:3], width), jnp.float32)
-        absorbs, bytes_of = weights is not None, latent.dtype.itemsize
-        sizes = (*q_nope.shape, q_rope.shape[3], value_width, latent_width, bytes_of, absorbs, by_head)
+        latent, (*lead, N), U = cache["latent"], q_nope.shape, weights.shape[-1] - q_nope.shape[-1]
+        out = jax.ShapeDtypeStruct((*lead, U), jnp.float32)
+        sizes = (*lead, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
         return self._call(name, out, sizes)(
             q_nope,
             q_rope,
-            jnp.zeros((1,), jnp.float32) if weights is None else weights,
+            weights,
             latent,
-            rope,
+            cache["rope"],
             cache.get("scale", jnp.zeros((1,), jnp.float32)),
             layer.astype(jnp.int32),
             start.astype(jnp.int32),
@@ -333,7 +319,6 @@ class NativeKernels:
             jnp.ones((1,), jnp.uint8) if filled is None else filled.astype(jnp.uint8),
             jnp.ones((1,), jnp.uint32) if chosen is None else chosen,
             threads=np.int64(self.threads),
-            latent_width=np.int64(latent_width),
             scale=np.float32(scale),
         )[0]
 

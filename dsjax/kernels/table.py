@@ -20,8 +20,6 @@ from dsjax.kernels.pallas.tile_table import TileTable
 from sharding.cores import most_threads
 
 OPERATIONS = ("decode attention", "prefill attention", "index choice", "router", "experts", "other products")
-PALLAS_FORMS = ("CC", "A_CC", "A_CC_ME", "AM_CC_ME")
-"""MLA forms that Pallas attention has: not ``CD``, which caches keys and values of each head. Native attention has all."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,12 @@ class Implementation:
 TABLE = (
     Implementation("decode attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
     Implementation("decode attention", "native", ("cpu",), "C++, absorbed MLA, pages read in place"),
-    Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place; not form CD"),
-    Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place; not form CD"),
+    Implementation("decode attention", "pallas", ("gpu",), "Triton, absorbed MLA, pages read in place"),
+    Implementation("decode attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, pages read in place"),
     Implementation("prefill attention", "plain", None, "JAX, blocks of the context gathered from their pages"),
-    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block, or cached"),
-    Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles; not form CD"),
-    Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles; not form CD"),
+    Implementation("prefill attention", "native", ("cpu",), "C++, keys and values expanded by block"),
+    Implementation("prefill attention", "pallas", ("gpu",), "Triton, absorbed MLA, causal tiles"),
+    Implementation("prefill attention", "pallas", ("tpu",), "Mosaic, absorbed MLA, causal tiles"),
     Implementation(
         "index choice", "plain", None, "JAX, of sparse attention: scores by blocks, the highest by bisection"
     ),
@@ -99,26 +97,19 @@ class Kernels:
     left_plain: tuple[str, ...] = ()
     note: str = field(default="", compare=False)
 
-    def name(self, operation: str, form: str | None = None) -> str:
-        """The implementation of an operation, ``form`` being the MLA form for attention."""
+    def name(self, operation: str) -> str:
+        """The implementation of an operation; of attention, that of the MLA forms that have it."""
         loaded = "native" if self.native is not None else "pallas" if self.pallas is not None else "plain"
         platform = self.pallas.platform if loaded == "pallas" else None
         rows = [row for row in TABLE if row.operation == operation and row.name == loaded]
         if not any(platform is None or platform in row.platforms for row in rows):
             return "plain"
-        if operation in self.left_plain:
-            return "plain"
-        return "plain" if loaded == "pallas" and form is not None and form not in PALLAS_FORMS else loaded
+        return "plain" if operation in self.left_plain else loaded
 
     @property
     def fixed(self) -> bool:
         """Whether Pallas kernels are used, in sizes that are the same for every shape (``--batch-invariant``)."""
         return self.pallas is not None and self.pallas.fixed
-
-    def names(self, prefill_form: str, decode_form: str) -> dict[str, str]:
-        """Operation → implementation, for reports."""
-        forms = {"decode attention": decode_form, "prefill attention": prefill_form}
-        return {operation: self.name(operation, forms.get(operation)) for operation in OPERATIONS}
 
 
 PLAIN = Kernels()

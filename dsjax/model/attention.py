@@ -1,4 +1,4 @@
-"""MLA over the paged cache, in five forms (see ``forms.py``), for one row group of a step.
+"""Attention over the paged cache: what a step asks of a family, and MLA, in the forms of ``forms.py`` and by the kernels that they have.
 
 Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. Reading and writing the cache is explicit
 (``shard_map``): a page table holds page numbers of its own rank.
@@ -7,14 +7,16 @@ Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
@@ -27,16 +29,19 @@ from dsjax.kernels.pallas.heads import expand as expand_values
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.forms import INDEX_ARRAYS, Form, Layout, cache_arrays
+from dsjax.model.cache_groups import Arrays, CacheGroup, Layout, cache_groups
+from dsjax.model.forms import Form, Prepared
+from dsjax.model.mla_costs import MLACost, mla_cost
+from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import reinterpret, store, value_of
+from dsjax.model.parameters import Multiply, reinterpret, store
+from dsjax.model.rope import Rotation
 from dsjax.model.softmax import attend_in_blocks
-from dsjax.model.sparse import IndexScores, attend_to_chosen, unpack
-from dsjax.model.transformer import MLA, Projections, expand, with_rotary
+from dsjax.model.sparse import unpack
+from dsjax.model.transformer import MLA, Projections, expand
 from sharding import Rules, fp8
 from sharding.indices import cut
-from sharding.on_ranks import on_ranks
-from sharding.sums import pieces_here, tree_sum
+from sharding.on_ranks import constrain, on_ranks
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 128, 1024
 BLOCK_BYTES = 256 * 2**20
@@ -45,9 +50,50 @@ BLOCK_BYTES = 256 * 2**20
 MeshAxes = tuple[str, ...] | None
 
 
+class AttentionFamily(Protocol):
+    """A kind of attention: what it caches, and the parts of a layer that a step runs.
+
+    ``weights`` are a layer's attention module, whose matrices that ``in_stack`` names may be the whole stack's. ``index`` is the layer's
+    number in its stack, ``layer`` its number in the cache. A family's module declares its own parameters (``transformer.py``).
+    """
+
+    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of these layers, ``entries`` tokens to a page."""
+
+    @property
+    def form_of_pages(self) -> dict[str, Any]:
+        """Say in plain values in which form the cache holds what it holds: a page that is read in another form is another page."""
+
+    def backend(self, form: Form) -> str:
+        """What computes a form: ``plain``, ``native`` or ``pallas``."""
+
+    def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
+        """Names of its matrices that a step with these forms may leave in the stack of layers."""
+
+    def project(
+        self, weights: nnx.Module, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
+        multiply: Multiply, normalise: Normalise,
+    ) -> Projections:  # fmt: skip
+        """What ``cache_entries`` and ``attend`` need of tokens that are to be computed in these forms, spread over the mesh."""
+
+    def cache_entries(
+        self, weights: nnx.Module, cache: Cache, layer, slots: Int[Array, "B T"], p: Projections
+    ) -> Cache:
+        """The cache with what this layer keeps of each token; slot −1 keeps nothing."""
+
+    def attend(self, weights: nnx.Module, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections) -> Array:
+        """What ``output`` takes, of a row group (``p`` with leading ``[B, R, C]``)."""
+
+    def output(self, weights: nnx.Module, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
+        """The layer's attention, from what ``attend`` gave."""
+
+    def cost(self, form: Form, **work) -> MLACost:
+        """Operations and bytes of one layer; work: as of ``mla_cost``."""
+
+
 @dataclass(frozen=True)
-class PagedAttention:
-    """Attention of one layer against the cache, for a mesh and a cache layout."""
+class PagedMLA:
+    """MLA: an ``AttentionFamily``, for a mesh and a cache layout."""
 
     mesh: Mesh
     rules: Rules
@@ -57,7 +103,6 @@ class PagedAttention:
     block_tokens: int | None = None
     """Context positions read at once; longer contexts are accumulated block by block. None: `block` decides."""
     kernels: Kernels = Kernels()
-    index_scores: IndexScores = IndexScores()
 
     @property
     def batch(self) -> MeshAxes:
@@ -70,19 +115,43 @@ class PagedAttention:
         return self.rules.spec(("heads",))[0]
 
     @property
-    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-        """The cache's arrays as ``cache_arrays`` has them, as wide as the kernels want them."""
-        tpu = self.layout != "decompressed" and self.kernels.name("decode attention") == "pallas"
-        tpu = tpu and self.kernels.pallas.platform == "tpu"
-        return cache_arrays(
-            self.layout, self.config, self.cache_dtype, tpu_attention.LANES if tpu else 1, self.index_scores.fp8
-        )
+    def _loaded(self) -> str:
+        """The backend whose kernels read this cache; ``plain`` where none does."""
+        return self.kernels.name("decode attention") if self.layout == "split" else "plain"
+
+    def backend(self, form: Form) -> str:
+        """A form's kernels, where they are loaded and read this cache."""
+        return self._loaded if self._loaded in form.kernels else "plain"
+
+    def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
+        """The matrices of which no form reads a part, and ``kv_b`` where kernels read it in the stack."""
+        whole = {"q_a", "kv_a"} if any(form.materialised for form in forms) else {"q_a", "kv_a", "q", "q_b", "o"}
+        by_head = self._loaded == "pallas" and self.kernels.pallas.platform == "gpu"
+        return frozenset(whole | ({"kv_b"} if by_head and all("pallas" in form.kernels for form in forms) else set()))
+
+    @property
+    def _lanes(self) -> int:
+        """What the widths of the cache's latents are multiples of."""
+        return tpu_attention.LANES if self._loaded == "pallas" and self.kernels.pallas.platform == "tpu" else 1
+
+    def groups(self, layers: Iterable[int], entries: int = 1, **kept) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of a token, in arrays as wide as the kernels want them. kept: further arguments of ``cache_groups``."""
+        kept |= {"layout": self.layout, "entries": entries, "lanes": self._lanes}
+        return cache_groups(self.config, layers, self.cache_dtype, **kept)
+
+    @property
+    def arrays(self) -> Arrays:
+        """All groups' arrays."""
+        return {name: array for group in self.groups(()) for name, array in group.arrays.items()}
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """Say in plain values in which form the cache holds what it holds: a page that is read in another form is another page."""
-        indexed = self.config.index_head_dim is not None
-        return {"layout": self.layout} | ({"index_scores": dataclasses.asdict(self.index_scores)} if indexed else {})
+        """The layout."""
+        return {"layout": self.layout}
+
+    def cost(self, form: Form, **work) -> MLACost:
+        """As ``mla_cost`` has it, with this cache."""
+        return mla_cost(self.config, form, cache_dtype=self.cache_dtype, **work)
 
     def block(self, rows: int, chunk: int) -> int:
         """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries.
@@ -98,23 +167,34 @@ class PagedAttention:
         longest = max(BLOCK_BYTES // scores, 1)
         return min(max(1 << (longest.bit_length() - 1), SHORTEST_BLOCK), LONGEST_BLOCK)
 
-    def write(self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections) -> Cache:
+    def project(
+        self, mla: MLA, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
+        multiply: Multiply, normalise: Normalise = normalise,
+    ) -> Projections:  # fmt: skip
+        """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
+        query_heads = not all(form.materialised for form in forms)
+        p = mla.project(x, rotation, query_heads=query_heads, multiply=multiply, normalise=normalise)
+
+        def spread(name: str):
+            spec = P(self.batch, None, self.heads) if name in ("q_nope", "q_rope") else P(self.batch)
+            return jax.tree.map(lambda array: constrain(array, self.mesh, spec), getattr(p, name))
+
+        return Projections(*(spread(field.name) for field in dataclasses.fields(p)))
+
+    def output(self, mla: MLA, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
+        """The output projection, which a materialised form has in its products, and its bias."""
+        return mla.add_output_bias(found) if form.materialised else mla.output(found, multiply)
+
+    def cache_entries(
+        self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections
+    ) -> Cache:
         """Store what this layer's cache keeps of each token."""
         with jax.named_scope("cache_write"):
-            values, arrays = self._cached_values(mla, p), self.arrays
-            if self.layout != "decompressed":
-                values = {name: widen(value, arrays[name][0][-1]) for name, value in values.items()}
-            if p.index is not None:
-                values["index"] = self.index_scores.rotate(p.index.key)
+            values, arrays = self._entries(mla, p), self.arrays
             batch, heads = self.batch, self.heads if self.layout == "decompressed" else None
 
             def local(cache, layer, slots, values):
-                values = {name: array[0] for name, array in values.items()}
-                if "scale" in cache:
-                    values["latent"], values["scale"] = fp8.quantise(values["latent"])
-                if "index_scale" in cache:
-                    powers = self.index_scores.powers
-                    values["index"], values["index_scale"] = fp8.quantise(values["index"], powers=powers)
+                values = self._quantised({name: array[0] for name, array in values.items()}, cache)
                 return {
                     name: paging.write(array, layer, slots[0], store(values[name], arrays[name][1], array.dtype))
                     for name, array in cache.items()
@@ -126,127 +206,67 @@ class PagedAttention:
                 cache, layer, slots, values
             )
 
+    def _entries(self, mla: MLA, p: Projections) -> Cache:
+        """Each token's values, before they are quantised."""
+        if self.layout == "decompressed":
+            keys, values = expand(p.latent, p.k_rope, *mla.key_value_weight(p.latent.dtype))
+            return {"key": keys, "value": values}
+        values = {"latent": p.latent, "rope": p.k_rope}
+        if self.layout == "joined":
+            return {"joined": jnp.concatenate(list(values.values()), axis=-1)}
+        spare = {name: self.arrays[name][0][-1] - value.shape[-1] for name, value in values.items()}
+        return {name: jnp.pad(value, [(0, 0)] * 2 + [(0, spare[name])]) for name, value in values.items()}
+
+    def _quantised(self, values: Cache, cache: Cache) -> Cache:
+        """The values as ``cache`` keeps them, with their scales."""
+        if "scale" in cache:
+            values["latent"], values["scale"] = fp8.quantise(values["latent"])
+        return values
+
     def attend(
-        self,
-        mla: MLA,
-        form: Form,
-        cache: Cache,
-        layer: Int[Array, ""],
-        rows: Rows,
-        p: Projections,
-        index: Int[Array, ""] | None = None,
-        chosen: UInt32[Array, "B R C _"] | None = None,
-    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
-        """Attention of a row group (``p`` with leading ``[B, R, C]``).
+        self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], index: Int[Array, ""] | None, rows: Rows,
+        p: Projections, chosen: UInt32[Array, "B R C _"] | None = None,
+    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:  # fmt: skip
+        """The heads' values, or of a materialised form the layer's output itself (without bias).
 
-        index: of the layer in its stack, where ``mla.kv_b`` is the whole stack's; None where it is the layer's own.
-        chosen: form ``CC`` only: bits of the context positions that each query attends to (``sparse.pack``); None: to all.
-
-        Returns the heads' values, or for ``AM_CC_ME`` the layer's output itself (without bias).
+        index: None where all of ``mla`` is the layer's own. chosen: of a form that ``masks``, bits of the context positions that each query
+        attends to (``sparse.pack``); None: to all.
         """
         with jax.named_scope(f"attend_{form}"):
-            dtype = p.latent.dtype
-            scale = self.config.softmax_scale
-            topk = self.config.index_topk
-            if topk is not None and "index" in cache:
-                # Where a table has room for no more than that many tokens, all are chosen, and nothing needs to be scored.
-                if rows.tables.shape[-1] * cache["index"].shape[2] > topk:
-                    return attend_to_chosen(self, mla, form, cache, layer, rows, p, index)
-                cache = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
-            if self.kernels.name("decode attention", form) == "pallas":
-                return self._pallas(mla, form, cache, layer, rows, p, index)
-            native = self.kernels.name("decode attention", form) == "native"
-            if native and dtype == jnp.float32:
+            if self.backend(form) == "pallas":
+                return self._pallas(mla, cache, layer, index, rows, p)
+            if self.backend(form) == "native":
                 return self._native(mla, form, cache, layer, rows, p, chosen)
-            if form == "CD":
-                q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
-                return self._over_context(_decompressed(scale), (q,), (), cache, layer, rows, heads_first=True)
-            if form == "CC":
-                q = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
-                weights = mla.key_value_weight(dtype)
-                return self._over_context(_expanded(scale), (q,), weights, cache, layer, rows, True, chosen)
-            if form == "AM_CC_ME":
-                q_latent = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
-                heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
-                return jnp.einsum("brchm,hmd->brcd", heads, value_of(mla.value_output).astype(dtype))
-            up_key, up_value = mla.key_value_weight(dtype)
-            q_latent = jnp.einsum("brchn,mhn->brchm", p.q_nope, up_key)
-            if form == "A_CC":
-                q = jnp.concatenate([q_latent, p.q_rope], axis=-1)
-                heads = self._over_context(_joined(scale, self.config.kv_lora_rank), (q,), (), cache, layer, rows)
-            else:
-                heads = self._over_context(_apart(scale), (q_latent, p.q_rope), (), cache, layer, rows)
-            return jnp.einsum("brchm,mhu->brchu", heads, up_value)
+            prepared = form.prepare(mla, p)
+            return prepared.finish(self._over_context(form, prepared, cache, layer, rows, chosen))
 
     def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, chosen=None):
-        """``attend`` by the native kernels: the same five forms' results from two ways of computing them."""
+        """``attend`` by the native kernels."""
         config, batch, heads = self.config, self.batch, self.heads
-        native = self.kernels.native
-        kernel = native.expanded_attention if form in ("CC", "CD") else native.absorbed_attention
-        settings = {
-            "scale": config.softmax_scale,
-            "value_width": config.v_head_dim,
-            "latent_width": config.kv_lora_rank,
-        }
-        q, weights = p.q_nope, ()
-        if form == "AM_CC_ME":
-            q = self._by_heads(p.q_latent, value_of(mla.query_key).astype(p.latent.dtype))
-        elif form != "CD":
-            weight = mla.kv_b.value(p.latent.dtype)
-            weights = (weight.reshape(weight.shape[0], config.num_attention_heads, -1),)
+        kernel = partial(self.kernels.native.attention, form.kernels["native"], scale=config.softmax_scale)
+        weight = rearrange(mla.kv_b.value(p.latent.dtype), "m (h w) -> m h w", h=config.num_attention_heads)
 
-        def local(q, q_rope, weights, cache, layer, positions, length, tables, filled, chosen):
-            weight, start = weights[0] if weights else None, positions[0, :, 0]
-            words = None if chosen is None else chosen[0]
-            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words, **settings)
+        def local(q, q_rope, weight, cache, layer, positions, length, tables, filled, chosen):
+            start, words = positions[0, :, 0], None if chosen is None else chosen[0]
+            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words)
             return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
-        query = P(batch, None, None, heads)
-        kept = P(None, batch, None, heads) if self.layout == "decompressed" else P(None, batch)
-        specs = (query, query, (P(None, heads),) * len(weights), dict.fromkeys(cache, kept), P())
-        out = self._shard_map(local, (*specs, P(batch), P(batch), P(batch), P(batch), P(batch)), query)(
-            q, p.q_rope, weights, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
+        query, by_row = P(batch, None, None, heads), P(batch)
+        specs = (query, query, P(None, heads), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 5)
+        return self._shard_map(local, specs, query)(
+            p.q_nope, p.q_rope, weight, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
         )
-        if form != "AM_CC_ME":
-            return out
-        return self._over_heads(out, value_of(mla.value_output).astype(out.dtype))
 
-    def _by_heads(self, x: Float[Array, "B R C Q"], weight: Float[Array, "Q H M"]) -> Float[Array, "B R C H M"]:
-        """``x`` times each head's matrix, natively."""
-
-        def local(x, weight):
-            rows, (_, H, M) = x.reshape(-1, x.shape[-1]), weight.shape
-            out = self.kernels.native.dense(weight.reshape(1, -1, H * M), None, jnp.int32(0), rows)
-            return out.reshape(*x.shape[:-1], H, M)
-
-        batch, heads = self.batch, self.heads
-        return self._shard_map(local, (P(batch), P(None, heads)), P(batch, None, None, heads))(x, weight)
-
-    def _over_heads(self, x: Float[Array, "B R C H M"], weight: Float[Array, "H M D"]) -> Float[Array, "B R C D"]:
-        """The sum over heads of ``x`` times each head's matrix, natively, in an order that no mesh changes (``sharding.sums``)."""
-        shares = self.rules.ways(self.mesh, "heads")
-        depth = x.shape[3] * x.shape[4]
-
-        def local(x, weight):
-            (H, M, D), pieces = weight.shape, pieces_here(depth, shares)
-            out = self.kernels.native.dense(
-                weight.reshape(1, H * M, D), None, jnp.int32(0), x.reshape(-1, H * M), pieces=pieces
-            )
-            return tree_sum(out, heads, shares).reshape(*x.shape[:3], D)
-
-        batch, heads = self.batch, self.heads
-        return self._shard_map(local, (P(batch, None, None, heads), P(heads)), P(batch))(x, weight)
-
-    def _pallas(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, index):
+    def _pallas(self, mla: MLA, cache: Cache, layer, index, rows: Rows, p: Projections):
         """``attend`` by the Pallas kernels: in latent space, whatever the form, so that keys and values are never expanded."""
+        if index is not None and mla.kv_b.weight[...].ndim < len(mla.kv_b.weight.info.shape):
+            index = None  # a scan has sliced it
         config, batch, heads, dtype = self.config, self.batch, self.heads, p.latent.dtype
         own, stored = self.kernels.pallas, mla.kv_b.weight.info.dtype
         interpret, fixed = own.interpret, own.fixed
         q, weights, up_value = p.q_nope, {}, None
-        if form == "AM_CC_ME":
-            q = jnp.einsum("brcq,qhm->brchm", p.q_latent, value_of(mla.query_key).astype(dtype))
-        elif fixed and own.platform == "tpu":
+        if fixed and own.platform == "tpu":
             up_key, up_value = mla.key_value_weight(dtype)
             weights = {"keys": jnp.transpose(up_key, (1, 2, 0)), "values": jnp.swapaxes(up_value, 0, 1)}
         elif index is None and not fixed:
@@ -288,51 +308,22 @@ class PagedAttention:
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, by_row = P(batch, None, None, heads), P(batch)
         by_columns = {name: P(heads) if name in ("keys", "values") else P(None, None, heads) for name in weights}
-        specs = (
-            query,
-            query,
-            by_columns,
-            P(),
-            {name: P(None, batch) for name in cache},
-            P(),
-            by_row,
-            by_row,
-            by_row,
-            by_row,
-        )
+        specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 4)
         out = self._shard_map(local, specs, query)(
             q, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled
         )
-        if form == "AM_CC_ME":
-            return jnp.einsum("brchm,hmd->brcd", out, value_of(mla.value_output).astype(dtype))
         return out if weights else jnp.einsum("brchm,mhu->brchu", out, up_value)
 
-    def _cached_values(self, mla: MLA, p: Projections) -> Cache:
-        if self.layout == "split":
-            return {"latent": p.latent, "rope": p.k_rope}
-        if self.layout == "joined":
-            return {"joined": jnp.concatenate([p.latent, p.k_rope], axis=-1)}
-        weights = mla.key_value_weight(p.latent.dtype)
-        if self.kernels.name("decode attention") == "native" and p.latent.dtype == jnp.float32:
-            k_nope, values = (self._by_heads(p.latent[:, None], weight)[:, 0] for weight in weights)
-            return {"key": with_rotary(k_nope, p.k_rope), "value": values}
-        keys, values = expand(p.latent, p.k_rope, *weights)
-        return {"key": keys, "value": values}
-
     def _over_context(
-        self, kernel, queries, weights, cache: Cache, layer, rows: Rows, heads_first: bool = False, chosen=None
+        self, form: Form, prepared: Prepared, cache: Cache, layer, rows: Rows, chosen=None
     ) -> Float[Array, "B R C H W"]:
-        """Run ``kernel`` on each rank over its rows' context, block by block. ``heads_first``: its scores are ``[R, H, C, S]``.
-
-        chosen: as of ``attend``, where heads come first.
-        """
-        batch, heads = self.batch, self.heads
-        G = next(iter(cache.values())).shape[2]
-        _, R, C = rows.positions.shape
-        pages = rows.tables.shape[-1]
+        """A form's ``score`` and ``weigh`` on each rank over its rows' context, block by block. chosen: as of ``attend``."""
+        queries, weights, heads_first = list(prepared.queries), list(prepared.weights), form.heads_first
+        batch, heads, (_, R, C) = self.batch, self.heads, rows.positions.shape
+        G, pages = next(iter(cache.values())).shape[2], rows.tables.shape[-1]
         block_pages = max(1, min(pages, self.block(R, C) // G))
         num_blocks = -(-pages // block_pages)
-        arrays = self.arrays
+        arrays, widths = self.arrays, {"latent": self.config.kv_lora_rank, "rope": self.config.qk_rope_head_dim}
 
         def local(queries, weights, cache, layer, positions, tables, filled, chosen):
             # Pages past a row's table are page 0: no query sees their positions.
@@ -348,64 +339,43 @@ class PagedAttention:
                 }
                 if "scale" in entries:
                     entries["latent"] = fp8.dequantise(entries["latent"], entries.pop("scale"))
+                if self._lanes > 1:
+                    entries = {name: array[..., : widths[name]] for name, array in entries.items()}
                 return {name: array.astype(queries[0].dtype) for name, array in entries.items()}
 
             def fetch_filled(index):
                 return paging.read_filled(filled, pages_of(index))
 
-            score, weigh = kernel([q[0] for q in queries], weights)
+            own = [q[0] for q in queries]
+
+            def score(context):
+                return form.score(own, weights, context) * self.config.softmax_scale
+
+            def weigh(probs, context):
+                return form.weigh(probs.astype(own[0].dtype), weights, context)
+
             if chosen is not None:
                 fetch, score = _masked(fetch, score, chosen[0], block_pages * G)
             at = positions[0][:, None] if heads_first else positions[0][..., None]
-            out = attend_in_blocks(
-                at,
-                fetch,
-                score,
-                weigh,
-                num_blocks=num_blocks,
-                block=block_pages * G,
-                filled=None if filled is None else fetch_filled,
-            )
+            sizes = {"num_blocks": num_blocks, "block": block_pages * G}
+            out = attend_in_blocks(at, fetch, score, weigh, filled=None if filled is None else fetch_filled, **sizes)
             out = jnp.swapaxes(out, 1, 2) if heads_first else out
             return out[None].astype(queries[0].dtype)
 
-        cache_heads = heads if self.layout == "decompressed" else None
+        by_head, kept = P(batch, None, None, heads), P(None, batch, None, heads if "key" in cache else None)
         specs = (
-            [P(batch, None, None, heads)] * len(queries),
+            [by_head] * len(queries),
             [P(None, heads)] * len(weights),
-            {name: P(None, batch, None, cache_heads) for name in cache},
+            dict.fromkeys(cache, kept),
             P(),
-            P(batch),
-            P(batch),
-            P(batch),
-            P(batch),
+            *[P(batch)] * 4,
         )
-        return self._shard_map(local, specs, P(batch, None, None, heads))(
-            list(queries), list(weights), cache, layer, rows.positions, rows.tables, rows.filled, chosen
+        return self._shard_map(local, specs, by_head)(
+            queries, weights, cache, layer, rows.positions, rows.tables, rows.filled, chosen
         )
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
         return on_ranks(function, self.mesh, in_specs, out_specs)
-
-
-def widen(values: Float[Array, "*n W"], width: int) -> Float[Array, "*n V"]:
-    """Zeros behind the values of each entry, up to ``width``."""
-    return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, width - values.shape[-1])])
-
-
-def _product(equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-def _shared_scores(context: Float[Array, "R S W"], q: Float[Array, "R C H W"]) -> Float[Array, "R C H S"]:
-    """Scores of all heads against the one latent they share.
-
-    ``queries × contextᵀ`` makes XLA's CPU backend transpose the context, which pays for many queries; for one query a row it
-    is the other way round (256 rows of 128 positions: 1.5 against 2.0 ms).
-    """
-    if q.shape[1] == 1:
-        return jnp.transpose(_product("rsw,rchw->rsch", context, q), (0, 2, 3, 1))
-    return _product("rchw,rsw->rchs", q, context)
 
 
 def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], block: int) -> tuple[Callable, Callable]:
@@ -415,66 +385,3 @@ def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], bl
         return fetch(index) | {"chosen": unpack(chosen, index * block, block)}
 
     return fetch_masked, lambda c: jnp.where(c["chosen"][:, None], score(c), -jnp.inf)
-
-
-# Each form's arithmetic: from queries and weights the functions ``score`` and ``weigh`` of ``attend_in_blocks``. Forms with
-# keys of each head keep the heads before the queries, so that a head's product is one matrix product in place.
-
-
-def _decompressed(scale: float):
-    def kernel(queries, weights):
-        (q,) = queries
-        return (
-            lambda c: _product("rchw,rshw->rhcs", q, c["key"]) * scale,
-            lambda probs, c: _product("rhcs,rshu->rhcu", probs.astype(q.dtype), c["value"]),
-        )
-
-    return kernel
-
-
-def _expanded(scale: float):
-    def kernel(queries, weights):
-        (q,), (up_key, up_value) = queries, weights
-        M = up_key.shape[0]
-
-        def parts(c):
-            return (c["joined"][..., :M], c["joined"][..., M:]) if "joined" in c else (c["latent"], c["rope"])
-
-        def score(c):
-            latent, k_rope = parts(c)
-            k_nope = jnp.einsum("rsm,mhn->rhsn", latent, up_key)
-            shared = jnp.broadcast_to(k_rope[:, None], (*k_nope.shape[:-1], k_rope.shape[-1]))
-            return _product("rchw,rhsw->rhcs", q, jnp.concatenate([k_nope, shared], axis=-1)) * scale
-
-        def weigh(probs, c):
-            values = jnp.einsum("rsm,mhu->rhsu", parts(c)[0], up_value)
-            return _product("rhcs,rhsu->rhcu", probs.astype(q.dtype), values)
-
-        return score, weigh
-
-    return kernel
-
-
-def _joined(scale: float, latent_width: int):
-    def kernel(queries, weights):
-        (q,) = queries
-
-        def weigh(probs, c):
-            # All of the row, and then the latent's part: a slice of the context would be copied first.
-            return _product("rchs,rsw->rchw", probs.astype(q.dtype), c["joined"])[..., :latent_width]
-
-        return lambda c: _shared_scores(c["joined"], q) * scale, weigh
-
-    return kernel
-
-
-def _apart(scale: float):
-    def kernel(queries, weights):
-        q_latent, q_rope = queries
-
-        def score(c):
-            return (_shared_scores(c["latent"], q_latent) + _shared_scores(c["rope"], q_rope)) * scale
-
-        return score, lambda probs, c: _product("rchs,rsm->rchm", probs.astype(q_rope.dtype), c["latent"])
-
-    return kernel

@@ -1,4 +1,4 @@
-"""Parameters that are derived from a checkpoint's: the products of the MLA form ``AM_CC_ME``."""
+"""Parameters that are derived from a checkpoint's: the products of a materialised MLA form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsjax.model.transformer import MLA
 
 
 def materialise(step: ModelStep, params: Mapping[str, Array]) -> dict[str, Array]:
-    """Add to ``params`` the products that the MLA form ``AM_CC_ME`` multiplies with, where the step's table has them."""
+    """Add to ``params`` the products that a materialised MLA form multiplies with, where the step's table has them."""
     derived = {path: info for path, info in step.table.infos.items() if info.init == "derived"}
     if not derived:
         return dict(params)

@@ -7,7 +7,7 @@ blocks of 128 (``MeshSpec.check_fits``), so that it quantises its part of the ac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +23,6 @@ from dsjax.kernels.pallas import activations, products, tpu_products
 from dsjax.kernels.pallas.heads import takes as takes_by_head
 from dsjax.kernels.pallas.norm import rms_norm
 from dsjax.kernels.table import Kernels
-from dsjax.model.forms import Form, Layout
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, Multiply, ParameterInfo, reinterpret, value_of
@@ -48,7 +47,6 @@ class MatricesInPlace:
     spec: MeshSpec
     mesh: Mesh
     rules: Rules
-    layout: Layout
     kernels: Kernels
     scheme: ActivationScheme
 
@@ -62,22 +60,17 @@ class MatricesInPlace:
         """Whether products and norms have one order for all rows: they are native, or Pallas's in sizes that are the same always."""
         return self.native or self.kernels.fixed
 
-    def names(self, forms: Sequence[Form]) -> frozenset[str]:
+    def names(self, attention: Collection[str]) -> frozenset[str]:
         """Names of the matrices that the scan over layers need not slice, because ``multiply``, or attention, reads them in the stack.
 
-        forms: MLA forms of the step's row groups.
+        attention: those of attention that may be among them.
         """
         if self.kernels.name("other products") == "plain":
             return frozenset()
+        names = {"gate_up", "down", *attention}
         if self.native:
-            return frozenset({"q_a", "kv_a", "gate_up", "down"} | (set() if "AM_CC_ME" in forms else {"q", "q_b", "o"}))
+            return frozenset(names)
         on_tpu = self.kernels.pallas.platform == "tpu"
-        names = {"q_a", "kv_a", "gate_up", "down"}
-        # With materialised products, parts of these are multiplied with, by head.
-        if "AM_CC_ME" not in forms:
-            names |= {"q", "q_b", "o"}
-        if self.layout != "decompressed" and not on_tpu:
-            names |= {"kv_b"}
         paths = [(path, path.split(".")[-2]) for path in self.infos if path.endswith(".weight")]
         if on_tpu:  # the routed experts' matrices, whose names are the same, have kernels of their own
             paths = [(path, name) for path, name in paths if ".experts." not in path]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from dsjax.model.attention import PagedAttention
+from dsjax.model.attention import AttentionFamily
 from dsjax.model.expert_dispatch import ExpertDispatch
 from dsjax.model.forms import Form
 from dsjax.model.in_place import MatricesInPlace
@@ -38,7 +38,7 @@ class LayerParts:
     forms: of prompts and of decodes. apart: whether routed experts are on devices of their own, so that tokens leave this mesh.
     """
 
-    attention: PagedAttention
+    attention: AttentionFamily
     forms: tuple[Form, Form]
     products: MatricesInPlace
     experts: ExpertDispatch
@@ -71,7 +71,7 @@ class LayerParts:
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
         mix, p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
-        return Projected(x, mix, p), self.attention.write(of.block.attn, cache, of.layer, of.tokens.slots, p)
+        return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens.slots, p)
 
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T D"]:
         """The rest of ``attend``."""
@@ -82,24 +82,21 @@ class LayerParts:
         of, tokens, normalise = of.here(), of.tokens, self.products.normalise
         read, mix = of.block.attn_residual.pre(x)
         normed = self.sharding.whole(normalise(of.block.attn_norm, read))
-        query_heads = any(group.shape.form != "AM_CC_ME" for group in tokens.groups) or self.products.native
-        options = {"query_heads": query_heads, "multiply": self.products.multiply(of.index), "normalise": normalise}
-        return mix, self._spread_heads(of.block.attn.project(normed, tokens.rotation, **options))
+        products = {"multiply": self.products.multiply(of.index), "normalise": normalise}
+        forms = [group.shape.form for group in tokens.groups]
+        return mix, self.attention.project(of.block.attn, normed, tokens.rotation, forms, **products)
 
     def heads(self, of: Layer, p: Projections, cache: Cache) -> list[Array]:
         """What attention gives of each row group, before its output projection."""
         of = of.here()
-        tokens, attention, mla = of.tokens, self.attention, of.block.attn
-        in_stack = mla.kv_b.weight[...].ndim == len(mla.kv_b.weight.info.shape)
-        by_head = of.index if in_stack else None
-        found, start = [], 0
+        tokens, found, start = of.tokens, [], 0
         for group in tokens.groups:
             B, R, C = group.tokens.shape
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
 
             def attend(form: Form, length: Int[Array, "B R"], group=group, part=part) -> Array:
                 rows = Rows(group.positions, group.tables, length, tokens.filled)
-                return attention.attend(mla, form, cache, of.layer, rows, part, by_head)
+                return self.attention.attend(of.block.attn, form, cache, of.layer, of.index, rows, part)
 
             found.append(self._attend_by_kind(group, attend))
             start += R * C
@@ -130,7 +127,7 @@ class LayerParts:
         """The output projection of what ``heads`` gave, added to the tokens."""
         of = of.here()
         index, tokens, by_data = of.index, of.tokens, self.by_data(of, x)
-        mla, multiply, outs = of.block.attn, self.products.multiply(index), []
+        multiply, outs = self.products.multiply(index), []
         for group, heads in zip(tokens.groups, found, strict=True):
             B, R, C = group.tokens.shape
             if by_data and len(tokens.groups) == 1:
@@ -138,22 +135,12 @@ class LayerParts:
                     heads.reshape(B, R * C, *heads.shape[3:]),
                     self.products.multiply(index, split_tokens=True, scatter=True),
                 )
-            out = mla.add_output_bias(heads) if group.shape.form == "AM_CC_ME" else mla.output(heads, multiply)
+            out = self.attention.output(of.block.attn, group.shape.form, heads, multiply)
             outs.append(out.reshape(B, R * C, -1))
         attended = jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
         attended = (self.sharding.split if by_data else self.sharding.whole)(attended)
         x = of.block.attn_residual.post(x, mix, attended)
         return self.sharding.split(x) if by_data else x
-
-    def _spread_heads(self, p: Projections) -> Projections:
-        """Projections with their heads spread over ``tp``, and what all heads share whole on each device."""
-        batch, heads = self.sharding.spec.batch_axes, self.products.rules.spec(("heads",))[0]
-        return Projections(
-            self.sharding.constrain(p.q_nope, batch, None, heads),
-            self.sharding.constrain(p.q_rope, batch, None, heads),
-            *(self.sharding.whole(a) for a in (p.q_latent, p.latent, p.k_rope)),
-            jax.tree.map(self.sharding.whole, p.index),
-        )
 
     def multiply_dense(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The tokens after a dense layer's MLP: what follows attention there in place of the other three parts."""

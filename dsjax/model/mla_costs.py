@@ -1,4 +1,4 @@
-"""What one MLA layer costs in each of its five forms: cache, floating-point operations, bytes moved.
+"""What one MLA layer costs in each of its forms: cache, floating-point operations, bytes moved.
 
 Plain arithmetic on `ModelConfig`, for the planner and the documentation. Letters as in `docs/glossary.md`: `R` rows of
 `C` query tokens each, `S` context positions of a row. A multiply-add is two operations; norms, rotation and softmax,
@@ -12,13 +12,14 @@ With sparse attention (docs/sparse-attention.md) a query's index scores cost 2 �
 16,512, of which the absorbed attention to one position costs 278,528), and it attends to at most `index_topk`.
 """
 
-import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsjax.config import ModelConfig
-from dsjax.model.forms import Form, cache_arrays
-from dsjax.model.parameter_counts import indexer_parameters
-from sharding import fp8
+from dsjax.model.cache_groups import BF16, cache_groups
+from dsjax.model.forms import Form, form_of
+from dsjax.model.parameter_counts import attention_matrices
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class MLACost:
     linear_flops: int
     """Projections of the query tokens, with absorbed or materialised products where the form has them."""
     expansion_flops: int
-    """`CC` only: latents of the whole context expanded to keys and values."""
+    """Latents of the whole context expanded to keys and values, where the form does."""
     attention_flops: int
     """Scores and weighted sums: proportional to the context."""
     weight_bytes: int
@@ -55,118 +56,64 @@ class MLACost:
         return self.weight_bytes + self.cache_read_bytes + self.cache_write_bytes + self.activation_bytes
 
 
-def cache_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
-    """Numbers that the cache of a form keeps for a token in a layer, on one device of a `tp`-wide replica.
-
-    `CD`: `H/tp · (N+O+U)`, its heads are divided. The others: `M + O`, which every device keeps whole, and the index key.
-    """
-    if form == "CD":
-        return config.num_attention_heads // tp * (config.qk_head_dim + config.v_head_dim)
-    return config.kv_lora_rank + config.qk_rope_head_dim + (config.index_head_dim or 0)
-
-
-def cache_bytes(config: ModelConfig, form: Form, itemsize: int = 2, tp: int = 1) -> int:
-    """Bytes that the cache of a form takes for a token in a layer, on one device; `itemsize` 2 is bf16.
-
-    1 is FP8 (`cache_arrays` has what it keeps): V3's entry takes 656 bytes then.
-    """
-    if itemsize == 1:
-        arrays = cache_arrays("split", config, fp8.E4M3).values()
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays)
-    return cache_values(config, form, tp) * itemsize
-
-
-def index_key_bytes(config: ModelConfig, itemsize: float = 2) -> int:
-    """Bytes of a token's index key in one layer; below 2 it is FP8 with a float32 scale (V3.2: 132). 0 without sparse attention."""
-    width = config.index_head_dim or 0
-    return fp8.row_bytes(width) if width and itemsize < 2 else round(width * itemsize)
-
-
-def weight_values(config: ModelConfig, form: Form, tp: int = 1) -> int:
+def weight_values(config: ModelConfig, form: str | Form, tp: int = 1) -> int:
     """Matrix elements that a form multiplies by in one layer, on one device (equal to half its linear operations).
 
-    Per head: `W^UQ, W^QR [Q, N+O]`, `W^UK [M, N]`, `W^UV [M, U]`, `W^O [U, D]`; in `AM_CC_ME` instead
-    `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and `W^UV·W^O [M, D]` (V3: 583 M instead of 172 M in all heads). For all heads,
-    and so on every device of the replica: `W^DQ [D, Q]`, `W^DKV, W^KR [D, M+O]`. Without query compression Q is D, and
-    there is no `W^DQ`. On every device also the indexer's `[Q, I·A]`, `[D, A]` and `[D, I]`.
+    Those of `attention_matrices`, and the indexer's `[D, I]`. Materialised, each head has `W^UQ·W^UK [Q, M]`, `W^QR [Q, O]` and
+    `W^UV·W^O [M, D]` in place of `[Q, N+O]`, `[M, N+U]` and `[U, D]` (V3: 583 M instead of 172 M in all heads).
     """
     heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
-    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    query = config.q_lora_rank or width
-    shared = width * (rank + rope) + (width * query if config.query_compressed else 0)
-    if config.index_topk is not None:
-        shared += indexer_parameters(config) - 2 * config.index_head_dim
-    if form == "AM_CC_ME":
-        return shared + heads * (query * rank + query * rope + rank * width)
-    return shared + heads * (query * (nope + rope) + rank * (nope + value) + value * width)
+    nope, value, query = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank or config.hidden_size
+    matrices, _ = attention_matrices(config, tp)
+    values = sum(rows * columns for rows, columns in matrices) + width * (config.index_n_heads or 0)
+    if form_of(form).materialised:
+        values += heads * (query * (rank - nope) + rank * (width - nope - value) - value * width)
+    return values
 
 
 def mla_cost(
     config: ModelConfig,
-    form: Form,
+    form: str | Form,
     *,
     rows: int,
     chunk: int,
     context: int,
     attended: float | None = None,
     weight_itemsize: int = 2,
-    cache_itemsize: int = 2,
+    cache_dtype: np.dtype = BF16,
     activation_itemsize: int = 2,
     tp: int = 1,
 ) -> MLACost:
     """Cost of one layer for `rows` × `chunk` query tokens, each row with `context` positions in its cache.
 
     `attended`: positions that a query sees, on average over the chunk; default `context`. For a whole prompt of `n`
-    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. Itemsizes
-    in bytes; FP8 weights are 1 (their scales add 1/4096).
+    tokens in one chunk pass `(n + 1) / 2`. `tp`: devices that share the heads; the figures are one device's. `cache_dtype`: as of
+    `cache_groups`. Itemsizes in bytes; FP8 weights are 1 (their scales add 1/4096).
     """
-    heads, rank, rope = config.num_attention_heads // tp, config.kv_lora_rank, config.qk_rope_head_dim
-    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    form, heads = form_of(form), config.num_attention_heads // tp
     tokens, positions = rows * chunk, rows * context
-    weights = weight_values(config, form, tp)
-    expanded_weights = heads * rank * (nope + value)
-    absorbed = form not in ("CD", "CC")
-
-    linear = 2 * tokens * weights
-    expansion = 0
-    if form == "CC":
-        # W^UK and W^UV act on the context, not on the query tokens.
-        linear -= 2 * tokens * expanded_weights
-        expansion = 2 * positions * expanded_weights
-    per_pair = (2 * rank + rope) if absorbed else (nope + rope + value)
+    weights, expanded = weight_values(config, form, tp), heads * form.expansion_values(config)
     seen = context if attended is None else attended
-    read, index = positions * cache_bytes(config, form, cache_itemsize, tp), 0
+    entry, *keys = (
+        group.device_page_bytes(tp) for group in cache_groups(config, (0,), cache_dtype, layout=form.layouts[0])
+    )
+    read, index = positions * (entry + sum(keys)), 0
     if config.index_topk is not None and context > config.index_topk:
         index = 2 * tokens * seen * config.index_n_heads * (config.index_head_dim + 1)
-        if absorbed:
-            keys = index_key_bytes(config, cache_itemsize)
-            read = positions * keys
-            read += tokens * config.index_topk * (cache_bytes(config, form, cache_itemsize, tp) - keys)
+        if not form.masks:
+            read = positions * sum(keys) + tokens * config.index_topk * entry
             seen = min(seen, config.index_topk)
-    pairs = tokens * seen
+    # Products hand these to one another: the layer's input and result, latents, and what heads make; keys and values that are expanded.
+    latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
+    handed = tokens * (config.hidden_size + latents + heads * form.head_values(config))
+    handed += positions * (expanded // config.kv_lora_rank)
     return MLACost(
-        linear_flops=linear,
-        expansion_flops=expansion,
-        attention_flops=round(2 * heads * per_pair * pairs),
+        linear_flops=2 * tokens * (weights - expanded),
+        expansion_flops=2 * positions * expanded,
+        attention_flops=round(2 * heads * form.pair_values(config) * tokens * seen),
         weight_bytes=weights * weight_itemsize,
         cache_read_bytes=read,
-        cache_write_bytes=tokens * cache_bytes(config, form, cache_itemsize, tp),
-        activation_bytes=activation_itemsize * _activations(config, form, tokens, positions, heads),
+        cache_write_bytes=tokens * (entry + sum(keys)),
+        activation_bytes=activation_itemsize * 2 * handed,
         index_flops=round(index),
     )
-
-
-def _activations(config: ModelConfig, form: Form, tokens: int, positions: int, heads: int) -> int:
-    """Elements that the products hand to one another, each written and read; input read, output written."""
-    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-    nope, value = config.qk_nope_head_dim, config.v_head_dim
-    latents = rank + rope + (config.q_lora_rank or 0)
-    per_head = {
-        "CD": nope + rope + value,
-        "CC": nope + rope + value,
-        "A_CC": nope + rope + value + 2 * rank,
-        "A_CC_ME": nope + rope + value + 2 * rank,
-        "AM_CC_ME": rope + 2 * rank,
-    }[form]
-    expanded = positions * heads * (nope + value) if form == "CC" else 0
-    return 2 * tokens * (config.hidden_size + latents + heads * per_head) + 2 * expanded

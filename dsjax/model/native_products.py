@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsjax.kernels.native_calls import NativeKernels
+from dsjax.model.forms import FORMS
 from dsjax.model.in_place import SHARED_DEPTHS
 from dsjax.model.norm import LayerNorm, RMSNorm
 from dsjax.model.parameters import Matrix, value_of
@@ -69,30 +70,16 @@ class NativeProducts:
     def attend(self, mla: MLA, p: Projections) -> tuple[Float[Array, "B S H U"], None]:
         """Causal attention of sequences to themselves: each is a row of the kernel, and lies on one page of a cache of its own."""
         config, (B, S) = mla.config, p.latent.shape[:2]
-        settings = {
-            "scale": config.softmax_scale,
-            "value_width": config.v_head_dim,
-            "latent_width": config.kv_lora_rank,
-        }
-        expands, is_sparse = self.form == "CC", p.index is not None and config.index_topk < S
+        form, is_sparse = FORMS[self.form], p.index is not None and config.index_topk < S
 
         def native(q_nope, q_rope, latent, k_rope, weight, index):
             layer, tables = jnp.int32(0), jnp.arange(B)[:, None]
             where = layer, jnp.zeros(B, jnp.int32), jnp.full(B, S), tables, None
-            kernel = self.kernels.expanded_attention if expands else self.kernels.absorbed_attention
             if is_sparse:
                 positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-                at, count, words = self.kernels.index_choice(
-                    index.query,
-                    index.weight,
-                    {"index": index.key[None]},
-                    layer,
-                    positions,
-                    tables,
-                    None,
-                    config.index_topk,
-                )
-                if expands:
+                keys = {"index": index.key[None]}, layer, positions, tables, None, config.index_topk
+                at, count, words = self.kernels.index_choice(index.query, index.weight, *keys)
+                if form.masks:
                     where = *where, words
                 else:  # each query is a row, whose page has what it chose, in the order of positions
                     q_nope, q_rope = (q.reshape(B * S, 1, *q.shape[2:]) for q in (q_nope, q_rope))
@@ -102,7 +89,8 @@ class NativeProducts:
                     )
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
-            out = kernel(q_nope, q_rope, weight, cache, *where, **settings)
+            name, scale = form.kernels["native"], config.softmax_scale
+            out = self.kernels.attention(name, q_nope, q_rope, weight, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):

@@ -28,7 +28,7 @@ def parameter_table(
     """The model's structure and its parameters, holding no memory.
 
     weights: how matrices are kept; platform: where (see ``parameters.storage_dtype``); num_physical: physical experts,
-    default the logical ones; materialise: with the products that the MLA form ``AM_CC_ME`` wants, which are derived
+    default the logical ones; materialise: with the products of a materialised MLA form, which are derived
     from the others and in no checkpoint (``init == "derived"``); mtp: with the MTP modules, where the model has any. shared_apart:
     False where the shared expert is one of the physical experts, and has no parameters beside them. derived_dtype: as of ``Declaration``.
     begins, ends: as of ``Transformer``.

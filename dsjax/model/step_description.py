@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from dsjax.config import ModelConfig
-from dsjax.kernels.table import Kernels
-from dsjax.model.attention import PagedAttention
+from dsjax.kernels.table import OPERATIONS, Kernels
+from dsjax.model.attention import AttentionFamily, PagedMLA
+from dsjax.model.cache_groups import CacheGroup
 from dsjax.model.expert_dispatch import ExpertDispatch, ExpertsApart
-from dsjax.model.forms import Form, common_layout
+from dsjax.model.forms import FORMS, Form, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_parts import LayerParts
@@ -26,6 +27,7 @@ from dsjax.model.parameters import ParameterTable, describe
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, RowGroup, flatten
 from dsjax.model.sparse import IndexScores
+from dsjax.model.sparse.attend import Chosen
 from dsjax.model.stage import Stage
 from dsjax.model.token_sharding import TokenSharding
 from dsjax.model.transformer import DecoderLayer
@@ -50,8 +52,8 @@ class StepDescription:
     dispatch: DispatchConfig
     dtype: jnp.dtype
     cache_dtype: jnp.dtype
-    prefill_form: Form = "CC"
-    decode_form: Form = "A_CC_ME"
+    prefill_form: Form = FORMS["CC"]
+    decode_form: Form = FORMS["A_CC_ME"]
     page_size: int = 16
     block_tokens: int | None = None
     kernels: Kernels = Kernels()
@@ -91,34 +93,31 @@ class StepDescription:
     def is_exact(self) -> bool:
         """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk.
 
-        True where all products are native: each sum has one order then (``docs/exactness.md``).
+        True where all products are native: each sum has one order then (``docs/exactness.md``). Forms that have no native kernel are not.
         """
-        parts = set(self.kernels.names(self.prefill_form, self.decode_form).values())
-        return parts == {"native"}
+        return set(self.implementations.values()) == {"native"}
 
     @property
     def forms_by_kind(self) -> bool:
         """Whether a token's MLA form depends on whether it is prompt or answer, and not on the row group that computes it.
 
-        True where sums are exact and the two forms differ. ``AM_CC_ME`` is left out, since it gives no values by head.
+        True where sums are exact and the two forms differ.
         """
-        forms = {self.prefill_form, self.decode_form}
-        return self.is_exact and len(forms) == 2 and "AM_CC_ME" not in forms
+        return self.is_exact and self.prefill_form != self.decode_form
 
     @property
-    def attention(self) -> PagedAttention:
+    def implementations(self) -> dict[str, str]:
+        """Operation → what computes it: ``plain``, ``native`` or ``pallas``."""
+        forms, backend = (self.decode_form, self.prefill_form), self.attention.backend
+        attention = dict(zip(("decode attention", "prefill attention"), map(backend, forms), strict=True))
+        return {operation: self.kernels.name(operation) for operation in OPERATIONS} | attention
+
+    @property
+    def attention(self) -> AttentionFamily:
         """Attention against this step's cache."""
         layout = common_layout(self.prefill_form, self.decode_form)
-        return PagedAttention(
-            self.mesh,
-            self.rules,
-            self.config,
-            layout,
-            self.cache_dtype,
-            self.block_tokens,
-            self.kernels,
-            self.index_scores,
-        )
+        where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
+        return PagedMLA(*where) if self.config.index_topk is None else Chosen(*where, self.index_scores)
 
     @property
     def sharding(self) -> TokenSharding:
@@ -128,16 +127,8 @@ class StepDescription:
     @property
     def in_place(self) -> MatricesInPlace:
         """The products with a layer's matrices."""
-        return MatricesInPlace(
-            self.config,
-            self.table.infos,
-            self.spec,
-            self.mesh,
-            self.rules,
-            self.attention.layout,
-            self.kernels,
-            self.scheme,
-        )
+        where = self.table.infos, self.spec, self.mesh, self.rules
+        return MatricesInPlace(self.config, *where, self.kernels, self.scheme)
 
     @property
     def experts(self) -> ExpertDispatch:
@@ -166,6 +157,11 @@ class StepDescription:
     def cache_layers(self) -> int:
         """Layers of the cache: the model's, and behind them the MTP module's where the step has one."""
         return self.config.num_hidden_layers + self.has_module
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """What the cache keeps of its layers."""
+        return self.attention.groups(range(self.cache_layers), self.page_size)
 
     @property
     def moe_layers_with_module(self) -> int:
@@ -213,7 +209,8 @@ class StepDescription:
         # Experts are not sliced by the scan: the product reads single experts out of the whole stack. A scan would
         # first copy a layer's experts on CPU, all of them, for the few that have tokens.
         # GPUs multiply with the other matrices in place as well, where a kernel can.
-        in_place = self.in_place.names([] if tokens is None else [group.shape.form for group in tokens.groups])
+        forms = [] if tokens is None else [group.shape.form for group in tokens.groups]
+        in_place = self.in_place.names(self.attention.in_stack(forms))
         return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:

@@ -68,7 +68,7 @@ class Projections:
 
 
 class MLA(nnx.Module):
-    """Multi-head latent attention. ``attention.py`` attends over a paged cache, in five forms."""
+    """Multi-head latent attention. ``attention.py`` attends over a paged cache, in the forms of ``forms.py``."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         self.config = config
@@ -147,6 +147,10 @@ class MLA(nnx.Module):
         weight = rearrange(self.kv_b.value(dtype), "m (h n) -> m h n", h=self.config.num_attention_heads)
         N = self.config.qk_nope_head_dim
         return weight[..., :N], weight[..., N:]
+
+    def materialised(self, dtype: jnp.dtype) -> tuple[Float[Array, "Q H M"], Float[Array, "H M D"]]:
+        """``W^UQ·W^UK`` and ``W^UV·W^O`` by head, where they were declared."""
+        return value_of(self.query_key).astype(dtype), value_of(self.value_output).astype(dtype)
 
     def output(self, heads: Float[Array, "*b H U"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
         """``W^O`` applied to the heads' values."""

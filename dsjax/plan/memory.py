@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
-from dsjax.model.mla_costs import index_key_bytes
 from dsjax.model.parameter_counts import attention_matrices, parameter_counts, router_bias_parameters
 from dsjax.model.stage import stages_of
 from dsjax.plan.compiled import DryRun
@@ -85,8 +84,7 @@ def _mlp(width: int, hidden: int, itemsize: float) -> int:
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
     """Bytes of one token in all layers of the latent cache, on each device of its replica; the MTP module's layer has its own."""
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    latent = (config.kv_lora_rank + config.qk_rope_head_dim) * precision.cache
-    return round(layers * (latent + index_key_bytes(config, precision.cache)))
+    return sum(group.page_bytes for group in precision.cache_groups(config, range(layers)))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.config.quantization import QuantizationConfig
 from dsjax.errors import UserError
 from dsjax.fp4.formats import MXFP4, NVFP4
 from dsjax.hardware import Hardware
+from dsjax.model import cache_groups
+from dsjax.model.cache_groups import CacheGroup
+from sharding import fp8
 
 FP8_BLOCK = 1 + 4 / (128 * 128)
 """Bytes of an FP8 weight with its share of the block's float32 scale."""
@@ -50,6 +55,12 @@ class Precision:
     def mlp(self) -> float:
         """Bytes of a dense-MLP or shared-expert weight."""
         return self.expert if self.mlp_bytes is None else self.mlp_bytes
+
+    def cache_groups(self, config: ModelConfig, layers: Iterable[int]) -> tuple[CacheGroup, ...]:
+        """What a cache of this precision keeps of a token, on pages of one entry. One byte a value is FP8 with one scale for all."""
+        dtypes = {FP8_CACHE: fp8.E4M3, 1.0: np.uint8, BF16: cache_groups.BF16, 4.0: np.float32}
+        fp8_index = self.cache < BF16
+        return cache_groups.cache_groups(config, layers, np.dtype(dtypes[self.cache]), fp8_index=fp8_index)
 
     @property
     def blocks(self) -> dict[str, int | None]:

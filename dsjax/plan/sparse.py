@@ -6,7 +6,6 @@ Published are the rates of the attention kernels only; those of scores and choic
 from __future__ import annotations
 
 from dsjax.config import ModelConfig
-from dsjax.model.mla_costs import index_key_bytes
 from dsjax.plan.chip import Chip
 from dsjax.plan.figure import assumed, assumption
 from dsjax.plan.operations import FLASH_MLA_FLOPS, as_filed
@@ -37,7 +36,8 @@ def sparse_attention(
     fp8 = chip.precision.cache < BF16
     peak = chip.hardware.fp8_flops if fp8 else chip.hardware.bf16_flops
     flops = 2.0 * tokens * context * config.index_n_heads * (config.index_head_dim + 1)
-    keys = chip.stream((read if prompt is None else read + tokens) * index_key_bytes(config, chip.precision.cache))
+    _, key = chip.precision.cache_groups(config, (0,))
+    keys = chip.stream((read if prompt is None else read + tokens) * key.page_bytes)
     scores = max(flops / (assumption("index scores, share of peak") * peak), keys)
     choice = scores + chip.stream(4.0 * SCORE_PASSES * tokens * context)
     latent, rank = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank

@@ -10,7 +10,7 @@ from goldens.random_weights import RandomWeights
 
 from dsjax import LLM
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
-from dsjax.cli.exact import FORMS
+from dsjax.cli.exact import PAIRS
 from dsjax.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def served_logits(directory: Path, name: str, tokens: np.ndarray, dtype: str, **
         llm.shutdown()
 
 
-IN_FORMS = [{"mla_prefill": prefill, "mla_decode": decode} for prefill, decode in FORMS]
+IN_FORMS = [{"mla_prefill": prefill, "mla_decode": decode} for prefill, decode in PAIRS]
 
 
 @pytest.mark.parametrize(

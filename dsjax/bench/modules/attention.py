@@ -13,9 +13,8 @@ import numpy as np
 from dsjax.bench.modules.run import ModuleCase, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
-from dsjax.model.attention import PagedAttention
-from dsjax.model.forms import Form, common_layout
-from dsjax.model.mla_costs import cache_bytes, mla_cost
+from dsjax.model.attention import AttentionFamily
+from dsjax.model.forms import Form
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.rope import Rotation
@@ -36,11 +35,9 @@ class AttentionShape:
     cached: int
 
     @cached_property
-    def attention(self) -> PagedAttention:
+    def attention(self) -> AttentionFamily:
         """The step's, with the cache in the layout that the form reads."""
-        step, layout = self.setting.step, common_layout(self.form, self.form)
-        at = (step.mesh, step.rules, self.setting.config, layout, step.cache_dtype, step.block_tokens, step.kernels)
-        return PagedAttention(*at)
+        return replace(self.setting.step.attention, config=self.setting.config, layout=self.form.layouts[0])
 
     @property
     def context(self) -> int:
@@ -53,9 +50,9 @@ class AttentionShape:
         return -(-self.context // self.setting.step.page_size)
 
     @cached_property
-    def token_bytes(self) -> float:
+    def token_bytes(self) -> int:
         """Bytes of a token in one layer's cache."""
-        return cache_bytes(self.setting.config, self.form, jnp.dtype(self.setting.step.cache_dtype).itemsize)
+        return sum(group.page_bytes for group in self.attention.groups((0,)))
 
     @property
     def layers(self) -> int:
@@ -66,10 +63,8 @@ class AttentionShape:
     def cost(self) -> tuple[float, float]:
         """Operations of a layer, and the bytes that it moves beside its weights."""
         shape = {"rows": self.rows, "chunk": self.chunk, "context": self.context}
-        itemsize = {"cache_itemsize": jnp.dtype(self.setting.step.cache_dtype).itemsize}
-        itemsize |= {"activation_itemsize": self.setting.dtype.itemsize}
-        attended = self.cached + (self.chunk + 1) / 2
-        cost = mla_cost(self.setting.config, self.form, **shape, **itemsize, attended=attended)
+        attended, itemsize = self.cached + (self.chunk + 1) / 2, self.setting.dtype.itemsize
+        cost = self.attention.cost(self.form, **shape, activation_itemsize=itemsize, attended=attended)
         return cost.flops, cost.cache_read_bytes + cost.cache_write_bytes + cost.activation_bytes
 
     def arrays(self) -> dict[str, jax.Array]:
@@ -98,21 +93,21 @@ class AttentionShape:
 
     def attend(self, mla: MLA, x: jax.Array, arrays: Mapping[str, jax.Array], cache: Cache, layer):
         """Compute all of attention in a layer of the step: projections, cache write, attending, output; gives `(out, cache)`."""
-        config, multiply, materialised = self.setting.config, self.setting.multiply, self.form == "AM_CC_ME"
+        config, multiply, attention, form = self.setting.config, self.setting.multiply, self.attention, self.form
         rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
-        p = mla.project(x, rotation, query_heads=not materialised, multiply=multiply)
-        cache = self.attention.write(mla, cache, layer, arrays["slots"], p)
+        p = attention.project(mla, x, rotation, [form], multiply=multiply)
+        cache = attention.cache_entries(mla, cache, layer, arrays["slots"], p)
         part = jax.tree.map(lambda a: a.reshape(1, self.rows, self.chunk, *a.shape[2:]), p)
-        heads = self.attention.attend(mla, self.form, cache, layer, Rows(arrays["positions"], arrays["tables"]), part)
-        out = mla.add_output_bias(heads) if materialised else mla.output(heads, multiply)
-        return out.reshape(x.shape), cache
+        rows = Rows(arrays["positions"], arrays["tables"])
+        found = attention.attend(mla, form, cache, layer, None, rows, part)
+        return attention.output(mla, form, found, multiply).reshape(x.shape), cache
 
 
 def attention_cases(
     setting: Setting, form: Form, phase: str, shapes: list[tuple[int, int, int]]
 ) -> Iterator[ModuleCase]:
     """Shapes are (rows, tokens of each, positions already cached). phase: decode; verify: decode rows with drafts; or prefill."""
-    make = lambda declare: MLA(replace(declare, materialise=form == "AM_CC_ME"), setting.config)  # noqa: E731
+    make = lambda declare: MLA(replace(declare, materialise=form.materialised), setting.config)  # noqa: E731
     stack = LayerStack.of(setting, make, setting.config.num_hidden_layers)
     for rows, chunk, cached in shapes:
         shape = AttentionShape(setting, form, rows, chunk, cached)

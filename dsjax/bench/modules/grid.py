@@ -14,7 +14,7 @@ from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_c
 from dsjax.bench.modules.run import ModuleCase
 from dsjax.bench.modules.setting import Setting, free_memory
 from dsjax.config.weights import WEIGHT_FORMATS
-from dsjax.model.forms import reads
+from dsjax.model.forms import form_of
 from dsjax.model.parameter_counts import expert_parameters
 from sharding import MeshSpec
 
@@ -62,9 +62,7 @@ def _attention(setting: Setting, grid: ModuleGrid, rows: list[int], tokens: list
     decode = [(count, 1, context) for count in rows for context in contexts]
     verify = [(count, 1 + grid.drafts, context) for count in rows for context in contexts] if grid.drafts else []
     prefill = [(1, chunk, context) for chunk in chunks for context in sorted({0, *contexts})]
-    for form in grid.form_names:
-        if grid.forms is None and not reads(form, setting.step.cache_dtype, setting.config):
-            continue
+    for form in map(form_of, grid.form_names):
         # The step's own forms are timed for their own phase; the others for both.
         quick = grid.quick and {setting.step.decode_form: "decode", setting.step.prefill_form: "prefill"}.get(form)
         if quick != "prefill":

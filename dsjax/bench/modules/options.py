@@ -55,7 +55,7 @@ class ModuleGrid(Checked):
     tokens: str = option("1,8,64,512,4096", "tokens of a DP rank")
     contexts: str = option("128,1024,4096", "positions that are cached before")
     drafts: int = option(0, "time decode attention also with rows that verify so many drafts", least=0)
-    forms: str | None = option(None, "MLA forms, separated by commas; default: all that read such a cache")
+    forms: str | None = option(None, "MLA forms, separated by commas; default: those that have kernels")
     experts: int | None = option(
         None, "experts of the rank; default: all that fit a quarter of memory, else a 32nd", least=1
     )
@@ -114,12 +114,10 @@ class ModuleGrid(Checked):
 
     @property
     def form_names(self) -> list[str]:
-        """`--forms`, or all; with `--quick` the engine's own two."""
-        from dsjax.model.forms import FORMS
+        """`--forms`, or those that have kernels."""
+        from dsjax.model.forms import WITH_KERNELS
 
-        if self.forms is not None:
-            return self.forms.split(",")
-        return ["CC", "A_CC_ME"] if self.quick else list(FORMS)
+        return list(WITH_KERNELS) if self.forms is None else self.forms.split(",")
 
 
 @dataclass(frozen=True)

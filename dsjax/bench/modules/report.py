@@ -102,7 +102,7 @@ def to_json(
         "weights": setting.weights,
         "activation_scheme": str(step.scheme),
         "kv_cache_dtype": str(step.cache_dtype),
-        "kernels": step.kernels.names(step.prefill_form, step.decode_form),
+        "kernels": step.implementations,
         "page_size": step.page_size,
         "max_model_len": setting.max_model_len,
         "seed": setting.seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -19,9 +18,7 @@ HOST_CACHE_BYTES = 2 << 30
 
 def bytes_per_page(step: ModelStep) -> int:
     """Bytes of one page, all layers, on one device."""
-    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
-    entry = sum(math.prod(width) * dtype.itemsize for width, dtype in step.attention.arrays.values())
-    return entry // shards * step.page_size * step.cache_layers
+    return sum(group.device_page_bytes(step.spec.tp_size) for group in step.cache_groups)
 
 
 def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> int:
@@ -75,13 +72,14 @@ class Pool:
 
 
 def describe(step: ModelStep, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, page_size, …]``, pages spread over the
-    DP ranks."""
-    heads = step.spec.head_axes if step.attention.layout == "decompressed" else None
-    sharding = NamedSharding(step.mesh, P(None, step.spec.batch_axes, None, heads))
-    platform = step.mesh.devices.flat[0].platform
-    lead = (step.cache_layers, step.spec.dp_size * pages, step.page_size)
-    return {
-        name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
-        for name, (width, dtype) in step.attention.arrays.items()
-    }
+    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, entries, …]``, pages spread over the DP ranks."""
+    described, platform = {}, step.mesh.devices.flat[0].platform
+    for group in step.cache_groups:
+        lead = (len(group.layers), step.spec.dp_size * pages, group.entries)
+        spec = P(None, step.spec.batch_axes, None, step.spec.head_axes if group.by_head else None)
+        sharding = NamedSharding(step.mesh, spec)
+        described |= {
+            name: jax.ShapeDtypeStruct((*lead, *width), storage_dtype(dtype, platform), sharding=sharding)
+            for name, (width, dtype) in group.arrays.items()
+        }
+    return described

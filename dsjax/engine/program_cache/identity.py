@@ -36,8 +36,7 @@ _ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "plan", "dryrun"})
 _DSJAX = Path(__file__).parents[2]
 """The folder of the package. To import ``dsjax`` for it would be a circle."""
 _PACKAGES = ("jax", "jaxlib", "flax", "einops", "numpy", "ml_dtypes")
-_KNOWN = {"dsjax", "sharding", "builtins", *_PACKAGES, *sys.stdlib_module_names}
-"""Where code lies whose source, or version, is part of what programs depend on."""
+_DESCRIBED = {"dsjax", "sharding", *_PACKAGES}
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NO_MATTER = re.compile("cache|address|^jax_log|^jax_explain")
 """In the names of JAX's settings on which no program depends."""
@@ -64,6 +63,7 @@ def _describe(value: Any) -> Iterator[bytes]:
     """Name the kind of a value, and then its pieces; how many follow is always told before they do."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__}".encode()
+    _check_source(kind)
     if value is None or (isinstance(value, bool | int | float | complex | str) and not isinstance(value, enum.Enum)):
         yield repr(value).encode()
     elif isinstance(value, bytes):
@@ -126,9 +126,15 @@ def _name(value: Any) -> bytes:
     owner = getattr(value, "__self__", None)
     if "<" in name or getattr(value, "__closure__", None) or not (owner is None or isinstance(owner, types.ModuleType)):
         raise NotDescribed(f"{name} is not at the top of its module")
-    if value.__module__.partition(".")[0] not in _KNOWN:
-        raise NotDescribed(f"{name} may change while its name does not")
+    _check_source(value)
     return name.encode()
+
+
+def _check_source(defined: Any) -> None:
+    """Make sure that the source of a class or function is part of what programs depend on: a caller's own is not."""
+    root = (defined.__module__ or "builtins").partition(".")[0]
+    if root not in _DESCRIBED and root not in sys.stdlib_module_names:
+        raise NotDescribed(f"{defined.__module__}.{defined.__qualname__} is of a module whose source no digest has")
 
 
 def of_process(client: Any) -> str:

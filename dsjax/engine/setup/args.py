@@ -15,11 +15,12 @@ from dsjax.engine.setup.side_options import SideOptions, check_sides, check_size
 from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
+from dsjax.model.forms import FORMS
 from dsjax.options import flag_of, option
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 INDEX_SCORES = ("float", "hadamard", "fp8", "hadamard_fp8")
-MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
+MLA_FORMS = tuple(FORMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +116,12 @@ class BasicOptions:
     )
     dbo_prefill_token_threshold: int = option(512, "the same, of a step with prompts", least=1)
     mla_prefill: str | None = option(
-        None, "MLA form of prompts; default: CC, and with --batch-invariant that of decodes", choices=MLA_FORMS
+        None,
+        "MLA form of prompts; default: CC, and with --batch-invariant that of decodes",
+        choices=MLA_FORMS,
+        classes=True,
     )
-    mla_decode: str = option("A_CC_ME", "MLA form of decodes", choices=MLA_FORMS)
+    mla_decode: str = option("A_CC_ME", "MLA form of decodes", choices=MLA_FORMS, classes=True)
     index_scores: str = option(
         "float",
         "of models with sparse attention, what index queries and keys go through before they are multiplied: a Hadamard rotation, rounding "

@@ -28,8 +28,9 @@ from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
 from dsjax.messaging import Endpoint
+from dsjax.model.cache_groups import cache_groups
 from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
-from dsjax.model.forms import cache_arrays, common_layout
+from dsjax.model.forms import common_layout, form_of
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.parameter_table import parameter_table
@@ -83,7 +84,8 @@ def make_step(
     weights = weights_format(args, config, dtype, bf16_experts)
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     kept_in = cache_dtype(args, dtype)
-    cache_arrays(common_layout(args.mla_prefill, args.mla_decode), config, kept_in)  # that they go together
+    prefill_form, decode_form = map(form_of, (args.mla_prefill, args.mla_decode))
+    cache_groups(config, (), kept_in, layout=common_layout(prefill_form, decode_form))  # that they go together
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     expert_side = expert_spec(args)
@@ -127,7 +129,7 @@ def make_step(
         platform=platform,
         num_physical=placement.n_physical + fusion * spec.ep_size if config.is_moe else 0,
         shared_apart=not fusion,
-        materialise="AM_CC_ME" in (args.mla_prefill, args.mla_decode),
+        materialise=prefill_form.materialised or decode_form.materialised,
         derived_dtype=dtype,
         mtp=mtp,
         begins=begins,
@@ -143,8 +145,8 @@ def make_step(
         dispatch=_dispatch(args, config, mesh, placement),
         dtype=dtype,
         cache_dtype=kept_in,
-        prefill_form=args.mla_prefill,
-        decode_form=args.mla_decode,
+        prefill_form=prefill_form,
+        decode_form=decode_form,
         page_size=args.page_size,
         kernels=_kernels(args, config, spec, mesh.devices.flat[0], dtype, kept_in, weights, scheme),
         shared_experts_fusion=fusion,

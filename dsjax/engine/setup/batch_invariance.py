@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.errors import UserError
+from dsjax.model.forms import WITH_KERNELS
 from dsjax.model.parameters import Weights
 from dsjax.model.step import ModelStep
 
@@ -19,10 +20,10 @@ OPEN_SUMS = (
 
 def check_batch_invariant(step: ModelStep, platform: str, weights: Weights) -> None:
     """Refuse what would let a token's bits depend on the batch that it is computed in: two MLA forms, or sums left to the compiler."""
-    if {step.prefill_form, step.decode_form} not in ({"A_CC"}, {"A_CC_ME"}, {"AM_CC_ME"}, {"CC"}, {"CD"}):
+    if step.prefill_form != step.decode_form or not step.decode_form.kernels:
         raise UserError(
-            f"--batch-invariant computes prompts and decodes in one MLA form, and --mla-prefill is {step.prefill_form}, --mla-decode "
-            f"{step.decode_form}; leave --mla-prefill out, or give both CC, CD, A_CC, A_CC_ME or AM_CC_ME"
+            f"--batch-invariant computes prompts and decodes in one MLA form that has kernels, and --mla-prefill is {step.prefill_form}, "
+            f"--mla-decode {step.decode_form}; leave --mla-prefill out, or give both {' or '.join(WITH_KERNELS)}"
         )
     if step.is_exact:
         return
@@ -46,12 +47,9 @@ def _left_open(step: ModelStep, weights: Weights) -> Iterator[str]:
     """Why a step with Pallas kernels cannot have it."""
     if step.config.index_topk is not None:
         yield "the model has sparse attention, parts of which are XLA's"
-    if "AM_CC_ME" in (step.prefill_form, step.decode_form):
-        yield "form AM_CC_ME has products of heads that are XLA's; the others have not"
     if WEIGHT_FORMATS[weights].packed is not None:
         yield f"the experts' kernels for --weights {weights} take tiles that follow the rows"
     for operation in OPERATIONS:
-        form = {"decode attention": step.decode_form, "prefill attention": step.prefill_form}.get(operation)
         needed = operation != "experts" or step.config.is_moe
-        if needed and step.kernels.name(operation, form) != "pallas":
+        if needed and step.implementations[operation] != "pallas":
             yield step.kernels.note or f"{operation} is plain here"

@@ -242,7 +242,7 @@ class _Loader:
         if group is not None:
             if self.on_cpu and self.stages is None:
                 group.connect([device.id for device in self.step.mesh.devices.flat])
-            names = self.step.kernels.names(self.step.prefill_form, self.step.decode_form)
+            names = self.step.implementations
             group.agreement.alike("kernels", "kernels", names)
         self.held.counts = WeightBytes()
         params = read() if group is None else group.agreement.run("loading", read)
@@ -372,8 +372,8 @@ def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, 
     """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
     arithmetic = {}
     if args.batch_invariant:  # its last bits: what another engine computed is not to be found
-        names = step.kernels.names(step.prefill_form, step.decode_form)
-        arithmetic = {"batch_invariant": names, "form": step.decode_form}
+        names = step.implementations
+        arithmetic = {"batch_invariant": names, "form": step.decode_form.name}
     return _common_space(args, step, directory) | {
         "kv_dtype": str(jnp.dtype(step.cache_dtype)),
         **step.attention.form_of_pages,

@@ -170,8 +170,8 @@ def page_bytes(args: EngineArgs, step: ModelStep) -> int:
     """
     has_module = args.speculation is not None
     layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
-    shards = step.spec.tp_size if step.attention.layout == "decompressed" else 1
-    return device_cache.bytes_per_page(step) // step.cache_layers * layers * shards + step.page_size * has_module
+    groups = step.attention.groups(range(layers), step.page_size)
+    return sum(group.page_bytes for group in groups) + step.page_size * has_module
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:

@@ -1,5 +1,4 @@
-// Causal MLA attention of rows of queries over the paged cache, read in place: absorbed (decode), and expanded (prompts, and caches that hold
-// keys and values of each head).
+// Causal MLA attention of rows of queries over the paged cache, read in place: absorbed (decode), and expanded (prompts).
 #pragma once
 
 #include <algorithm>
@@ -15,25 +14,22 @@ constexpr long kItemQueries = 48;    // queries (tokens x heads) that share a bl
 constexpr long kSeenTogether = 12;   // of a prompt's queries: so many are multiplied at once, with the positions that the last of them sees
 
 // The cache of all layers, [layers, pages, G, *]: of each position a latent [M] and a rotary key [O]; both float32, both bfloat16, or
-// the latent e4m3 with a scale for each kScaled of its values ([ceil(M / kScaled)]) and the rotary key bfloat16. Or, `by_head`, keys
-// [H, N + O] in the place of latents and values [H, U] in that of rotary keys, for expanded attention alone.
+// the latent e4m3 with a scale for each kScaled of its values ([ceil(M / kScaled)]) and the rotary key bfloat16.
 struct Cache {
   const void* latent;
   const void* rope;
-  long latent_stride, rope_stride;  // elements from one position to the next
-  int bytes;                        // of a value of the latent
+  int bytes;  // of a value of the latent
   long layer, pages, G;
   const float* scale = nullptr;
-  bool by_head = false;
 };
 constexpr long kScaled = 128;
 
 // What both forms share. Letters as in docs/glossary.md: R rows, C queries of each, H heads, N and O the widths of a head's
 // query, U of its value, M of the latent.
 struct Attention {
-  const float* q_nope;   // [R, C, H, N]; without weights the query in latent space, [R, C, H, M]
+  const float* q_nope;   // [R, C, H, N]
   const float* q_rope;   // [R, C, H, O]
-  const float* weights;  // W^UK and W^UV by head, [M, H, N + U]; null: queries and results stay in latent space
+  const float* weights;  // W^UK and W^UV by head, [M, H, N + U]
   Cache cache;
   const int32_t* start;   // [R]: position of a row's first query
   const int32_t* length;  // [R]: its queries; the others are padding, and so is a row of 0
@@ -41,7 +37,7 @@ struct Attention {
   const uint8_t* filled;  // [pages, G]: 0 where a cache slot holds nothing, which only the query at that position sees; null: all do
   long R, C, H, N, O, U, M, Pr;
   float scale;
-  float* out;  // [R, C, H, U], or [R, C, H, M] without weights
+  float* out;  // [R, C, H, U]
   int threads;
   // [R, C, ceil(Pr G / 32)]: one bit for each position that a query attends to, in expanded attention; null: to all that it sees
   const uint32_t* chosen = nullptr;
@@ -62,30 +58,24 @@ struct Attention {
   // Positions that a row's first `count` queries see together; never more than its table holds.
   long context(long row, long count) const { return std::min<long>(start[row] + count, Pr * cache.G); }
 
-  // Numbers of a latent, or of a head's key, and of a rotary key, or of a head's value.
-  long latent_width() const { return cache.by_head ? N + O : M; }
-  long rope_width() const { return cache.by_head ? U : O; }
-
   // Pointers to latents and rotary keys of positions [first, first + count) of a row: into the cache where that is float32,
-  // else into `copy`, where they are widened to ([kBlock, M] and [kBlock, O]). Where the cache is by head, to the head's keys and values.
-  void find(long row, long first, long count, const float** latent, const float** rope, float* copy, long head = 0) const {
-    const long from_latent = cache.by_head ? head * (N + O) : 0, from_rope = cache.by_head ? head * U : 0;
+  // else into `copy`, where they are widened to ([kBlock, M] and [kBlock, O]).
+  void find(long row, long first, long count, const float** latent, const float** rope, float* copy) const {
     long page = first / cache.G, slot = first % cache.G;
     for (long i = 0; i < count; i++, slot++) {
       if (slot == cache.G) page++, slot = 0;
       const long at = (cache.layer * cache.pages + tables[row * Pr + page]) * cache.G + slot;
       if (cache.bytes == 4) {
-        latent[i] = static_cast<const float*>(cache.latent) + at * cache.latent_stride + from_latent;
-        rope[i] = static_cast<const float*>(cache.rope) + at * cache.rope_stride + from_rope;
-        fetch(latent[i], latent_width()), fetch(rope[i], rope_width());
+        latent[i] = static_cast<const float*>(cache.latent) + at * M;
+        rope[i] = static_cast<const float*>(cache.rope) + at * O;
+        fetch(latent[i], M), fetch(rope[i], O);
       } else {
-        float* own = copy + i * latent_width();
+        float* own = copy + i * M;
         if (cache.bytes == 1)
           latent[i] = dequantise(static_cast<const uint8_t*>(cache.latent) + at * M, cache.scale + at * ((M + kScaled - 1) / kScaled), own);
         else
-          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * cache.latent_stride + from_latent, own, latent_width());
-        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * cache.rope_stride + from_rope,
-                        copy + kBlock * latent_width() + i * rope_width(), rope_width());
+          latent[i] = widen(static_cast<const uint16_t*>(cache.latent) + at * M, own, M);
+        rope[i] = widen(static_cast<const uint16_t*>(cache.rope) + at * O, copy + kBlock * M + i * O, O);
       }
     }
   }
@@ -214,14 +204,13 @@ struct AbsorbedAttention : Attention {
   void run(char* scratch, const Schedule& schedule) const {
     const Layout at = layout(scratch);
     const int workers = work() < kLeastWork ? 1 : threads;
-    const long per_row = items_of_a_row(workers), width = weights ? U : M;
+    const long per_row = items_of_a_row(workers);
     for (long r = 0; r < R; r++) {
       // Padding is zero: whatever lay in memory could be no number, and spread.
-      const long from = queries(r) * H * width;
-      std::fill(out + r * C * H * width + from, out + (r + 1) * C * H * width, 0.0f);
+      std::fill(out + (r * C + queries(r)) * H * U, out + (r + 1) * C * H * U, 0.0f);
     }
     Phases::run(
-        3, [&](int phase) { return phase == 1 ? R * per_row : weights ? H : 0; },
+        3, [&](int phase) { return phase == 1 ? R * per_row : H; },
         [&](int phase, long item, int worker) {
           if (phase == 0) absorb_query(at, item, worker);
           if (phase == 1) attend(at, item / per_row, item % per_row, per_row, worker);
@@ -232,7 +221,7 @@ struct AbsorbedAttention : Attention {
 
  private:
   struct Layout {
-    float *q_latent, *heads;  // [R, C, H, M] each, with weights
+    float *q_latent, *heads;  // [R, C, H, M] each
     char* own;
     size_t own_bytes, total;
   };
@@ -248,7 +237,7 @@ struct AbsorbedAttention : Attention {
     long total = 0;
     for (long r = 0; r < R; r++) {
       const long count = queries(r);
-      total += count * H * (context(r, count) * (2 * M + O) + (weights ? M * (N + U) : 0));
+      total += count * H * (context(r, count) * (2 * M + O) + M * (N + U));
     }
     return total;
   }
@@ -266,7 +255,7 @@ struct AbsorbedAttention : Attention {
     o.scores = floats(base, used, kMostLanes * kBlock);
     o.maximum = floats(base, used, kMostLanes);
     o.total = floats(base, used, kMostLanes);
-    o.key = floats(base, used, weights ? std::max(N, U) * M : 0);
+    o.key = floats(base, used, std::max(N, U) * M);
     o.latent = pointers(base, used, kBlock);
     o.rope = pointers(base, used, kBlock);
     o.a = pointers(base, used, std::max({R * C, kItemQueries, kBlock}));
@@ -278,8 +267,8 @@ struct AbsorbedAttention : Attention {
   Layout layout(char* base) const {
     Layout at;
     size_t used = 0;
-    at.q_latent = floats(base, used, weights ? R * C * H * M : 0);
-    at.heads = floats(base, used, weights ? R * C * H * M : 0);
+    at.q_latent = floats(base, used, R * C * H * M);
+    at.heads = floats(base, used, R * C * H * M);
     at.own = base ? base + used : nullptr;
     at.own_bytes = own(nullptr).bytes;
     at.total = used + at.own_bytes * std::max(threads, 1);
@@ -329,15 +318,13 @@ struct AbsorbedAttention : Attention {
   template <class V>
   void attend_in(const Layout& at, long row, long first, long count, const Own& o) const {
     constexpr long wide = lanes_of<V>;
-    const float* q_latent = weights ? at.q_latent : q_nope;
-    float* heads = weights ? at.heads : out;
     // Queries lie side by side in vectors: scores are [kBlock, lanes], the context is read row by row as it lies in its pages,
     // and nothing is summed or compared across a vector.
     const long lanes = (count + wide - 1) / wide * wide, query = row * C * H + first;
-    for (long q = 0; q < count; q++) o.a[q] = q_latent + (query + q) * M, o.c[q] = q_rope + (query + q) * O;
+    for (long q = 0; q < count; q++) o.a[q] = at.q_latent + (query + q) * M, o.c[q] = q_rope + (query + q) * O;
     transposed(o.a, count, M, o.query, lanes, lanes);
     transposed(o.c, count, O, o.query + M * lanes, lanes, lanes);
-    std::fill(heads + query * M, heads + (query + count) * M, 0.0f);
+    std::fill(at.heads + query * M, at.heads + (query + count) * M, 0.0f);
     std::fill(o.maximum, o.maximum + lanes, -1e30f);
     std::fill(o.total, o.total + lanes, 0.0f);
     const long end = context(row, (first + count - 1) / H + 1);
@@ -359,7 +346,7 @@ struct AbsorbedAttention : Attention {
           if (start[row] + (first + q) / H != s + hole[h]) o.scores[hole[h] * lanes + q] = kUnseen;
       float** results = const_cast<float**>(o.c);
       for (long q = 0; q < count; q++) {
-        results[q] = heads + (row * C * H + first + q) * M;
+        results[q] = at.heads + (row * C * H + first + q) * M;
         o.a[q] = o.scores + q;
       }
       for (long q = 0; q < count; q += wide) {
@@ -369,7 +356,7 @@ struct AbsorbedAttention : Attention {
       }
       product(count, o.a, lanes, Scattered{o.latent}, 0, M, block, results, Sums::add);
     }
-    for (long q = 0; q < count; q++) multiply(heads + (row * C * H + first + q) * M, M, 1.0f / o.total[q]);
+    for (long q = 0; q < count; q++) multiply(at.heads + (row * C * H + first + q) * M, M, 1.0f / o.total[q]);
   }
 
   // A block's scores for queries that fill one vector, [block, wide]; each is two sums, over the latent and the rotary key, as of `product`.
@@ -450,8 +437,7 @@ struct AbsorbedAttention : Attention {
   }
 };
 
-// With keys and values of each head, expanded from the latents a block at a time: for the many queries of a prompt. Or as the cache keeps
-// them, by head: the same numbers where it keeps them in float32, and so the same results.
+// With keys and values of each head, expanded from the latents a block at a time: for the many queries of a prompt.
 struct ExpandedAttention : Attention {
   size_t scratch_bytes() const { return own(nullptr).bytes * std::max(threads, 1); }
 
@@ -475,9 +461,9 @@ struct ExpandedAttention : Attention {
     Own o;
     size_t used = 0;
     o.query = floats(base, used, C * (N + O));
-    o.up = floats(base, used, cache.by_head ? 0 : M * (N + U));
-    o.context = floats(base, used, cache.by_head ? 0 : M * kBlock);
-    o.copy = floats(base, used, cache.bytes == 4 ? 0 : (latent_width() + rope_width()) * kBlock);
+    o.up = floats(base, used, M * (N + U));
+    o.context = floats(base, used, M * kBlock);
+    o.copy = floats(base, used, cache.bytes == 4 ? 0 : (M + O) * kBlock);
     o.keys = floats(base, used, (N + O) * kBlock);
     o.values = floats(base, used, U * kBlock);
     o.scores = floats(base, used, kItemQueries * kBlock);
@@ -494,11 +480,6 @@ struct ExpandedAttention : Attention {
 
   // Keys [N + O, kBlock] and values [kBlock, U] of one head and block.
   void expand(const Own& o, long block, long rounded) const {
-    if (cache.by_head) {
-      transposed(o.latent, block, N + O, o.keys, kBlock, kBlock);
-      for (long i = 0; i < block; i++) std::copy(o.rope[i], o.rope[i] + U, o.values + i * U);
-      return;
-    }
     transposed(o.latent, block, M, o.context, kBlock, kBlock);
     float** to = const_cast<float**>(o.to);
     for (long n = 0; n < N; n++) {
@@ -524,7 +505,7 @@ struct ExpandedAttention : Attention {
     const long all = queries(row);
     if (all == 0) return;
     // W^UK and W^UV of the head side by side: as far apart as they are, their rows would drive each other out of the first cache.
-    for (long m = 0; m < M && !cache.by_head; m++) copy(weights + (m * H + head) * (N + U), N + U, o.up + m * (N + U));
+    for (long m = 0; m < M; m++) copy(weights + (m * H + head) * (N + U), N + U, o.up + m * (N + U));
     std::fill(o.maximum, o.maximum + C + kLanes, -1e30f);
     std::fill(o.total, o.total + C + kLanes, 0.0f);
     for (long q = 0; q < all; q++) {
@@ -541,7 +522,7 @@ struct ExpandedAttention : Attention {
     const long end = context(row, all);
     for (long s = 0; s < end; s += kBlock) {
       const long block = std::min(kBlock, end - s), rounded = (block + kLanes - 1) / kLanes * kLanes;
-      find(row, s, block, o.latent, o.rope, o.copy, head);
+      find(row, s, block, o.latent, o.rope, o.copy);
       int32_t hole[kBlock];
       const long holes_here = holes(row, s, block, hole);
       expand(o, block, rounded);

@@ -247,31 +247,24 @@ XLA_FFI_Error* router(Call call) {
   return call.run(kernel);
 }
 
-// q_nope [R, C, H, N or M], q_rope [R, C, H, O], weights [M, H, N + U] (or one value, for none), latent [L, P, G, M], rope
-// [L, P, G, O] (the joined layout gives the same array twice: [L, P, G, M + O]), the latents' scales [L, P, G, M / 128] (or one value,
-// unless they are one byte wide), layer [], start [R], length [R],
+// q_nope [R, C, H, N], q_rope [R, C, H, O], weights [M, H, N + U], latent [L, P, G, M], rope [L, P, G, O], the latents' scales
+// [L, P, G, M / 128] (or one value, unless they are one byte wide), layer [], start [R], length [R],
 // tables [R, Pr], filled [P, G] of one byte (or one value, where all is), chosen [R, C, Pr G / 32] (or one value, for all positions)
-// -> [R, C, H, U or M]. The scale of the scores is one value []. A cache by head: keys [L, P, G, H, N + O] and values [L, P, G, H, U].
+// -> [R, C, H, U]. The scale of the scores is one value [].
 template <class Kernel>
 XLA_FFI_Error* attention(Call call) {
-  auto shape = call.shape(0), pages = call.shape(3), rope = call.shape(4);
-  const int64_t latent_width = call.setting<int64_t>("latent_width");
-  const bool by_head = call.array(3).rank() == 5, absorbs = call.array(2).rank() == 3, joined = !by_head && pages[3] != latent_width;
+  auto shape = call.shape(0), pages = call.shape(3);
   Kernel kernel;
   kernel.q_nope = call.values<float>(0);
   kernel.q_rope = call.values<float>(1);
-  kernel.weights = absorbs ? call.values<float>(2) : nullptr;
+  kernel.weights = call.values<float>(2);
   kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2];
-  kernel.O = call.shape(1)[3], kernel.M = latent_width;
-  kernel.N = absorbs || by_head ? shape[3] : 0, kernel.U = absorbs || by_head ? call.result(0).shape()[3] : 0;
+  kernel.N = shape[3], kernel.O = call.shape(1)[3], kernel.U = call.result(0).shape()[3], kernel.M = pages[3];
   kernel.Pr = call.shape(9)[1];
   Cache& cache = kernel.cache;
   cache.latent = call.data(3);
   cache.bytes = call.bytes_of(3);
-  cache.rope = static_cast<const char*>(call.data(4)) + (joined ? latent_width * cache.bytes : 0);
-  cache.by_head = by_head;
-  cache.latent_stride = by_head ? pages[3] * pages[4] : pages[3];
-  cache.rope_stride = by_head ? pages[3] * rope[4] : rope[3];
+  cache.rope = call.data(4);
   cache.scale = call.values<float>(5);
   cache.layer = *call.values<int32_t>(6), cache.pages = pages[1], cache.G = pages[2];
   kernel.start = call.values<int32_t>(7);
@@ -443,23 +436,20 @@ extern "C" int64_t dsjax_router_scratch(int64_t E, int64_t groups, int64_t threa
 
 template <class Kernel>
 static int64_t attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M, int64_t bytes,
-                                 int64_t absorbs, int64_t by_head, int64_t threads) {
-  static const float some = 0;
+                                 int64_t threads) {
   Kernel kernel{};
   kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M;
   kernel.cache.bytes = static_cast<int>(bytes);
-  kernel.cache.by_head = by_head;
-  kernel.weights = absorbs ? &some : nullptr;
   kernel.threads = static_cast<int>(threads);
   return static_cast<int64_t>(kernel.scratch_bytes());
 }
 extern "C" int64_t dsjax_absorbed_attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M,
-                                                    int64_t bytes, int64_t absorbs, int64_t by_head, int64_t threads) {
-  return attention_scratch<dsjax::AbsorbedAttention>(R, C, H, N, O, U, M, bytes, absorbs, by_head, threads);
+                                                    int64_t bytes, int64_t threads) {
+  return attention_scratch<dsjax::AbsorbedAttention>(R, C, H, N, O, U, M, bytes, threads);
 }
 extern "C" int64_t dsjax_expanded_attention_scratch(int64_t R, int64_t C, int64_t H, int64_t N, int64_t O, int64_t U, int64_t M,
-                                                    int64_t bytes, int64_t absorbs, int64_t by_head, int64_t threads) {
-  return attention_scratch<dsjax::ExpandedAttention>(R, C, H, N, O, U, M, bytes, absorbs, by_head, threads);
+                                                    int64_t bytes, int64_t threads) {
+  return attention_scratch<dsjax::ExpandedAttention>(R, C, H, N, O, U, M, bytes, threads);
 }
 
 extern "C" int64_t dsjax_index_choice_scratch(int64_t R, int64_t C, int64_t I, int64_t A, int64_t Pr, int64_t G, int64_t threads) {

@@ -124,22 +124,22 @@ void attention(const std::vector<int64_t>& s, float scale, int threads) {
   Kernel kernel{};
   kernel.R = s[0], kernel.C = s[1], kernel.H = s[2], kernel.N = s[3], kernel.O = s[4], kernel.U = s[5], kernel.M = s[6];
   kernel.Pr = s[7];
-  const long layers = s[8], pages = s[9], G = s[10], bytes = s[11], absorbs = s[12], holes = s[13];
+  const long layers = s[8], pages = s[9], G = s[10], bytes = s[11], holes = s[12];
   kernel.scale = scale, kernel.threads = threads;
   const long queries = kernel.R * kernel.C * kernel.H;
-  auto q_nope = read<float>(queries * (absorbs ? kernel.N : kernel.M));
+  auto q_nope = read<float>(queries * kernel.N);
   auto q_rope = read<float>(queries * kernel.O);
-  auto weights = read<float>(absorbs ? kernel.M * kernel.H * (kernel.N + kernel.U) : 0);
+  auto weights = read<float>(kernel.M * kernel.H * (kernel.N + kernel.U));
   auto latent = read<char>(layers * pages * G * kernel.M * bytes);
   auto scale_of_latents = read<float>(bytes == 1 ? layers * pages * G * ((kernel.M + kScaled - 1) / kScaled) : 0);
   auto rope = read<char>(layers * pages * G * kernel.O * std::max<long>(bytes, 2));
   auto start = read<int32_t>(kernel.R), length = read<int32_t>(kernel.R), tables = read<int32_t>(kernel.R * kernel.Pr);
   auto filled = read<uint8_t>(holes ? pages * G : 0);
-  kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = absorbs ? weights.data() : nullptr;
-  kernel.cache = {latent.data(), rope.data(), kernel.M, kernel.O, static_cast<int>(bytes), layers - 1, pages, G, scale_of_latents.data()};
+  kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = weights.data();
+  kernel.cache = {latent.data(), rope.data(), static_cast<int>(bytes), layers - 1, pages, G, scale_of_latents.data()};
   kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data();
   kernel.filled = holes ? filled.data() : nullptr;
-  std::vector<float> out(queries * (absorbs ? kernel.U : kernel.M));
+  std::vector<float> out(queries * kernel.U);
   kernel.out = out.data();
   run(kernel, out);
 }

@@ -67,7 +67,7 @@ struct SelfTest {
     std::vector<float> out(R * C * H * U);
     Kernel kernel;
     kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = weights.data();
-    kernel.cache = {latent.data(), rope.data(), M, O, 4, 0, P, G};
+    kernel.cache = {latent.data(), rope.data(), 4, 0, P, G};
     kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data(), kernel.filled = filled.data();
     kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M, kernel.Pr = Pr;
     kernel.scale = 0.3f, kernel.out = out.data(), kernel.threads = 1;

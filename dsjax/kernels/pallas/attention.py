@@ -75,8 +75,8 @@ def latent_attention(
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
-    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, or ``joined [L, P, G, M + O]``, whose bits mean ``cache_dtype``;
-        with FP8 ``scale [L, P, G, M / 128]`` of the latents beside them, and a ``rope`` of bfloat16.
+    cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, whose bits mean ``cache_dtype``; with FP8 ``scale [L, P, G, M / 128]`` of the
+        latents beside them, and a ``rope`` of bfloat16.
     filled: which slots of the cache hold an entry; a token sees those and its own. None: all of them. scale: of the scores.
     tiles: these, or those of a table where it has this shape; else the default ones that ``cores`` have room for. fixed: those of many
         rows for every shape, and each row's context in one program, so that it is added up from its first position to its last.
@@ -93,9 +93,8 @@ def latent_attention(
         tiles = first_that_fits(smaller_tiles(C * H), taken, cores) if tiles == default else tiles
     pairs = -(-C * H // tiles.rows) * tiles.rows
     wide, narrow = power(M), power(O)
-    joined = "joined" in cache
     cache, layer = addressable_layer(cache, layer)
-    stored = (cache["joined"],) if joined else (cache["latent"], cache["rope"])
+    stored = cache["latent"], cache["rope"]
     L, P, G = stored[0].shape[:3]
     pages = tables.shape[1]
     blocks = -(-pages * G // tiles.positions)
@@ -115,7 +114,6 @@ def latent_attention(
         page_slots=G,
         pages_of_layer=P,
         pages=pages,
-        joined=joined,
         dtypes=(cache_dtype, jnp.bfloat16 if scales else cache_dtype),
         scale=scale * math.log2(math.e),
         positions=tiles.positions,
@@ -155,9 +153,9 @@ def latent_attention(
 
 def _kernel(
     layer_ref, start_ref, length_ref, tables_ref, q_latent_ref, q_rope_ref, *refs,
-    heads, widths, page_slots, pages_of_layer, pages, joined, dtypes, scale, positions, splits,
+    heads, widths, page_slots, pages_of_layer, pages, dtypes, scale, positions, splits,
 ):  # fmt: skip
-    cached, refs = (refs[:1] * 2, refs[1:]) if joined else (refs[:2], refs[2:])
+    cached, refs = refs[:2], refs[2:]
     scaled, (*holes, out_ref, peak_ref) = (refs[0], refs[1:]) if dtypes[0] == fp8.E4M3 else (None, refs)
     tile, split, row = (pl.program_id(axis) for axis in range(3))
     (rows, wide), narrow = q_latent_ref.shape, q_rope_ref.shape[1]
@@ -200,7 +198,7 @@ def _kernel(
         index = page * page_slots + lax.rem(at, page_slots)
         where = first_page * page_slots + index
         latent = [entries(cached[0], where, inside, range(p, p + part), widths[0], dtypes[0]) for p in parts]
-        rope = entries(cached[1], where, inside, range(*rope_columns), rope_columns[0] + widths[1], dtypes[1])
+        rope = entries(cached[1], where, inside, range(narrow), widths[1], dtypes[1])
         scores, factors = plgpu.dot(q_rope, rope, trans_b=True, precision=precision), [None] * len(parts)
         for i, (q, context) in enumerate(zip(q_latent, latent, strict=True)):
             product = plgpu.dot(q, context, trans_b=True, precision=precision)
@@ -224,7 +222,6 @@ def _kernel(
             sums = (*sums[:i], sums[i] * shrink[:, None] + product, *sums[i + 1 :])
         return higher, total * shrink + jnp.sum(weights, axis=1), sums, next_page
 
-    rope_columns = (widths[0], widths[0] + narrow) if joined else (0, narrow)
     nothing = (
         jnp.full((rows,), NOTHING, jnp.float32),
         jnp.zeros((rows,), jnp.float32),

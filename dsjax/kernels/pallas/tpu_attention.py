@@ -3,7 +3,7 @@
 A program takes a tile of (token, head) pairs of one row, which all read the same latents. The cache stays in main memory: pages of a
 block of positions are copied into the core's own memory, looked up in the row's table, while the block before them is multiplied; the
 first block of the next program comes during the last block of this one. Entries are as wide as the core's registers, whole 128 values
-(``lanes`` of ``cache_arrays``), so that neither XLA nor a copy rearranges them.
+(``lanes`` of ``cache_groups``), so that neither XLA nor a copy rearranges them.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def latent_attention(
 ) -> Float[Array, "R C H M"]:
     """Causal attention of each row's queries at ``start …`` over the cache, in latent space; zero for tokens from ``length`` on.
 
-    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, or ``joined [L, P, G, ≥ M + O]``, whose bits mean ``cache_dtype``; what is
-        behind an entry's own values is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
+    cache: ``latent [L, P, G, ≥ M]`` and ``rope [L, P, G, ≥ O]``, whose bits mean ``cache_dtype``; what is behind an entry's own values
+        is 0. filled: which slots of the cache hold an entry; a token sees those and its own. None: all.
     scale: of the scores. Scores, weights and sums are float32; weights are rounded to the queries' dtype before they multiply the
         latents, as in the plain form.
     fixed: tiles of as many pairs, and blocks of as many positions, for every shape: also where a row's table has no room for them.
@@ -85,30 +85,15 @@ def latent_attention(
     R, C, H, M = q_latent.shape
     if R * tables.shape[1] > MOST_TABLE_ENTRIES and R > 1:
         options = {"scale": scale, "interpret": interpret, "tiles": tiles, "fixed": fixed}
-        halves = [
-            latent_attention(
-                q_latent[at],
-                q_rope[at],
-                cache,
-                cache_dtype,
-                layer,
-                start[at],
-                length[at],
-                tables[at],
-                filled,
-                **options,
-            )
-            for at in (slice(R // 2), slice(R // 2, R))
-        ]
-        return jnp.concatenate(halves)
+        half = lambda at: latent_attention(  # noqa: E731
+            q_latent[at], q_rope[at], cache, cache_dtype, layer, start[at], length[at], tables[at], filled, **options
+        )
+        return jnp.concatenate([half(slice(R // 2)), half(slice(R // 2, R))])
     if fixed:
         tiles = TpuAttentionTiles(rows=FIXED_ROWS)
     tiles = tiles or TpuAttentionTiles.of(C * H)
     pairs = -(-C * H // tiles.rows) * tiles.rows
-    if "joined" in cache:
-        stored, queries = [cache["joined"]], [jnp.concatenate([q_latent, q_rope], axis=-1)]
-    else:
-        stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
+    stored, queries = [cache["latent"], cache["rope"]], [q_latent, q_rope]
     widths = [array.shape[-1] for array in stored]
     G, pages = stored[0].shape[2], tables.shape[1]
     # As many whole pages as a block takes, but no more than a row has.

@@ -1,12 +1,11 @@
 """DeepSeek-V3.2's sparse attention: an indexer scores the context, and a query attends to the tokens with the highest scores.
 
-See ``docs/sparse-attention.md``. ``Indexer`` is a layer's weights, ``choose`` the choice among scores, ``attend_to_chosen`` attention over
-a paged cache.
+See ``docs/sparse-attention.md``. ``Indexer`` is a layer's weights, ``choose`` the choice among scores; ``sparse.attend.Chosen`` is
+attention over a paged cache.
 """
 
-from dsjax.model.sparse.attend import attend_to_chosen
 from dsjax.model.sparse.choose import choose, index_scores, unpack
 from dsjax.model.sparse.indexer import Indexer, IndexProjections
 from dsjax.model.sparse.precision import IndexScores
 
-__all__ = ["IndexProjections", "IndexScores", "Indexer", "attend_to_chosen", "choose", "index_scores", "unpack"]
+__all__ = ["IndexProjections", "IndexScores", "Indexer", "choose", "index_scores", "unpack"]

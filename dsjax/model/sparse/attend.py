@@ -1,97 +1,89 @@
 """Attention of a row group to chosen tokens of a paged cache.
 
 Each DP rank scores its rows' contexts and chooses. Then it copies what a query has chosen, in the order of positions, into pages of the
-query's own, which dense attention reads with whichever kernel it has; or, for form ``CC``, dense attention masks what was not chosen.
+query's own, which dense attention reads with whichever kernel it has; or, for a form that ``masks``, dense attention masks the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import index as gpu_index
 from dsjax.kernels.pallas import tpu_index
-from dsjax.kernels.table import Kernels
 from dsjax.model import paging
-from dsjax.model.forms import INDEX_ARRAYS, Form
+from dsjax.model.attention import PagedMLA
+from dsjax.model.cache_groups import CacheGroup
+from dsjax.model.forms import Form
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import reinterpret
 from dsjax.model.sparse.choose import choose, index_scores, pack, positions_of
 from dsjax.model.sparse.indexer import IndexProjections
 from dsjax.model.sparse.precision import IndexScores
+from dsjax.model.transformer import MLA, Projections
 from sharding import fp8
 from sharding.on_ranks import on_ranks
 
-if TYPE_CHECKING:
-    from dsjax.model.transformer import MLA, Projections
+INDEX_ARRAYS = ("index", "index_scale")
+"""The arrays of a cache that hold index keys; dense attention reads the others."""
 
 CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """About the most bytes on a device of each of these: a block of queries' scores over the context, the entries that they gather, and the
 products of all index heads with a block of the context."""
 
 
-class DenseAttention(Protocol):
-    """Attention to all tokens of a paged cache: what is used here of ``PagedAttention``."""
+@dataclass(frozen=True)
+class Chosen(PagedMLA):
+    """MLA that attends to the ``index_topk`` tokens with the highest scores, and caches an index key of each token beside its latent."""
 
-    mesh: Mesh
-    batch: tuple[str, ...] | None
-    config: ModelConfig
-    kernels: Kernels
-    index_scores: IndexScores
-    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
-    block: Callable[[int, int], int]
-    attend: Callable[..., Array]
+    index_scores: IndexScores = IndexScores()
 
+    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
+        """Latents and index keys."""
+        return super().groups(layers, entries, fp8_index=self.index_scores.fp8)
 
-def attend_to_chosen(
-    dense: DenseAttention,
-    mla: MLA,
-    form: Form,
-    cache: Cache,
-    layer: Int[Array, ""],
-    rows: Rows,
-    p: Projections,
-    index: Int[Array, ""] | None = None,
-) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
-    """``PagedAttention.attend`` to the ``index_topk`` tokens with the highest scores; arguments and result as there."""
-    choice = Choice(dense, cache, layer, rows)
-    plain = dataclasses.replace(p, index=None)
-    # Pallas attends in latent space whatever the form, and reads no masks.
-    if form == "CC" and dense.kernels.name("decode attention", form) != "pallas":
+    @property
+    def form_of_pages(self) -> dict[str, Any]:
+        """The layout, and what index keys went through."""
+        return super().form_of_pages | {"index_scores": dataclasses.asdict(self.index_scores)}
+
+    def _entries(self, mla: MLA, p: Projections) -> Cache:
+        return super()._entries(mla, p) | {"index": self.index_scores.rotate(p.index.key)}
+
+    def _quantised(self, values: Cache, cache: Cache) -> Cache:
+        values = super()._quantised(values, cache)
+        if "index_scale" in cache:
+            values["index"], values["index_scale"] = fp8.quantise(values["index"], powers=self.index_scores.powers)
+        return values
+
+    def attend(
+        self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], index, rows: Rows, p: Projections
+    ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
+        """As dense attention gives it, of the chosen tokens."""
+        dense = partial(super().attend, mla, form)
         latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
-        words = _by_blocks(choice.words, (rows.positions, p.index), choice.queries_together(0))
-        return dense.attend(mla, form, latents, layer, rows, plain, index, words)
-
-    def attend(positions, active, index_of_tokens, p):
-        B, R, C = positions.shape
-        entries, count = choice.entries(positions, index_of_tokens)
-        pages = jnp.arange(R * C * choice.list_pages).reshape(1, R * C, -1)
-        own = dataclasses.replace(
-            rows,
-            positions=count.reshape(B, R * C, 1) - 1,
-            tables=jnp.broadcast_to(pages, (B, *pages.shape[1:])),
-            length=active.reshape(B, R * C).astype(jnp.int32),
-            filled=None,
-        )
-        alone = jax.tree.map(lambda a: a.reshape(B, R * C, 1, *a.shape[3:]), p)
-        with jax.named_scope("chosen"):
-            out = dense.attend(mla, form, entries, jnp.int32(0), own, alone, index)
-        return out.reshape(B, R, C, *out.shape[3:])
-
-    entry_bytes = sum(math.prod(array.shape[3:]) * array.dtype.itemsize for array in cache.values())
-    together = choice.queries_together(choice.list_pages * choice.page_size * entry_bytes)
-    return _by_blocks(attend, (rows.positions, choice.active, p.index, plain), together)
+        # Where a table has room for no more than that many tokens, all are chosen, and nothing needs to be scored.
+        if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.index_topk:
+            return dense(latents, layer, index, rows, p)
+        with jax.named_scope(f"attend_{form}"):
+            choice, plain = Choice(self, cache, layer, rows), dataclasses.replace(p, index=None)
+            # Pallas attends in latent space whatever the form, and reads no masks.
+            if form.masks and self.backend(form) != "pallas":
+                words = _by_blocks(choice.words, (rows.positions, p.index), choice.queries_together(0))
+                return dense(latents, layer, index, rows, plain, words)
+            entry_bytes = sum(math.prod(array.shape[3:]) * array.dtype.itemsize for array in cache.values())
+            together = choice.queries_together(choice.list_pages * choice.page_size * entry_bytes)
+            gathered = partial(choice.gather, partial(dense, index=index))
+            return _by_blocks(gathered, (rows.positions, choice.active, p.index, plain), together)
 
 
 def _by_blocks(function: Callable, arguments, together: int):
@@ -148,7 +140,7 @@ class _Listed:
 class Choice:
     """What queries of a row group choose of their contexts; ``layer`` is the cache's."""
 
-    dense: DenseAttention
+    dense: Chosen
     cache: Cache
     layer: Int[Array, ""]
     rows: Rows
@@ -206,6 +198,18 @@ class Choice:
         """The choice of queries at ``positions`` as bits, one for each position of the context."""
         return self._on_each_rank(lambda found, *_: found.words[None], P(self.dense.batch), positions, index)
 
+    def gather(self, attend: Callable[..., Array], positions, active, index: IndexProjections, p: Projections) -> Array:
+        """Attention of queries to what they choose, copied to pages of their own: each is a row of dense attention."""
+        B, R, C = positions.shape
+        entries, count = self.entries(positions, index)
+        pages = jnp.arange(R * C * self.list_pages).reshape(1, R * C, -1)
+        tables, length = jnp.broadcast_to(pages, (B, *pages.shape[1:])), active.reshape(B, R * C).astype(jnp.int32)
+        own = Rows(count.reshape(B, R * C, 1) - 1, tables, length)
+        alone = jax.tree.map(lambda a: a.reshape(B, R * C, 1, *a.shape[3:]), p)
+        with jax.named_scope("chosen"):
+            out = attend(entries, jnp.int32(0), rows=own, p=alone)
+        return out.reshape(B, R, C, *out.shape[3:])
+
     def entries(
         self, positions: Int[Array, "B R C"], index: IndexProjections
     ) -> tuple[dict[str, Array], Int[Array, "B R C"]]:
@@ -253,22 +257,11 @@ class Choice:
         """Index scores over the whole context; −inf where a query sees nothing. S is whole blocks."""
         (R, C), arrays, kernels = positions.shape, self.dense.arrays, self.dense.kernels
         key_dtype = arrays["index"][1]
-        if kernels.name("index choice") == "pallas":
-            kernel = tpu_index if kernels.pallas.platform == "tpu" else gpu_index
-        else:
-            kernel = None
-        if kernel is not None and kernel.takes(index.query.shape[-1], key_dtype, self.page_size):
-            return kernel.index_scores(
-                index.query,
-                index.weight,
-                keys,
-                key_dtype,
-                layer,
-                positions,
-                tables,
-                filled,
-                interpret=kernels.pallas.interpret,
-            )
+        in_pallas = kernels.name("index choice") == "pallas"
+        kernel = tpu_index if in_pallas and kernels.pallas.platform == "tpu" else gpu_index
+        if in_pallas and kernel.takes(index.query.shape[-1], key_dtype, self.page_size):
+            where = keys, key_dtype, layer, positions, tables, filled
+            return kernel.index_scores(index.query, index.weight, *where, interpret=kernels.pallas.interpret)
         block = self.block(R * C)
         block_pages, end = block // self.page_size, self.pages * self.page_size
         num_blocks = -(-self.pages // block_pages)

@@ -88,7 +88,7 @@ def test_a_product_with_tuned_sizes_gives_the_same_numbers():
 
 
 def setting(name="demo", heads=8, cache_dtype=np.float32, context=24):
-    return tuning.AttentionSetting(load_config(name), heads, "split", np.dtype(cache_dtype), 16, context)
+    return tuning.AttentionSetting(load_config(name), heads, np.dtype(cache_dtype), 16, context)
 
 
 @pytest.mark.slow

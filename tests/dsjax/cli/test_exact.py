@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dsjax.cli import app, exact
-from dsjax.cli.exact import FORMS, MESHES, VARIED, Answer, ExactOptions, difference
+from dsjax.cli.exact import MESHES, PAIRS, VARIED, Answer, ExactOptions, difference
 from dsjax.errors import UserError
 from dsjax.options import OptionError
 
@@ -17,7 +17,7 @@ ONES = Answer(np.ones((1, 4)), [[3]], [[-1.0]], exact=True)
 
 def test_every_mesh_meets_every_dispatch_and_pair_of_forms_and_slices_share_them_out():
     runs = ExactOptions().runs
-    assert len(runs) == (15 * 5 + 2) * len(FORMS)
+    assert len(runs) == (15 * 5 + 2) * len(PAIRS)
     assert {run[0] for run in runs} == set(MESHES)
     assert sorted(run for number in range(1, 8) for run in ExactOptions(slice=f"{number}/7").runs) == sorted(runs)
     varied = ExactOptions(mesh=["dp=8"], dispatch=["auto"], mla=["CC/A_CC"], vary=list(VARIED)).runs
@@ -57,15 +57,13 @@ def test_an_exact_answer_is_held_to_one_devices_with_the_same_arithmetic(monkeyp
         return Answer(np.ones((1, 4)), [[3]], exact=options["kernels"] != "plain")
 
     monkeypatch.setattr(exact, "answer", answer)
-    options = ExactOptions(
-        mesh=["tp=8"], dispatch=["auto"], mla=["A_CC/AM_CC_ME"], vary=["enable-shared-experts-fusion"]
-    )
+    options = ExactOptions(mesh=["tp=8"], dispatch=["auto"], mla=["CC/A_CC_ME"], vary=["enable-shared-experts-fusion"])
     found = exact.sweep(options, Console())
     assert [row["verdict"] for row in found] == ["equal", "equal"]
     one = [row for row in asked if row[0] == "dp=1"]
     assert sorted(one) == [
-        ("dp=1", "A_CC_ME", "AM_CC_ME", "auto", False),
-        ("dp=1", "A_CC_ME", "AM_CC_ME", "auto", True),
+        ("dp=1", "CC", "A_CC_ME", "auto", False),
+        ("dp=1", "CC", "A_CC_ME", "auto", True),
         ("dp=1", "CC", "A_CC_ME", "plain", False),
     ]
 

@@ -40,6 +40,24 @@ def test_every_product_norm_and_expert_has_one_order_and_the_start_names_what_ha
     assert OPEN_SUMS in step.kernels.note
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "exact"),
+    [
+        ("CC", "A_CC_ME", True),
+        ("A_CC_ME", "CC", True),
+        ("CC", "AM_CC_ME", False),
+        ("CC", "A_CC", False),
+        ("CD", "CD", False),
+    ],
+)
+def test_a_step_is_exact_where_both_forms_have_native_kernels_that_read_its_cache(kernels, prefill, decode, exact):
+    step = step_of(mla_prefill=prefill, mla_decode=decode, kernels="native", batch_invariant=False)
+    assert step.is_exact == exact
+    found = [step.implementations[f"{phase} attention"] for phase in ("prefill", "decode")]
+    reads = step.attention.layout == "split"
+    assert found == ["native" if reads and form.kernels else "plain" for form in (step.prefill_form, step.decode_form)]
+
+
 def gpu_program(**options) -> str:
     """The text of a decode step for GPUs, lowered and not compiled: neither a GPU nor its compiler is needed."""
     step = step_of("dp=2,tp=2", {"num_hidden_layers": 1, "first_k_dense_replace": 0}, dtype="bfloat16", **options)
@@ -72,7 +90,7 @@ def test_a_gpus_program_has_the_options_operations_and_orders_with_it_and_none_o
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"mla_decode": "AM_CC_ME"}, "form AM_CC_ME has products of heads"),
+        ({"mla_decode": "AM_CC_ME"}, "in one MLA form that has kernels, and --mla-prefill is AM_CC_ME"),
         ({"mla_prefill": "CC"}, "--mla-prefill is CC, --mla-decode A_CC_ME; leave --mla-prefill out"),
         ({"kernels": "plain"}, "--kernels leaves plain ones"),
         ({"kernels": "auto", "dtype": "bfloat16"}, "--dtype is bfloat16"),

@@ -11,7 +11,7 @@ from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
 from layouts import CHANGES_NUMBERS, MODELS, TINY, answer, prompts, wide, write_checkpoint
 
-from dsjax.cli.exact import ARITHMETIC, DISPATCHES, Answer, difference
+from dsjax.cli.exact import DISPATCHES, PAIRS, Answer, difference
 from dsjax.config import ModelConfig
 
 pytestmark = pytest.mark.slow  # all together
@@ -31,7 +31,8 @@ FP8_PRODUCTS = {"weights": "fp8", "activation_scheme": "dynamic"}
 FP8_CACHE = {"kv_cache_dtype": "fp8"}
 EVERY_TOKEN = {"every_token": True}  # the logits at every position of a prompt too
 
-CC, AM, CD = FORMS = (("CC", "A_CC"), ("A_CC_ME", "AM_CC_ME"), ("CD", "CD"))
+USUAL, TURNED = PAIRS
+ABSORBED = ("A_CC_ME", "A_CC_ME")
 CHECKPOINTS = {
     "v3": {},
     "v3, no dense layer": {"first_k_dense_replace": 0},
@@ -45,13 +46,13 @@ CHECKPOINTS = {
 # `pipeline/test_experts_of_stages.py`, and an expert's width over devices of several DP ranks in `test_exactness.py`.
 # dp=12: 32 experts do not divide by 12 ranks, and four redundant ones fill them up.
 RUNS = [
-    ("v3, wide", "dp=16,tp=2,ep=8", "ragged", *CD, FP8_PRODUCTS | {"dispatch_wire": "fp8"}),
+    ("v3, wide", "dp=16,tp=2,ep=8", "ragged", *TURNED, FP8_PRODUCTS | {"dispatch_wire": "fp8"}),
     ("v3", "dp=2,tp=4", "padded", "A_CC", "CC", PLAIN | BY_DATA | EVERY_TOKEN),
-    ("v3", "dp=4,tp=8", "hierarchical", *CC, MIXED | BY_DATA | HOST_EMBEDDING | EVERY_TOKEN),
-    ("v3", "dp=8,ep=2", "gather", *CC, FUSED | CHUNKS),
-    ("v3, no dense layer", "dp=32", "hierarchical", *AM, {}),
-    ("v3, no dense layer", "tp=8,ep=1", "gather", *AM, EVERY_TOKEN),
-    ("v3, no dense layer", "dp=12", "ragged", *AM, {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
+    ("v3", "dp=4,tp=8", "hierarchical", *USUAL, MIXED | BY_DATA | HOST_EMBEDDING | EVERY_TOKEN),
+    ("v3", "dp=8,ep=2", "gather", *USUAL, FUSED | CHUNKS),
+    ("v3, no dense layer", "dp=32", "hierarchical", *ABSORBED, {}),
+    ("v3, no dense layer", "tp=8,ep=1", "gather", *ABSORBED, EVERY_TOKEN),
+    ("v3, no dense layer", "dp=12", "ragged", *ABSORBED, {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
     ("v3.2", "tp=8", "padded", "A_CC_ME", "A_CC_ME", FP8_CACHE | PREEMPTED | {"index_scores": "hadamard"}),
     ("v3.2", "dp=2,tp=2+ep=8", "auto", "A_CC_ME", "A_CC_ME", FP8_CACHE | MIXED | HOST_EMBEDDING | {"index_scores": "hadamard"}),
 ]  # fmt: skip
@@ -97,16 +98,16 @@ def one_device(answers):
         return found
 
     def of(model: str, prefill: str, decode: str, options: dict) -> Answer:
-        prefill, decode = CC if "kernels" in options else (prefill, decode)  # plain forms are near all others
+        prefill, decode = USUAL if "kernels" in options else (prefill, decode)  # plain forms are near all others
         numbers = tuple((name, options[name]) for name in NUMBERS if name in options)
-        return made(model, ARITHMETIC[prefill], ARITHMETIC[decode], numbers)
+        return made(model, prefill, decode, numbers)
 
     return of
 
 
 def test_the_runs_meet_every_dispatch_and_every_pair_of_forms():
     assert {dispatch for _, _, dispatch, *_ in RUNS} >= set(DISPATCHES)
-    assert {(prefill, decode) for _, _, _, prefill, decode, _ in RUNS} >= set(FORMS)
+    assert {(prefill, decode) for _, _, _, prefill, decode, _ in RUNS} >= set(PAIRS)
 
 
 @pytest.mark.parametrize(("model", "layout", "dispatch", "prefill", "decode", "options"), RUNS)

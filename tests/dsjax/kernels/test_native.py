@@ -38,18 +38,16 @@ def experts_of(kernels, case, threads=1):
     return np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
 
 
-def attention_of(kernels, case, form, threads=1, cache=None, chosen=None):
+def attention_of(kernels, case, form, threads=1, chosen=None):
     native = with_threads(kernels, threads).native
-    kernel = native.absorbed_attention if form == "absorbed" else native.expanded_attention
-    widths = {"value_width": case.value_width, "latent_width": case.latent.shape[-1]}
     filled = None if case.filled is None else jnp.asarray(case.filled, bool)
 
     def run(queries, cache, rows, *chosen):
         layer = jnp.int32(len(case.latent) - 1)
-        return kernel(*queries, cache, layer, *rows, filled, *chosen, scale=case.scale, **widths)
+        return native.attention(f"{form}_attention", *queries, cache, layer, *rows, filled, *chosen, scale=case.scale)
 
     queries, rows = (case.q_nope, case.q_rope, case.weights), (case.start, case.length, case.tables)
-    return np.asarray(jax.jit(run)(queries, cache or case.cache(), rows, *([] if chosen is None else [chosen])))
+    return np.asarray(jax.jit(run)(queries, case.cache(), rows, *([] if chosen is None else [chosen])))
 
 
 @pytest.mark.slow
@@ -221,10 +219,10 @@ def test_norms_are_those_of_the_plain_form_and_each_row_is_by_itself(kernels, wi
 
 
 @FEW
-@given(**ATTENTION, form=st.sampled_from(["absorbed", "latent", "expanded"]), threads=st.sampled_from([1, 3]))
+@given(**ATTENTION, form=st.sampled_from(["absorbed", "expanded"]), threads=st.sampled_from([1, 3]))
 def test_attention_is_softmax_over_each_rows_pages(kernels, form, threads, **drawn):
-    case = AttentionCase.drawn(**drawn, absorbs=form != "latent")
-    found = attention_of(kernels, case, "expanded" if form == "expanded" else "absorbed", threads)
+    case = AttentionCase.drawn(**drawn)
+    found = attention_of(kernels, case, form, threads)
     # Scores of N + O or M + O products reach 30 with the widest; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
@@ -268,28 +266,6 @@ def test_a_row_of_no_queries_reads_nothing(kernels):
         found = attention_of(kernels, case, form)
         assert np.all(np.isfinite(found[0]))
         assert not found[1].any()
-
-
-def test_the_joined_cache_is_read_like_the_split_one(kernels):
-    case = AttentionCase.drawn(4, R=2, C=2, H=3, N=8, O=4, U=8, M=16, G=4, longest=90)
-    joined = {"joined": np.concatenate([case.latent, case.rope], axis=-1)}
-    found = attention_of(kernels, case, "absorbed", cache=joined)
-    np.testing.assert_array_equal(found, attention_of(kernels, case, "absorbed"))
-
-
-@pytest.mark.parametrize("stored", [4, 2])
-def test_keys_and_values_of_each_head_are_read_as_they_would_be_expanded(kernels, stored):
-    """The weights take the latents apart into keys and values of each head, so that both caches hold the same numbers."""
-    H, N, U, M = 3, 8, 5, 39
-    case = AttentionCase.drawn(4, R=3, C=50, H=H, N=N, O=4, U=U, M=M, G=4, longest=150, stored=stored, holes=True)
-    case = dataclasses.replace(case, weights=np.eye(M, dtype=np.float32).reshape(M, H, N + U))
-    heads = case.latent.reshape(*case.latent.shape[:3], H, N + U)
-    rope = np.broadcast_to(case.rope[..., None, :], (*heads.shape[:-1], 4))
-    cache = {"key": np.concatenate([heads[..., :N], rope], axis=-1), "value": np.ascontiguousarray(heads[..., N:])}
-    if stored == 2:
-        cache = {name: array.view(np.uint16) for name, array in cache.items()}
-    found = attention_of(kernels, dataclasses.replace(case, weights=None), "expanded", cache=cache)
-    np.testing.assert_array_equal(found, attention_of(kernels, case, "expanded"))
 
 
 def test_what_a_query_has_not_chosen_is_left_out_like_what_is_not_there(kernels):

@@ -31,7 +31,7 @@ from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
 from dsjax.kernels.pallas import activations, addressing, attention, cost, experts, heads, index, products
 from dsjax.kernels.pallas.shared_memory import Cores
-from dsjax.kernels.table import Kernels, choose_kernels
+from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from sharding import MeshSpec, fp8
@@ -58,16 +58,15 @@ def attention_of(case, tiles=(16, 16), **options):
     M=[150, 16, 1, 128],
     G=[4, 16, 1],
     longest=[70, 17, 16, 1],
-    kept=[(4, False), (4, True), (2, False), (2, True), (1, False)],
+    stored=[4, 2, 1],
     holes=[True, False],
     tiles=[(16, 16), (16, 32), (64, 16)],
 )
-def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, kept, holes, tiles):
+def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, stored, holes, tiles):
     """A tile holds tokens of several positions, or heads of one; a token sees itself where the cache has holes."""
-    stored, joined = kept
     sizes = {"R": R, "C": C, "H": H, "N": 1, "O": O, "U": 1, "M": M, "G": G, "longest": longest}
     case = AttentionCase.drawn(seed, **sizes, stored=stored, absorbs=False, holes=holes)
-    found = attention_of(case, tiles, joined=joined)
+    found = attention_of(case, tiles)
     # Scores of M + O products reach 15; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
@@ -249,11 +248,10 @@ def test_pallas_is_for_gpus_and_says_so_elsewhere():
     choose = lambda *args: choose_kernels(*args, devices=1, cache=None)  # noqa: E731
     on_gpu = choose("auto", "gpu", np.dtype(ml_dtypes.bfloat16))
     assert not on_gpu.pallas.interpret
-    assert on_gpu.names("CC", "A_CC_ME") == {
+    assert {operation: on_gpu.name(operation) for operation in OPERATIONS} == {
         "decode attention": "pallas", "prefill attention": "pallas", "experts": "pallas", "other products": "pallas",
         "index choice": "pallas", "router": "plain",
     }  # fmt: skip
-    assert on_gpu.name("decode attention", "CD") == "plain"
     assert "interpreter" in PALLAS.note
     with pytest.raises(UserError, match="--kernels is pallas, but these kernels are for GPUs and TPUs"):
         choose("pallas", "metal", np.dtype(np.float32))
@@ -272,7 +270,7 @@ def test_a_step_on_two_devices_gives_the_logits_of_one_with_plain_kernels():
         return np.concatenate([prompts[0, 2:], decodes[0, :2]])
 
     expected = logits("dp=1", kernels="plain")
-    found = logits("tp=2,ep=1", mla_decode="AM_CC_ME", kernels="pallas")
+    found = logits("tp=2,ep=1", kernels="pallas")
     assert np.abs(found - expected).max() <= bound(expected)
 
 

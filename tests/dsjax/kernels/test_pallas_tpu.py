@@ -22,9 +22,9 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import _refuses_experts, make_step
 from dsjax.kernels.pallas import PallasKernels, tpu_attention, tpu_index, tpu_products
 from dsjax.kernels.table import OPERATIONS, Kernels, choose_kernels
-from dsjax.model.attention import PagedAttention
+from dsjax.model.attention import PagedMLA
 from dsjax.model.experts import ExpertProduct
-from dsjax.model.forms import cache_arrays
+from dsjax.model.forms import FORMS
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.paging import Rows
 from dsjax.model.transformer import Projections
@@ -47,16 +47,15 @@ TILES = tpu_attention.TpuAttentionTiles(rows=16, positions=16)
     M=st.sampled_from([1, 16, 150]),
     G=st.sampled_from([1, 4, 16]),
     longest=st.sampled_from([1, 16, 17, 40]),
-    kept=st.sampled_from([(4, False), (4, True), (2, False), (2, True)]),
+    stored=st.sampled_from([4, 2]),
     spare=st.sampled_from([0, 3]),
     holes=st.booleans(),
 )
-def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, kept, spare, holes):
-    stored, joined = kept
+def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longest, stored, spare, holes):
     case = AttentionCase.drawn(
         seed, R=R, C=C, H=H, N=1, O=O, U=1, M=M, G=G, longest=longest, stored=stored, absorbs=False, holes=holes
     )
-    found = attention_by(tpu_attention.latent_attention, case, TILES, joined=joined, spare=spare)
+    found = attention_by(tpu_attention.latent_attention, case, TILES, spare=spare)
     # Scores of M + O products reach 15; e to an error of a few units in their last place.
     np.testing.assert_allclose(found, case.expected(), atol=2e-4, rtol=2e-4)
 
@@ -64,8 +63,7 @@ def test_attention_is_softmax_over_each_rows_pages(seed, R, C, H, O, M, G, longe
 def test_a_tpu_takes_them_by_itself_and_says_when_attention_cannot_read_the_cache():
     chosen = choose_kernels("auto", "tpu", np.dtype(np.float32), devices=1, cache=None)
     assert chosen.pallas == PallasKernels("tpu")
-    assert chosen.name("decode attention", "A_CC_ME") == "pallas"
-    assert chosen.name("decode attention", "CD") == "plain"
+    assert chosen.name("decode attention") == "pallas"
     left = dataclasses.replace(chosen, left_plain=("prefill attention",))
     assert [left.name(name) for name in OPERATIONS] == ["pallas", "plain", "pallas", "plain", "pallas", "pallas"]
     bf16 = np.dtype(ml_dtypes.bfloat16)
@@ -81,33 +79,28 @@ def test_a_tpu_takes_experts_of_bf16_and_fp8_but_quantises_nothing():
     assert "quantise no activations" in _refuses_experts(config, spec, "fp8", ActivationScheme(dynamic=True))
 
 
-def test_entries_of_the_cache_are_as_wide_as_registers():
-    config = ModelConfig.from_dict(TINY)
-    of = lambda lanes: cache_arrays("split", config, np.dtype(np.float32), lanes)  # noqa: E731
-    assert [width for (width,), _ in of(1).values()] == [config.kv_lora_rank, config.qk_rope_head_dim]
-    assert [width for (width,), _ in of(128).values()] == [128, 128]
-
-
-def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form():
+@pytest.mark.parametrize("form", ["A_CC_ME", "AM_CC_ME"])
+def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form(form):
+    """Entries are padded to registers; a form that has no kernel reads their own values."""
     config, spec, rng = ModelConfig.from_dict(TINY), MeshSpec.parse("dp=1"), np.random.default_rng(0)
     H, N, O = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     M, U, R, C, G = config.kv_lora_rank, config.v_head_dim, 2, 3, 4
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    weight = draw(M, H, N), draw(M, H, U)
+    weight, ahead = (draw(M, H, N), draw(M, H, U)), (draw(1, H, M), draw(H, M, 3))
     stored = SimpleNamespace(weight=SimpleNamespace(info=SimpleNamespace(dtype=jnp.float32)))
-    mla = SimpleNamespace(key_value_weight=lambda dtype: weight, kv_b=stored)
+    mla = SimpleNamespace(key_value_weight=lambda dtype: weight, kv_b=stored, materialised=lambda dtype: ahead)
     p = Projections(draw(1, R, C, H, N), draw(1, R, C, H, O), draw(1, R, C, 1), draw(1, R, C, M), draw(1, R, C, O))
     tables, positions = jnp.asarray([[[1, 3], [2, 0]]]), jnp.asarray([[[3, 4, 5], [0, 1, 2]]])
     slots = jnp.take_along_axis(tables, positions // G, axis=2) * G + positions % G
 
     def attended(kernels):
-        attention = PagedAttention(spec.build(), Rules.for_mesh(spec), config, "split", jnp.float32, kernels=kernels)
+        attention = PagedMLA(spec.build(), Rules.for_mesh(spec), config, "split", jnp.float32, kernels=kernels)
         cache = {name: jnp.zeros((1, 4, G, *width)) for name, (width, _) in attention.arrays.items()}
         flat = jax.tree.map(lambda array: array.reshape(1, R * C, *array.shape[3:]), p)
 
         def run(cache):
-            cache = attention.write(mla, cache, jnp.int32(0), slots.reshape(1, -1), flat)
-            return attention.attend(mla, "A_CC_ME", cache, jnp.int32(0), Rows(positions, tables), p)
+            cache = attention.cache_entries(mla, cache, jnp.int32(0), slots.reshape(1, -1), flat)
+            return attention.attend(mla, FORMS[form], cache, jnp.int32(0), None, Rows(positions, tables), p)
 
         return np.asarray(jax.jit(run)(cache))
 
@@ -177,7 +170,8 @@ def test_products_with_fp8_matrices_on_two_devices_are_those_of_the_plain_form()
     args = EngineArgs(mesh="tp=2", weights="fp8", activation_scheme="none", dtype="float32", kernels="plain")
     plain = make_step(args, config, spec, spec.build())
     step = dataclasses.replace(plain, kernels=Kernels(pallas=PallasKernels("tpu", interpret=True)))
-    assert step.in_place.names(("CC", "A_CC_ME")) >= {"gate_up", "down"}
-    assert "kv_b" not in step.in_place.names(("CC", "A_CC_ME"))
+    names = step.in_place.names(step.attention.in_stack([step.prefill_form, step.decode_form]))
+    assert names >= {"gate_up", "down"}
+    assert "kv_b" not in names
     found, expected = shared_expert_of(step), shared_expert_of(plain, sliced=True)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())

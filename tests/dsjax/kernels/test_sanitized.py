@@ -124,13 +124,12 @@ def test_dense(harness, seed, K, parts, width, N, stored, pieces, transposed, th
 
 
 @FEW
-@given(**ATTENTION, form=st.sampled_from(["absorbed", "latent", "expanded"]), threads=st.sampled_from([1, 2, 4]))
+@given(**ATTENTION, form=st.sampled_from(["absorbed", "expanded"]), threads=st.sampled_from([1, 2, 4]))
 def test_attention(harness, form, threads, stored, holes, **drawn):
-    absorbs = form != "latent"
-    case = AttentionCase.drawn(**drawn, stored=stored, absorbs=absorbs, holes=holes)
+    case = AttentionCase.drawn(**drawn, stored=stored, holes=holes)
     sizes = [drawn[name] for name in "RCHNOUM"]
-    sizes += [case.tables.shape[1], *case.latent.shape[:3], stored, absorbs, holes]
-    arrays = [case.q_nope, case.q_rope, *([case.weights] if absorbs else []), case.latent]
+    sizes += [case.tables.shape[1], *case.latent.shape[:3], stored, holes]
+    arrays = [case.q_nope, case.q_rope, case.weights, case.latent]
     arrays += [case.rope] if case.scales is None else [case.scales, case.rope]
     arrays += [case.start, case.length, case.tables, *([case.filled] if holes else [])]
     found = run(harness, 2 if form == "expanded" else 1, threads, sizes, case.scale, *arrays)

@@ -154,13 +154,13 @@ def test_the_compiler_asks_for_no_more_than_the_formula(name):
     asked = asked_for(device, dense, of((1, X, D, 2, F), BF16), of((rows, D), BF16), *groups)
     assert asked <= BF16_EXPERTS.of(ProductTiles.for_load(load).fitting(BF16_EXPERTS, cores), cores)
 
-    def attend(q, rope, cache, start, length, tables):
-        return attention.latent_attention(
-            q, rope, {"joined": cache}, BF16, layer, start, length, tables, scale=0.1, cores=cores
-        )
+    def attend(q, q_rope, latent, rope, start, length, tables):
+        cache = {"latent": latent, "rope": rope}
+        return attention.latent_attention(q, q_rope, cache, BF16, layer, start, length, tables, scale=0.1, cores=cores)
 
     R, H = 8, config.num_attention_heads
-    shapes = [of((R, 1, H, 512), BF16), of((R, 1, H, 64), BF16), of((1, 64, 64, 576), BF16)]
+    shapes = [of((R, 1, H, 512), BF16), of((R, 1, H, 64), BF16), of((1, 64, 64, 512), BF16)]
+    shapes += [of((1, 64, 64, 64), BF16)]
     asked = asked_for(device, attend, *shapes, *[of((R,), jnp.int32)] * 2, of((R, 8), jnp.int32))
     taken = AttentionBytes(512, 64, BF16, BF16)
     assert asked <= taken.of(first_that_fits(attention.smaller_tiles(H), taken, cores), cores) <= cores.shared_memory

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from dsjax.config import load_config
-from dsjax.model.attention import BLOCK_BYTES, LONGEST_BLOCK, SHORTEST_BLOCK, PagedAttention
+from dsjax.model.attention import BLOCK_BYTES, LONGEST_BLOCK, SHORTEST_BLOCK, PagedMLA
 from sharding import MeshSpec, Rules
 
 
-def attention(platform: str, mesh: str, **options) -> PagedAttention:
+def attention(platform: str, mesh: str, **options) -> PagedMLA:
     spec, devices = MeshSpec.parse(mesh), np.array([SimpleNamespace(platform=platform)])
     built = SimpleNamespace(devices=devices, shape=dict(zip(spec.axes, spec.shape, strict=True)))
-    return PagedAttention(built, Rules.for_mesh(spec), load_config("deepseek-v3"), "joined", jnp.bfloat16, **options)
+    return PagedMLA(built, Rules.for_mesh(spec), load_config("deepseek-v3"), "joined", jnp.bfloat16, **options)
 
 
 @pytest.mark.parametrize(

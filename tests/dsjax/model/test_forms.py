@@ -1,17 +1,18 @@
-"""Which MLA forms go together, and what each layout of the cache keeps of a token."""
+"""MLA's forms: each computes what the model's own attention does, and two go together where they read one layout of the cache."""
 
 import itertools
+from types import SimpleNamespace
 
-import ml_dtypes
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import TINY
 
-from dsjax.config import load_config
+from dsjax.config import ModelConfig
 from dsjax.errors import UserError
-from dsjax.model.forms import FORMS, cache_arrays, common_layout, reads
-from sharding import fp8
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
+from dsjax.model.forms import FORMS, Form, common_layout, form_of
+from dsjax.model.transformer import Projections, attend, expand
 
 # As in docs/architecture.md.
 TOGETHER = {
@@ -31,10 +32,10 @@ TOGETHER = {
 def test_two_forms_share_a_layout_exactly_where_the_table_says(prefill, decode):
     expected = TOGETHER.get((prefill, decode)) or TOGETHER.get((decode, prefill))
     if expected:
-        assert common_layout(prefill, decode) == expected
+        assert common_layout(FORMS[prefill], FORMS[decode]) == expected
         return
     with pytest.raises(UserError) as error:
-        common_layout(prefill, decode)
+        common_layout(FORMS[prefill], FORMS[decode])
     message = str(error.value)
     assert f"--mla-prefill {prefill} reads" in message
     assert f"--mla-decode {decode} one that is" in message
@@ -42,23 +43,52 @@ def test_two_forms_share_a_layout_exactly_where_the_table_says(prefill, decode):
     assert named == [form for form in FORMS if (form, decode) in TOGETHER or (decode, form) in TOGETHER]
 
 
-@pytest.mark.parametrize("unknown", ["cc", "MHA", ""])
-def test_an_unknown_form_is_answered_with_those_there_are(unknown):
-    with pytest.raises(UserError, match=f"MLA form '{unknown}': expected one of CD, CC, A_CC, A_CC_ME, AM_CC_ME"):
-        common_layout("CC", unknown)
+@pytest.mark.parametrize("unknown", ["cc", "MHA", "", int])
+def test_what_is_no_form_is_answered_with_those_there_are(unknown):
+    with pytest.raises(UserError, match=r"expected one of CD, CC, A_CC, A_CC_ME, AM_CC_ME, or a class that inherits"):
+        form_of(unknown)
 
 
-def test_an_fp8_cache_keeps_scales_for_128_latent_values_each_and_rotary_keys_in_bf16():
-    found = cache_arrays("split", load_config("deepseek-v3"), fp8.E4M3)
-    assert found == {"latent": ((512,), fp8.E4M3), "scale": ((4,), np.float32), "rope": ((64,), BF16)}
+def test_a_form_is_found_by_its_name_and_made_of_its_class():
+    own = type("Own", (Form,), {"name": "own"})
+    assert form_of("CC") is FORMS["CC"]
+    assert (form_of(own), str(form_of(own))) == (own(), "own")
+    assert len({own(), *FORMS.values()}) == 1 + len(FORMS)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_fp8_cache_is_read_by_the_forms_that_keep_the_latent_apart(form):
-    layout = common_layout(form, form)
-    assert reads(form, BF16)
-    if reads(form, fp8.E4M3):
-        assert layout == "split"
-        return
-    with pytest.raises(UserError, match=f"--kv-cache-dtype fp8 .* reads the cache {layout}; choose --mla-prefill"):
-        cache_arrays(layout, load_config("deepseek-v3"), fp8.E4M3)
+CONFIG = ModelConfig.from_dict(TINY)
+
+
+def drawn(S):
+    """Projections of a sequence of S tokens, and a layer's matrices: W^UQ, W^UK, W^UV, W^O by head."""
+    H, M, Q, D = CONFIG.num_attention_heads, CONFIG.kv_lora_rank, CONFIG.q_lora_rank, CONFIG.hidden_size
+    N, O, U = CONFIG.qk_nope_head_dim, CONFIG.qk_rope_head_dim, CONFIG.v_head_dim
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    weights = draw(Q, H, N) / Q**0.5, draw(M, H, N) / M**0.5, draw(M, H, U) / M**0.5, draw(H, U, D)
+    q_latent = draw(1, S, Q)
+    q_nope = jnp.einsum("bsq,qhn->bshn", q_latent, weights[0])
+    return Projections(q_nope, draw(1, S, H, O), q_latent, draw(1, S, M), draw(1, S, O)), weights
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("S", [1, 7])
+def test_each_form_gives_what_the_models_own_attention_does(name, S):
+    form, (p, (up_query, up_key, up_value, output)) = FORMS[name], drawn(S)
+    ahead = jnp.einsum("qhn,mhn->qhm", up_query, up_key), jnp.einsum("mhu,hud->hmd", up_value, output)
+    mla = SimpleNamespace(key_value_weight=lambda dtype: (up_key, up_value), materialised=lambda dtype: ahead)
+    (layout,) = form.layouts[:1]
+    context = {
+        "split": {"latent": p.latent, "rope": p.k_rope},
+        "joined": {"joined": jnp.concatenate([p.latent, p.k_rope], axis=-1)},
+        "decompressed": dict(zip(("key", "value"), expand(p.latent, p.k_rope, up_key, up_value), strict=True)),
+    }[layout]
+    queries, weights, finish = form.prepare(mla, jax.tree.map(lambda a: a[:, None], p))  # a row of S queries
+    scores = form.score([q[0] for q in queries], weights, context) * CONFIG.softmax_scale
+    seen = np.tri(S, dtype=bool) if form.heads_first else np.tri(S, dtype=bool)[:, None]
+    heads = form.weigh(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), weights, context)
+    found = finish((heads.swapaxes(1, 2) if form.heads_first else heads)[None])[0]
+    expected = attend(CONFIG, p, up_key, up_value)[0]
+    if form.materialised:
+        expected = jnp.einsum("bshu,hud->bsd", expected, output)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())

@@ -3,14 +3,15 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
 from dsjax.config import bundled_models, load_config
-from dsjax.model.forms import FORMS, cache_arrays, common_layout
-from dsjax.model.mla_costs import cache_bytes, cache_values, mla_cost, weight_values
+from dsjax.model.cache_groups import BF16
+from dsjax.model.forms import FORMS
+from dsjax.model.mla_costs import mla_cost, weight_values
 from dsjax.model.parameter_counts import indexer_parameters, mla_parameters, parameter_counts
 from dsjax.model.parameter_table import abstract_parameters
+from sharding import fp8
 
 V3, V32 = load_config("deepseek-v3"), load_config("deepseek-v3.2")
 ABSORBED = ("A_CC", "A_CC_ME", "AM_CC_ME")
@@ -91,18 +92,12 @@ def test_linear_and_head_flops_of_a_v3_token_are_73_25_g():
     assert total == pytest.approx(73.25e9, rel=1e-4)
 
 
-def test_caches_of_v3_and_v32_take_the_published_bytes():
-    assert [cache_bytes(V3, form) for form in FORMS] == [81_920, 1_152, 1_152, 1_152, 1_152]
-    assert cache_bytes(V3, "A_CC_ME", itemsize=1) == 656  # FP8, with the latent's scales and a bf16 rotary key
-    assert [cache_bytes(V32, "A_CC_ME", itemsize) for itemsize in (2, 1)] == [1_152 + 256, 656 + 132]
+def test_a_token_writes_the_entry_that_its_form_reads():
+    def written(config, form, dtype=BF16):
+        return mla_cost(config, form, rows=1, chunk=1, context=9, cache_dtype=dtype).cache_write_bytes
 
-
-@pytest.mark.parametrize(
-    ("config", "form"), [(V3, form) for form in FORMS] + [(V32, form) for form in FORMS if form != "CD"], ids=str
-)
-def test_cache_values_are_those_of_the_arrays(config, form):
-    arrays = cache_arrays(common_layout(form, form), config, np.float32).values()
-    assert cache_values(config, form) == sum(math.prod(width) for width, _ in arrays)
+    assert [written(V3, form) for form in FORMS] == [81_920, 1_152, 1_152, 1_152, 1_152]
+    assert [written(V32, "A_CC_ME", dtype) for dtype in (BF16, fp8.E4M3)] == [1_152 + 256, 656 + 132]
 
 
 @pytest.mark.parametrize("form", ["CC", *ABSORBED])
@@ -169,11 +164,12 @@ def test_heads_are_divided_over_tp_and_latents_are_not():
     assert shared.cache_read_bytes == alone.cache_read_bytes
     latent_projections = 7168 * (1536 + 576)
     assert weight_values(V3, "A_CC", tp=8) == (weight_values(V3, "A_CC") - latent_projections) // 8 + latent_projections
-    assert cache_values(V3, "CD", tp=8) * 8 == cache_values(V3, "CD")
+    assert decode("CD", 1000, tp=8).cache_read_bytes * 8 == decode("CD", 1000).cache_read_bytes
 
 
 def test_item_sizes_count_bytes():
-    two, one = decode("A_CC", 1000), decode("A_CC", 1000, weight_itemsize=1, cache_itemsize=1, activation_itemsize=1)
+    narrow = {"weight_itemsize": 1, "cache_dtype": fp8.E4M3, "activation_itemsize": 1}
+    two, one = decode("A_CC_ME", 1000), decode("A_CC_ME", 1000, **narrow)
     assert (one.weight_bytes * 2, one.activation_bytes * 2) == (two.weight_bytes, two.activation_bytes)
     assert (one.cache_read_bytes, one.cache_write_bytes) == (656_000, 656)  # FP8's scales and rotary keys are wider
     assert two.bytes == two.weight_bytes + two.cache_read_bytes + two.cache_write_bytes + two.activation_bytes

@@ -44,7 +44,7 @@ class Module:
         self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch)
         self.params = placed(step, from_hf_tensors(CONFIG, tensors(CONFIG)))
         self.ranks, self.on_ranks = spec.dp_size, NamedSharding(step.mesh, P(spec.batch_axes))
-        self.shape = GroupShape(ROWS, CHUNK, TABLE, form)
+        self.shape = GroupShape(ROWS, CHUNK, TABLE, step.decode_form)
         self.copies = step.placement.tables
         self._further = jax.jit(self._run_further, compiler_options=COMPILE_QUICKLY)
         self._main = jax.jit(self._run_main, compiler_options=COMPILE_QUICKLY)

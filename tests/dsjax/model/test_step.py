@@ -13,7 +13,6 @@ from step_model import PAGES, G, Model
 from dsjax.config import ModelConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.model.forms import cache_arrays
 from sharding import MeshSpec, fp8
 
 # Every expert of the layer is used, so that rounding to bf16 cannot change the choice of experts.
@@ -110,7 +109,7 @@ def test_a_step_writes_its_active_tokens_slots_and_no_other_byte(name):
     one = model(**CACHES[name])
     rng = np.random.default_rng(5)
     shardings = jax.tree.map(lambda array: array.sharding, one.empty_cache())
-    before, kept = {}, cache_arrays(one.step.attention.layout, CONFIG, one.step.cache_dtype)
+    before, kept = {}, one.step.attention.arrays
     for key, array in one.empty_cache().items():
         values = rng.normal(size=array.shape).astype(kept[key][1])
         before[key] = values.view(array.dtype)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -19,6 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.engine.program_cache import identity
 from dsjax.engine.program_cache.identity import NotDescribed, digest
+
+
+@pytest.fixture(autouse=True)
+def described_here(monkeypatch):
+    """The classes of this file count as the project's own."""
+    monkeypatch.setattr(identity, "_DESCRIBED", {*identity._DESCRIBED, Colour.__module__})
 
 
 class Colour(enum.Enum):
@@ -157,6 +164,15 @@ def test_another_process_finds_the_same_digest():
 def test_what_cannot_be_told_apart_has_no_digest(value):
     with pytest.raises(NotDescribed):
         digest(value)
+
+
+def test_a_callers_own_class_has_no_digest_since_it_may_change(monkeypatch):
+    own = types.ModuleType("own_form")
+    exec("from dsjax.model.forms import Form\nclass Own(Form):\n    name = 'own'", own.__dict__)
+    assert own.Own.__module__ == "own_form"
+    for value in (own.Own, own.Own(), Pair(own.Own())):
+        with pytest.raises(NotDescribed, match=r"own_form\.Own is of a module whose source no digest has"):
+            digest(value)
 
 
 def test_code_settings_and_flags_are_part_of_every_program(monkeypatch, tmp_path):

@@ -14,13 +14,13 @@ from layouts import MODELS, TINY
 from dsjax.config import ModelConfig
 from dsjax.kernels.pallas import PallasKernels
 from dsjax.kernels.table import Kernels
-from dsjax.model import attention as attention_module
-from dsjax.model.attention import PagedAttention
-from dsjax.model.forms import INDEX_ARRAYS
+from dsjax.model.attention import PagedMLA
+from dsjax.model.forms import FORMS
 from dsjax.model.paging import Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.sparse import IndexProjections, IndexScores
 from dsjax.model.sparse import attend as sparse_attend
+from dsjax.model.sparse.attend import INDEX_ARRAYS, Chosen
 from dsjax.model.transformer import Projections
 from sharding import MeshSpec, Rules, fp8
 
@@ -30,15 +30,15 @@ CONFIG = ModelConfig.from_dict(TINY | MODELS["v3.2"])
 H, N, O, M, U = 8, 8, 4, 16, 8
 I, A, TOPK = CONFIG.index_n_heads, CONFIG.index_head_dim, CONFIG.index_topk
 G, PAGES, R = 4, 100, 2
-LAYOUTS = {"CC": "split", "A_CC": "joined", "A_CC_ME": "split"}
 
 
-def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **options) -> PagedAttention:
+def attention(form: str, *, cache_dtype=np.float32, dense=False, topk=TOPK, **options) -> PagedMLA:
     spec = MeshSpec.parse("dp=1")
     fields = {"index_topk": None if dense else topk}
     config = dataclasses.replace(CONFIG, **fields) if not dense else ModelConfig.from_dict(TINY)
     mesh, rules = spec.build(jax.devices()[:1]), Rules.for_mesh(spec)
-    return PagedAttention(mesh, rules, config, LAYOUTS[form], np.dtype(cache_dtype), **options)
+    family = PagedMLA if dense else Chosen
+    return family(mesh, rules, config, FORMS[form].layouts[0], np.dtype(cache_dtype), **options)
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def drawn(pages: int):
     return mla, p, tables
 
 
-def run(paged: PagedAttention, form: str, pages: int, chunk: int, start: int, filled=None):
+def run(paged: PagedMLA, form: str, pages: int, chunk: int, start: int, filled=None):
     """Attention of ``chunk`` queries of each row from position ``start`` on, after the whole context was written."""
     mla, p, tables = drawn(pages)
     positions = np.arange(pages * G)
@@ -74,9 +74,15 @@ def run(paged: PagedAttention, form: str, pages: int, chunk: int, start: int, fi
 
     @jax.jit
     def both(flat, part, cache, filled):
-        written = paged.write(mla, cache, jnp.int32(0), jnp.asarray(slots), flat)
+        written = paged.cache_entries(mla, cache, jnp.int32(0), jnp.asarray(slots), flat)
         return paged.attend(
-            mla, form, written, jnp.int32(0), Rows(jnp.asarray(at), jnp.asarray(tables), None, filled), part
+            mla,
+            FORMS[form],
+            written,
+            jnp.int32(0),
+            None,
+            Rows(jnp.asarray(at), jnp.asarray(tables), None, filled),
+            part,
         )
 
     return np.asarray(both(flat, part, cache, filled))[0]
@@ -157,7 +163,7 @@ def test_a_context_that_is_chosen_whole_gives_the_bits_of_dense_attention(form, 
 
 
 def test_where_no_context_can_be_longer_nothing_is_scored(monkeypatch):
-    monkeypatch.setattr(attention_module, "attend_to_chosen", Mock(side_effect=AssertionError("the choice was made")))
+    monkeypatch.setattr(sparse_attend, "Choice", Mock(side_effect=AssertionError("the choice was made")))
     run(attention("CC", topk=36), "CC", 9, 7, 6)
     with pytest.raises(AssertionError, match="the choice was made"):
         run(attention("CC", topk=35), "CC", 9, 7, 6)
@@ -189,8 +195,8 @@ def test_scores_of_a_long_prompt_are_never_there_all_at_once():
     mla = SimpleNamespace(key_value_weight=lambda dtype: (jnp.ones((M, H, N)), jnp.ones((M, H, U))))
     for form in ("A_CC_ME", "CC"):
         text = str(
-            jax.make_jaxpr(lambda cache, rows, p, f=form: paged.attend(mla, f, cache, jnp.int32(0), rows, p))(
-                cache, rows, p
-            )
+            jax.make_jaxpr(
+                lambda cache, rows, p, f=FORMS[form]: paged.attend(mla, f, cache, jnp.int32(0), None, rows, p)
+            )(cache, rows, p)
         )
         assert f"{C},{pages * 16}]" not in text.replace(" ", "")

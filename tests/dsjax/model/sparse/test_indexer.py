@@ -1,13 +1,11 @@
 """What the indexer makes of a token, and what index queries and keys go through before they are multiplied."""
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
-from dsjax.model.forms import FORMS, cache_arrays, reads
 from dsjax.model.parameter_counts import indexer_parameters
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.sparse import IndexScores
@@ -46,22 +44,6 @@ def test_what_an_option_means_is_said_where_it_cannot_be():
         IndexScores.parse("fp8", None, False)
     with pytest.raises(UserError, match="power of two"):
         IndexScores.parse("hadamard", 96, False)
-
-
-def test_an_index_key_lies_beside_the_latent():
-    assert cache_arrays("split", V32, ml_dtypes.bfloat16)["index"] == ((128,), np.dtype(ml_dtypes.bfloat16))
-    for arrays in (
-        cache_arrays("split", V32, fp8.E4M3),
-        cache_arrays("joined", V32, ml_dtypes.bfloat16, fp8_index=True),
-    ):
-        kept = [arrays[name] for name in ("index", "index_scale")]
-        assert sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in kept) == 132
-
-
-def test_keys_and_values_of_each_head_are_refused():
-    assert [form for form in FORMS if not reads(form, ml_dtypes.bfloat16, V32)] == ["CD"]
-    with pytest.raises(UserError, match=r"CD.*choose from CC, A_CC"):
-        cache_arrays("decompressed", V32, ml_dtypes.bfloat16)
 
 
 def test_the_indexers_parameters_are_as_many_as_are_counted():

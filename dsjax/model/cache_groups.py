@@ -1,0 +1,110 @@
+"""Cache groups: what a model caches of each token, which layers keep it, and how many bytes its pages take. Needs no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from sharding import fp8
+
+Layout = Literal["decompressed", "joined", "split"]
+Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+"""Arrays of a cache → trailing shape of an entry in one layer, and its dtype."""
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that cache the same arrays on the same pages.
+
+    layers: their numbers in the model, behind which come those of the MTP module. entries: that a page has room for. table: the kind of
+    page table that names the pages; a "context" table names a request's pages in the order of its positions. by_head: the first axis of an
+    entry is heads, which ``tp`` divides.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    entries: int
+    arrays: Arrays
+    table: Literal["context"] = "context"
+    by_head: bool = False
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry in one layer."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays.values())
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers and heads."""
+        return self.entry_bytes * self.entries * len(self.layers)
+
+    def device_page_bytes(self, tp: int) -> int:
+        """Bytes of a page on one of the ``tp`` devices of a replica."""
+        return self.page_bytes // (tp if self.by_head else 1)
+
+
+def cache_groups(
+    config: ModelConfig,
+    layers: Iterable[int],
+    dtype: np.dtype,
+    *,
+    layout: Layout = "split",
+    entries: int = 1,
+    lanes: int = 1,
+    fp8_index: bool = False,
+) -> tuple[CacheGroup, ...]:
+    """The groups of a model: what MLA keeps of a token in the ``layout`` that its forms read, and with sparse attention its index key.
+
+    dtype: of all numbers; or ``fp8.E4M3``: then the latent is FP8, with a float32 scale for each 128 of its values, and the rotary key
+        stays bfloat16. So for V3 an entry takes 656 bytes of 1,152, as in FlashMLA's cache. fp8_index: index keys are FP8 with a scale, as
+        with an FP8 ``dtype``.
+    lanes: widths of latents are rounded up to a multiple of it, with zeros: 128 for the TPU's kernels, so that V3's entry of 512 + 64
+        takes 512 + 128 numbers.
+
+    Raises:
+        UserError: FP8 in a layout that does not keep the latent apart, or sparse attention in one that keeps no latent.
+    """
+    dtype, layers = np.dtype(dtype), tuple(layers)
+    latents = _latent_arrays(config, dtype, layout, lanes)
+    groups = (CacheGroup("latents", layers, entries, latents, by_head=layout == "decompressed"),)
+    if config.index_topk is None:
+        return groups
+    return *groups, CacheGroup("index keys", layers, entries, _index_arrays(config, dtype, layout, fp8_index))
+
+
+def _latent_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, lanes: int) -> Arrays:
+    H, M, O = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    if dtype == fp8.E4M3:
+        if layout == "split":
+            scales = (fp8.num_scales(M),), np.dtype(np.float32)
+            return {"latent": ((M,), dtype), "scale": scales, "rope": ((O,), BF16)}
+        raise UserError(
+            "--kv-cache-dtype fp8 keeps the latent apart from the rotary key, and of --mla-prefill and --mla-decode one reads the "
+            f"cache {layout}; choose them from CC and A_CC_ME"
+        )
+    widths = {
+        "decompressed": {"key": (H, config.qk_head_dim), "value": (H, config.v_head_dim)},
+        "joined": {"joined": (M + O,)},
+        "split": {"latent": (M,), "rope": (O,)},
+    }[layout]
+    return {name: ((*width[:-1], -(-width[-1] // lanes) * lanes), dtype) for name, width in widths.items()}
+
+
+def _index_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, fp8_index: bool) -> Arrays:
+    if layout == "decompressed":
+        raise UserError(
+            "MLA form CD keeps keys and values of each head, of which sparse attention would gather many times the bytes of "
+            "latents; choose --mla-prefill and --mla-decode from CC and A_CC_ME"
+        )
+    A = config.index_head_dim
+    if dtype == fp8.E4M3 or fp8_index:
+        return {"index": ((A,), fp8.E4M3), "index_scale": ((fp8.num_scales(A),), np.dtype(np.float32))}
+    return {"index": ((A,), dtype)}
