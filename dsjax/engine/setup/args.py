@@ -272,6 +272,8 @@ class EngineArgs(
 
 def _check(field: dataclasses.Field, value: Any) -> None:
     choices, least = field.metadata.get("choices"), field.metadata.get("least")
+    if field.metadata.get("classes") and isinstance(value, type):
+        return  # whoever takes it says what it must inherit
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     left_out = value is None and field.default is None
     if isinstance(field.default, bool):
@@ -279,10 +281,7 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     elif isinstance(field.default, float):
         is_right, expected = is_number and 0 < value <= 1, "a number above 0 and at most 1"
     elif choices is not None:
-        is_class = field.metadata.get("classes") and isinstance(
-            value, type
-        )  # whoever takes it says what it must inherit
-        is_right, expected = is_class or value in choices, f"one of {', '.join(choices)}"
+        is_right, expected = value in choices, f"one of {', '.join(choices)}"
     elif least is not None:
         is_right = left_out or (is_number and isinstance(value, int) and value >= least)
         expected = f"an integer of at least {least}"

@@ -70,7 +70,10 @@ RECORDING, PAGE_SOURCE = _given("record_steps"), _given("page_source")
 ROUTER = Choice("router", lambda args: args.router is not None)
 EPLB, EPLB_CONFIG = _given("enable_eplb"), _given("eplb_config")
 BALANCED_STAGES = Choice("--enable-eplb with stages (--mesh pp=…)", lambda args: args.enable_eplb and _has_stages(args))
-OWN_DISPATCH = Choice("a class given as dispatch", lambda args: isinstance(args.dispatch, type))
+OWN_CLASS = Choice(
+    "a class given as dispatch or MLA form",
+    lambda args: any(isinstance(given, type) for given in (args.dispatch, args.mla_prefill, args.mla_decode)),
+)
 COMPILE_AHEAD = Choice("--compile-ahead", lambda args: args.compile_ahead not in (0, type(args).compile_ahead))
 
 _PARTS = "a page of the cache is in parts with stages, one at each stage, which are not handed over yet"
@@ -78,7 +81,7 @@ _ATTENTION = "prompts are computed on the attention side"
 _PREFIX = "it has pages of the prefix cache, which the other option turns off"
 _ELSEWHERE = "a recording would lack what pages from elsewhere held"
 _KEEPS = "the decode side alone keeps pages and tells of them"
-_BY_NAME = "give --dispatch a method's name, or leave one of the two out"
+_BY_NAME = "give one of dsjax's by its name, or leave one of the two out"
 _NAMES_ALL = "the meshes of the two sides name all devices"
 
 EXCLUSIONS = (
@@ -121,8 +124,8 @@ EXCLUSIONS = (
     *(Exclusion(side, NO_PREFIX_CACHING, _PREFIX) for side in (PREFILL_MESH, MODE, HOST_CACHE, DISK, EVENTS)),
     *(Exclusion(RECORDING, side, _ELSEWHERE) for side in (PREFILL_MESH, MODE, DISK)),
     *(Exclusion(kept, PREFILL_SIDE, _KEEPS) for kept in (HOST_CACHE, DISK, EVENTS)),
-    Exclusion(OWN_DISPATCH, SEVERAL, "processes tell each other their options as text", _BY_NAME),
-    Exclusion(OWN_DISPATCH, RECORDING, "a recording names the method that it is replayed with", _BY_NAME),
+    Exclusion(OWN_CLASS, SEVERAL, "processes tell each other their options as text", _BY_NAME),
+    Exclusion(OWN_CLASS, RECORDING, "a recording names what it is replayed with", _BY_NAME),
     *(
         Exclusion(ROUTER, other, "what another process has computed may come from another router")
         for other in (RECORDING, DISK, SEVERAL, MODE, PAGE_SOURCE)

@@ -156,7 +156,6 @@ def test_another_process_finds_the_same_digest():
         iter([]),
         np.array([object()]),
         functools.partial(lambda x: x, 1),
-        Pair,  # its module is no source of dsjax, and may say something else tomorrow
         Pair((1, [{"deep": threading.Lock()}])),
         jnp.ones(2),
     ],

@@ -30,7 +30,7 @@ MADE = {
     "--kv-events-config": {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},
     "--ep-dispatch-algorithm": {"ep_dispatch_algorithm": "static"},
     "--dispatch": {"dispatch": "padded"},
-    "a class given as dispatch": {"dispatch": Method},
+    "a class given as dispatch or MLA form": {"dispatch": Method},
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
     "--batch-invariant": {"batch_invariant": True},
     "--compile-ahead": {"compile_ahead": 2},
