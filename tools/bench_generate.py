@@ -23,8 +23,6 @@ takes prompts from the files that the demo model was not trained on, instead of 
 text, and how many is printed by position.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

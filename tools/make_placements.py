@@ -9,8 +9,6 @@ that they are run once here. After a change to the balancer (`sharding/balancing
 A test runs some of the rows again.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -5,8 +5,6 @@
 Values are finite bfloat16 numbers of either sign between 2⁻⁷ and 2⁻⁶.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

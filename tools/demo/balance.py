@@ -1,7 +1,5 @@
 """Auxiliary-loss-free load balancing (V3 report §2.1.2, equation 16; arXiv 2408.15664)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

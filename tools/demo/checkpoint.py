@@ -1,7 +1,5 @@
 """A training run's state on disk: parameters, moments, step and processor time, in one `.npz`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

@@ -10,8 +10,6 @@ of the chosen positions only, and the rest of the model learns the next tokens. 
 continues when the same command is given again.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

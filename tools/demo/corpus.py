@@ -7,8 +7,6 @@ The manifests beside this file (`train.sha256`, `heldout.sha256`) are in the for
 to the library, so `cd LIB && sha256sum --check …/heldout.sha256` says the same without us.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import platform

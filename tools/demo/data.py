@@ -1,7 +1,5 @@
 """The training text as batches of token rows, in an order that the step number alone decides."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache

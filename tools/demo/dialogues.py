@@ -5,8 +5,6 @@ parameters and docstring, closes `</think>`, and writes the function. One short 
 in four is answered directly (empty thinking) and one in four has a system prompt. A hash chooses; nothing is random.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -8,8 +8,6 @@ Bits are those of every token of a file and of its end, each predicted from at l
 all there are); bytes are the file's. No token is dropped: the experts are the product that serving uses on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

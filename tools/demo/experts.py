@@ -5,8 +5,6 @@ be one. Tokens are sorted by expert once; from then on moving rows to experts an
 where a slot's row comes from, and where a token's copies have gone, are each other's inverse.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

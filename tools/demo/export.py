@@ -3,8 +3,6 @@
 python -m tools.demo.export RUN_FOLDER [--folder configs/models/demo]
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

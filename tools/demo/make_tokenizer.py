@@ -5,8 +5,6 @@
 The training is deterministic: the same library gives the same `tokenizer.json`, to the byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogona
 Moonlight, a model of DeepSeek-V3's shape) scale its step to the size of AdamW's, so that both share one learning rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

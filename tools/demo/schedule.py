@@ -1,7 +1,5 @@
 """What changes during training, as functions of the step: learning rate, row length, balancing speed, MTP weight."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """One training step of the demo model: losses of the model's own forward pass, gradients, optimizer, balancing."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -8,8 +8,6 @@ uninterrupted run would have. `log.jsonl` in the run folder has a line every ten
 checkpoint. The same library, JAX version and kind of processor give the same weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

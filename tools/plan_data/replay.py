@@ -11,8 +11,6 @@ a closed loop of InferenceX: all users at once, each finished request replaced u
 are of other sources and are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import dataclasses
