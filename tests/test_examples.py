@@ -169,3 +169,8 @@ def test_an_engine_serves_with_such_a_form_and_names_it(checkpoint, plain):
 def test_what_is_no_method_is_refused_with_what_a_method_is(wrong):
     with pytest.raises(MeshError, match=r"expected one of .* or a class that inherits sharding\.dispatch\.Method"):
         DispatchConfig(method=wrong)
+
+
+def test_what_is_no_router_is_refused_with_what_a_router_is():
+    with pytest.raises(UserError, match=r"router is int; expected a class that inherits .*\.ExpertRouter"):
+        Model("dp=1", ModelConfig.from_dict(TINY), router=int)

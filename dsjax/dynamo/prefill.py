@@ -56,9 +56,7 @@ class DsjaxPrefillEngine(Worker):
         engine.core.attachments.append(self._loads)
         engine.on_death = self._die
         # Decode workers see the connection end: nobody else is to be told.
-        self._watchdog = Watchdog(
-            self._options.step_timeout, {"the engine": engine.core}, notify_clients=lambda: None
-        )
+        self._watchdog = Watchdog(self._options.step_timeout, {"the engine": engine.core}, notify_clients=lambda: None)
         self._watchdog.start()
         config = registration(self._options, engine.core.executor.limits, engine.core.scheduler.config)
         if self._options.bootstrap:

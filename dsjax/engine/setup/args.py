@@ -285,6 +285,8 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     elif least is not None:
         is_right = left_out or (is_number and isinstance(value, int) and value >= least)
         expected = f"an integer of at least {least}"
+    elif field.metadata.get("classes"):
+        is_right, expected = left_out, "a class"
     else:
         is_right, expected = left_out or isinstance(value, str), "text"
     if not is_right:

@@ -38,6 +38,7 @@ from dsjax.model.parameters import ParameterInfo, Weights
 from dsjax.model.sparse import IndexScores
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
+from dsjax.model.transformer import ExpertRouter
 from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
@@ -78,6 +79,10 @@ def make_step(
             "or the checkpoint lacks its tensors); leave the option out"
         )
     if args.router is not None:
+        if not issubclass(args.router, ExpertRouter):
+            raise UserError(
+                f"router is {args.router.__name__}; expected a class that inherits dsjax.model.transformer.ExpertRouter"
+            )
         config = dataclasses.replace(config, router=args.router)
     platform = mesh.devices.flat[0].platform
     dtype = compute_dtype(args, config, platform)

@@ -1,6 +1,7 @@
 """`dsjax doctor` tells what is broken, and ends with 1 where something is."""
 
 import errno
+import importlib.metadata
 import os
 import re
 import tempfile
@@ -77,7 +78,7 @@ def test_an_installed_dsjax_is_compared_with_its_own_metadata(installed, monkeyp
     for line in ("jax!=0.11.2,>=0.10.2", elsewhere, 'nixl>=2; extra == "nixl"', 'x; extra == "test"'):
         metadata["Requires-Dist"] = line
     monkeypatch.setattr(versions, "_SOURCE_TREE", Path("missing"))
-    monkeypatch.setattr(versions.importlib.metadata, "metadata", lambda name: metadata)
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: metadata)
     installed(jax="0.11.2", nixl="1")
     found = [(one.package, one.is_optional) for one in versions.mismatches()]
     assert found == [("Python", False), ("jax", False), ("nixl", True)]

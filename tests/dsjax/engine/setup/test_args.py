@@ -20,6 +20,7 @@ from sharding.errors import MeshError
         ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, "less than --max-num-seqs 600"),
         ({"mla_decode": "ABC"}, "--mla-decode is 'ABC'"),
         ({"model": None}, "--model is None, expected text"),
+        ({"router": "hash"}, "--router is 'hash', expected a class"),
         ({"cache_tokens": "many"}, "--cache-tokens is 'many'"),
         ({"enable_prefix_caching": "no"}, "--enable-prefix-caching is 'no', expected True or False"),
         ({"speculative_config": {"method": "mtp", "drafts": 2}}, "--speculative-config has the unknown field drafts"),
