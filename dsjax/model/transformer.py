@@ -3,8 +3,7 @@
 Each module declares its parameters, and its ``__call__`` is the plain forward pass: whole sequences, no cache, no mesh, differentiable.
 Training runs it, and every layout, MLA form and dispatch is held to it. Serving runs the same parameters by ``step.py``.
 
-Sources: the reports of DeepSeek-V2 (arXiv 2405.04434, §2.1) and DeepSeek-V3 (arXiv 2412.19437, §2.1 and §2.2). Letters as in
-``docs/glossary.md``.
+Sources: the reports of DeepSeek-V2 (arXiv 2405.04434, §2.1) and DeepSeek-V3 (2412.19437, §2.1, §2.2). Letters: ``docs/glossary.md``.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from dsjax.model.sparse.choose import choose, index_scores
 from dsjax.model.sparse.indexer import Indexer, IndexProjections
 from sharding.sums import add_by_halves, add_in_order
 
-QUERY_BLOCK = (
-    128  # queries that attend together: few enough that a block skips most keys after it, enough for full products
-)
+QUERY_BLOCK = 128  # queries that attend together: few enough that a block skips most keys behind it
 
 
 class MLP(nnx.Module):
@@ -129,9 +126,8 @@ class MLA(nnx.Module):
                 q_nope = q_rope[..., :0]
             kv = _add_bias(multiply(self.kv_a, x), self, "kv_a_bias")
             latent, k_rope = normalise(self.kv_a_norm, kv[..., :M]), rotation(kv[..., M:])
-            index = None
-            if self.config.index_topk is not None:
-                index = self.indexer(x, q_latent, rotation, multiply, normalise)
+            indexed = self.config.index_topk is not None
+            index = self.indexer(x, q_latent, rotation, multiply, normalise) if indexed else None
             return Projections(q_nope, rotation(q_rope), q_latent, latent, k_rope, index)
 
     @property
