@@ -31,6 +31,7 @@ MADE = {
     "--ep-dispatch-algorithm": {"ep_dispatch_algorithm": "static"},
     "--dispatch": {"dispatch": "padded"},
     "a class given as dispatch or MLA form": {"dispatch": Method},
+    "router": {"router": Method},
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
     "--batch-invariant": {"batch_invariant": True},
     "--compile-ahead": {"compile_ahead": 2},
