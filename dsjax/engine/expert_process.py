@@ -35,7 +35,7 @@ from dsjax.engine.afd.options import expert_share
 from dsjax.engine.device.process import enable_compile_cache, keep_freed_memory
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
-from dsjax.engine.setup.loading import expert_space
+from dsjax.engine.setup.spaces import expert_space
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, LinkListener, Peer, PeerLostError, Request
 from dsjax.messaging.link import LinkLostError, Message

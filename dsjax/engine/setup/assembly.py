@@ -3,19 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dsjax.addresses import split_address
 from dsjax.config import ModelConfig
 from dsjax.config.weights import FP8_BLOCK, ROW_FORMATS, WEIGHT_FORMATS
-from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.options import afd_addresses, expert_spec
-from dsjax.engine.afd.remote_experts import RemoteExperts
 from dsjax.engine.device import expert_programs
 from dsjax.engine.device.process import cache_folder
 from dsjax.engine.setup.args import EngineArgs
@@ -23,11 +19,9 @@ from dsjax.engine.setup.batch_invariance import OPEN_SUMS, check_batch_invariant
 from dsjax.engine.setup.expert_location import ExpertLocation
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.errors import UserError
-from dsjax.hosts.group import HostGroup
 from dsjax.kernels.pallas import tpu_attention, tpu_products
 from dsjax.kernels.pallas.shared_memory import Cores
 from dsjax.kernels.table import Kernels, choose_kernels
-from dsjax.messaging import Endpoint
 from dsjax.model.cache_groups import cache_groups
 from dsjax.model.expert_dispatch import EXPERTS, ExpertsApart
 from dsjax.model.forms import common_layout, form_of
@@ -174,36 +168,6 @@ def experts_apart(args: EngineArgs, infos: Mapping[str, ParameterInfo]) -> Exper
     spec, is_remote = expert_spec(args), args.afd_role == "attention"
     parts = len(afd_addresses(args)) if is_remote else spec.ep_size
     return ExpertsApart(spec, parts, padded=not is_remote, infos=infos)
-
-
-def attention_side(args: EngineArgs, name: bytes, group: HostGroup | None) -> AttentionProcesses:
-    """Make this process one of an attention side, whose experts are at `--afd-address`."""
-    if group is not None:
-        return AttentionProcesses(group.endpoint, name, group)
-    credentials = args.credentials(*(split_address(address)[0] for address in afd_addresses(args)))
-    endpoint = Endpoint("127.0.0.1", credentials, silence=args.heartbeat_timeout)
-    return AttentionProcesses(endpoint, name, owns_endpoint=True)
-
-
-def remote_experts(
-    args: EngineArgs,
-    step: ModelStep,
-    attention: AttentionProcesses,
-    space: dict[str, Any],
-    placement: np.ndarray,
-    change: int = 0,
-) -> RemoteExperts:
-    """Make the backend of a step's experts at `--afd-address`, not connected yet; arguments as of `RemoteExperts`."""
-    return RemoteExperts(
-        expert_spec(args),
-        afd_addresses(args),
-        attention,
-        space,
-        placement,
-        waits=step.mesh.devices.flat[0].platform == "cpu",
-        patience=args.start_timeout,
-        change=change,
-    )
 
 
 def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: LayerPlacements) -> DispatchConfig:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -22,15 +21,11 @@ from dsjax.checkpoint.load import load
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.descriptors import descriptor_limit
-from dsjax.engine.afd.expert_link import LinkClosedError
 from dsjax.engine.afd.expert_side import ExpertSide, ExpertSidePart, build_both
 from dsjax.engine.afd.expert_slots import SlotWriter
 from dsjax.engine.afd.layer_programs import Side
-from dsjax.engine.afd.options import afd_addresses, expert_spec
-from dsjax.engine.afd.remote_experts import RemoteExperts, RemoteExpertsPart
-from dsjax.engine.contract.commands import ConnectExperts
+from dsjax.engine.afd.options import expert_spec
 from dsjax.engine.contract.executor import Executor, ExecutorLimits
-from dsjax.engine.device.access import DeviceAccess
 from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.mesh_executor import MeshExecutor, PartMaker
 from dsjax.engine.device.process import enable_compile_cache, explained_out_of_memory, keep_freed_memory
@@ -40,10 +35,12 @@ from dsjax.engine.pipeline.stage_executor import StageExecutor
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.schedule.page_source import import_page_source
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.setup.assembly import attention_side, experts_apart, remote_experts, weights_format
+from dsjax.engine.setup.assembly import weights_format
+from dsjax.engine.setup.attention_side import connect_experts, remote_part
 from dsjax.engine.setup.facts import EngineFacts, describe_engine
 from dsjax.engine.setup.fitting import check_layout
 from dsjax.engine.setup.sizes import EngineLayout, check_device_memory, check_host_memory
+from dsjax.engine.setup.spaces import page_space
 from dsjax.engine.setup.stages import OwnStages, check_shares, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
@@ -68,8 +65,11 @@ SMALLER_CACHE = "give a smaller --cache-tokens or --max-num-seqs"
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An executor and what stands around it. ``tokenizer`` is None where the model's directory has none. ``page_space``: as of the
-    function, with transfers. ``held`` takes the weights over when the executor is released. ``sources``: where all weights come from."""
+    """An executor and what stands around it.
+
+    tokenizer: None where the model's directory has none. page_space: what the function of that name gives; None without transfers.
+    held: takes the weights over when the executor is released. sources: where all weights come from.
+    """
 
     executor: Executor
     tokenizer: Tokenizer | None
@@ -175,7 +175,8 @@ class _Loader:
         """Read the weights and make the executor. lock: the folder of `--disk-cache`. opened: what is closed where that fails."""
         args, group, directory = self.args, self.group, self.directory
         if self.step.apart is not None and self.experts is None:
-            self.experts = self._connect_experts(opened)
+            name, known = self.held.name, self.is_later
+            self.experts = connect_experts(args, self.step, directory, group, name, opened, known=known)
         params, sources = self._read_all()
         limits = self._limits(params) if group is None else common_limits(group, lambda: self._limits(params))
         facts = [
@@ -214,27 +215,6 @@ class _Loader:
             self.held,
             sources,
         )
-
-    def _connect_experts(self, opened: contextlib.ExitStack) -> RemoteExperts:
-        """Connect to the processes with experts, and with the other processes of the attention side."""
-        args, group, step = self.args, self.group, self.step
-        attention = attention_side(args, self.held.name, group)
-        opened.callback(attention.close)
-        space = expert_space(args, step, self.directory)
-        side = remote_experts(args, step, attention, space, step.placement.physical_to_logical)
-        connect = partial(side.connect, known=self.is_later)
-        if group is None:
-            connect()
-            return side
-        # Before anything is waited for: a process that is lost meanwhile ends the wait of all others.
-        group.collectives.cut_with(group.generation, attention.abandon)
-        try:
-            group.agreement.run("experts", connect)
-        except LinkClosedError as error:
-            group.check(error)
-            raise
-        attention.meet()
-        return side
 
     def _read_all(self) -> tuple[list[dict[str, Array]], WeightBytes]:
         """Read the parameters of every step, in all processes; and say where those of all processes come from."""
@@ -328,7 +308,7 @@ class _Loader:
             if isinstance(self.experts, ExpertSide):
                 parts.append(lambda device, _: ExpertSidePart(device, self.experts))
             else:
-                parts.append(_remote_part(args, directory))
+                parts.append(remote_part(args, directory))
             if args.eplb:
                 parts.append(self._mover(step, per_exchange))
         elif per_exchange:
@@ -352,57 +332,6 @@ class _Loader:
         )
         opened.callback(executor.shutdown)
         return executor
-
-
-def _remote_part(args: EngineArgs, directory: Path) -> PartMaker:
-    """Make the part that has experts in other processes. directory: of the checkpoint."""
-
-    def another(
-        command: ConnectExperts, device: DeviceAccess, before: RemoteExperts
-    ) -> tuple[ModelStep, RemoteExperts]:
-        changed = replace(args, expert_mesh=command.expert_mesh, afd_address=command.afd_address)
-        model = replace(device.model, apart=experts_apart(changed, device.model.apart.infos))
-        space, placement = expert_space(changed, model, directory), device.placements.physical_to_logical.copy()
-        return model, remote_experts(changed, model, before.attention, space, placement, before.change + 1)
-
-    return lambda device, _: RemoteExpertsPart(device, another)
-
-
-def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
-    arithmetic = {}
-    if args.batch_invariant:  # its last bits: what another engine computed is not to be found
-        names = step.implementations
-        arithmetic = {"batch_invariant": names, "form": step.decode_form.name}
-    return _common_space(args, step, directory) | {
-        "kv_dtype": str(jnp.dtype(step.cache_dtype)),
-        **step.attention.form_of_pages,
-        "page_size": step.page_size,
-        "module_layer": step.has_module,
-        **arithmetic,
-    }
-
-
-def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
-    return _common_space(args, step, directory) | {
-        "expert_mesh": args.expert_mesh,
-        "physical experts": step.placement.n_physical,
-        "processes with experts": len(afd_addresses(args)),
-        "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
-        "MTP module": step.has_module,
-        "encrypt_bulk": args.encrypt_bulk,
-    }
-
-
-def _common_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
-    return {
-        "fingerprint": fingerprint(directory),
-        "dtype": str(step.dtype),
-        "weights": args.weights,
-        "activation_scheme": str(step.scheme),
-        "dispatch_wire": args.dispatch_wire,
-    }
 
 
 def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:

@@ -1,4 +1,7 @@
-"""Processes of an attention side, as threads, that wait for each other at each layer over real links."""
+"""Processes of an attention side, as threads, that wait for each other at each layer over real links.
+
+These are the tests of `setup/attention_side.py` too.
+"""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +20,7 @@ from waits import until
 from dsjax.engine.afd.attention_processes import AttentionProcesses
 from dsjax.engine.afd.messages import Call
 from dsjax.engine.afd.remote_experts import RemoteExperts
-from dsjax.engine.setup import loading
+from dsjax.engine.setup import attention_side
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.hosts.group import GroupError
 from dsjax.messaging import Endpoint, LinkListener
@@ -174,15 +177,14 @@ def test_one_that_fails_in_a_step_is_waited_for_nowhere(pool):
 def test_a_process_that_is_lost_while_all_wait_for_experts_that_are_not_there_yet_ends_the_wait(
     pool, monkeypatch, caplog
 ):
-    monkeypatch.setattr(loading, "expert_space", lambda *_: {})
+    monkeypatch.setattr(attention_side, "expert_space", lambda *_: {})
     two, address = groups(2), f"127.0.0.1:{free_port()}"
     args = EngineArgs(attention_mesh="dp=1", expert_mesh="ep=1", afd_role="attention", afd_address=address)
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
     step = SimpleNamespace(placement=SimpleNamespace(physical_to_logical=np.zeros((0, 0), np.int32)), mesh=mesh)
-    given = {"args": args, "step": step, "directory": Path(), "held": SimpleNamespace(name=b"side"), "is_later": True}
     with contextlib.ExitStack() as opened:
         started = [
-            pool.submit(loading._Loader._connect_experts, SimpleNamespace(group=group, **given), opened)
+            pool.submit(attention_side.connect_experts, args, step, Path(), group, b"side", opened, known=True)
             for group in two
         ]
         two[0].on_change = lambda error: None

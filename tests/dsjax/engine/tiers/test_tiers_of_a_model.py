@@ -1,6 +1,6 @@
 """A model with offload tiers gives to the bit what one device gives without, and its pages come back, from an earlier engine's folder too.
 
-These are the tests of `tiers/offloaded_pages.py` and `setup/sizes.py` too.
+These are the tests of `tiers/offloaded_pages.py`, `setup/sizes.py` and `setup/spaces.py` too.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from dsjax.config import load_config
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
 from dsjax.engine.setup.assembly import make_step
-from dsjax.engine.setup.loading import load_model, page_space
+from dsjax.engine.setup.loading import load_model
+from dsjax.engine.setup.spaces import page_space
 from dsjax.engine.tiers import page_folder
 from dsjax.engine.tiers.offload_tiers import OffloadAttachment
 from dsjax.engine.tiers.page_folder import PageFolder

@@ -1,0 +1,47 @@
+"""What two processes must have alike to use each other's pages, or each other's routed experts: their spaces, as plain values."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from dsjax.checkpoint.fingerprint import fingerprint
+from dsjax.engine.afd.options import afd_addresses
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.model.step import ModelStep
+
+
+def page_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    """Say what a page's values depend on, beside its tokens and shapes. directory: of the checkpoint."""
+    arithmetic = {}
+    if args.batch_invariant:  # its last bits: what another engine computed is not to be found
+        arithmetic = {"batch_invariant": step.implementations, "form": step.decode_form.name}
+    return _common_space(args, step, directory) | {
+        "kv_dtype": str(jnp.dtype(step.cache_dtype)),
+        **step.attention.form_of_pages,
+        "page_size": step.page_size,
+        "module_layer": step.has_module,
+        **arithmetic,
+    }
+
+
+def expert_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    """Say what the answers of routed experts in another process depend on, beside the rows. directory: of the checkpoint."""
+    return _common_space(args, step, directory) | {
+        "expert_mesh": args.expert_mesh,
+        "physical experts": step.placement.n_physical,
+        "processes with experts": len(afd_addresses(args)),
+        "sums by choice": step.dispatch.by_choice or step.in_place.ordered,
+        "MTP module": step.has_module,
+        "encrypt_bulk": args.encrypt_bulk,
+    }
+
+
+def _common_space(args: EngineArgs, step: ModelStep, directory: Path) -> dict[str, Any]:
+    return {
+        "fingerprint": fingerprint(directory),
+        "dtype": str(step.dtype),
+        "weights": args.weights,
+        "activation_scheme": str(step.scheme),
+        "dispatch_wire": args.dispatch_wire,
+    }
