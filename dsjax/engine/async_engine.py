@@ -25,7 +25,7 @@ class ThreadedEngine:
     that nothing goes on, and `abort_all()` ends every request with an error.
 
     on_death: called when the engine has failed. on_change: called in the event loop's thread when the mesh has changed.
-    error, observers, closing: as of `RequestStreams`.
+    error: why the engine has failed, or None. closing: whether it takes no more requests. observers: told of every step and output.
     """
 
     def __init__(self, parts: EngineParts):

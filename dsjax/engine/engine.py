@@ -44,7 +44,7 @@ class EngineParts:
 
     Attributes:
         inputs, outputs: they may belong to another thread than the core.
-        prefills, prefill_engines: links to the engines of this process that compute prompts for this one, and these engines.
+        prefill_engines: engines of this process that compute prompts for this one. prefills: the links to them.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ class EngineThread:
 
     It hands a step's updates over once the next step is launched: whoever takes them needs Python's lock too.
 
-    Called in the thread, where a `RuntimeError` says that nobody listens any more:
-        on_done: with what a step or a change of the mesh did. on_change: when the core goes on on another mesh.
-        on_death: when the thread ends by an error. wants_stats: whether somebody watches steps.
+    The thread calls these; a `RuntimeError` from one of them says that nobody listens any more:
+        on_done: takes what a step or a change of the mesh did. on_change: the core has continued on another mesh.
+        on_death: takes the error by which the thread ends. wants_stats: says whether `on_done` is to get a step's stats.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ class PrefillEngine:
 
     Args:
         timeout: seconds after which pages that nobody has pulled are dropped, and their transfer with them.
-        attachments: further parts of the core. keepers: as of `PrefillService`. generations: as of `EngineCore`.
+        attachments: parts of the core beside the `PrefillService`. keepers: which process keeps the pages of each rank, see
+            `PrefillService`. generations: makes the executors of other meshes, see `EngineCore`.
 
     thread: takes the steps. error: why it has ended. on_death: called when it has ended by an error.
     """

@@ -59,7 +59,7 @@ class HostGroup(Membership):
         on_change: process 0's: called in another thread when a member has gone (with the error), has come back or wants to leave (None).
         has_ended: whether process 0 has said that nothing more will come.
         agreement: what all in the generation say. collectives: this process's connections for them.
-        links: whom of the others it reaches, and how its links to them are.
+        links: which other processes this one reaches, and the state of the links to them.
     """
 
     def __init__(

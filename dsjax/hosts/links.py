@@ -34,7 +34,7 @@ SECONDS = 3.0
 _GRACE_SECONDS = 5.0
 _MOST_AT_ONCE = 64
 _PROBES, _PROBE_SECONDS = 5, 1.0
-"""Pings of a look at a link, and in how long each must be answered; TCP sends a lost packet again after 0.2 s."""
+"""Pings of a probe, and the seconds in which each must be answered. TCP sends a lost packet again after 0.2 s."""
 _RTT, _RETRANSMITTED, _SEGMENTS = 68, 100, 136
 """Where `struct tcp_info` of Linux has the smoothed round trip in microseconds, and how many segments were sent again and in all."""
 
@@ -48,13 +48,13 @@ class Look(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class LinkState:
-    """A link to another process, as far as it was seen. None: not yet, or not on this system.
+    """What is known of a link to another process. None: nothing yet, or this system does not tell.
 
     Attributes:
         round_trip: seconds between a packet and its acknowledgement, smoothed by the kernel.
-        answer: seconds until the other process answered, the least of the last look: with both sides' Python.
-        probes, unanswered: looks; those without an answer.
-        segments, retransmitted: of the connection; the second ÷ the first is the share of packets that were lost.
+        answer: seconds until the other process answered, the shortest of the last probe's pings. It includes the Python of both sides.
+        probes: how often the link was probed. unanswered: probes without an answer.
+        segments, retransmitted: TCP segments sent, and those of them sent again; their quotient is the share of packets that were lost.
     """
 
     round_trip: float | None = None
@@ -66,11 +66,11 @@ class LinkState:
 
 
 class Links:
-    """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, as of `Announcement`).
+    """Which peers a process can reach. Process 0 also decides which peers to exclude (`left_out`, see `Announcement`).
 
     cut: ends the collectives of a generation. peer_of: gives process 0's connection to a member.
 
-    states: of the links that are watched, by process id.
+    states: what is known of each watched link, by process id.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Links:
         self._membership, self._endpoint, self._cut, self._peer_of = membership, endpoint, cut, peer_of
         self.left_out: dict[int, tuple[int, str]] = {}
         self.states: dict[int, LinkState] = {}
-        # The connection to each watched process, and its segments so far, sent and sent again.
+        # The connection to each watched process, and how many segments it had sent, and sent again, at the last probe.
         self._watched: dict[JoinRequest, tuple[Peer, int, int]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dsjax-links")
@@ -126,7 +126,7 @@ class Links:
             )
 
     def unreached(self, members: Iterable[JoinRequest], seconds: float = SECONDS) -> list[int]:
-        """The ids of those, but for itself, that do not answer this process within so many seconds. All are asked at once."""
+        """Return the ids of the other members that do not answer a ping within so many seconds. All are asked at once."""
         asked = [member for member in members if member.process_id != self._membership.me.process_id]
         if not asked:
             return []
@@ -143,7 +143,7 @@ class Links:
         return [member.process_id for member, answer in zip(asked, answered, strict=True) if not answer]
 
     def watch(self, interval: float) -> None:
-        """Look at the links to the present processes every so many seconds, in a thread, until `close`."""
+        """Probe the links to all present processes at this interval in seconds, in a thread, until `close`."""
 
         def look() -> None:
             while not self._closed.wait(interval):
@@ -152,7 +152,7 @@ class Links:
         start_thread("link monitor", look, name="dsjax-link-monitor", restarts=True)
 
     def probe(self, members: Sequence[JoinRequest]) -> None:
-        """Probe the links to these, one after another, and forget all others."""
+        """Probe the links to these members, one after another, and forget all other links."""
         for member in [one for one in self._watched if one not in members]:
             self._drop(member)
         self.states = {one.process_id: self.states.get(one.process_id, LinkState()) for one in members}
@@ -168,7 +168,7 @@ class Links:
                 self._drop(member)
 
     def close(self) -> None:
-        """Answer no more, and look at no link any more."""
+        """Stop answering process 0, and stop watching links."""
         self._closed.set()
         for member in list(self._watched):
             self._drop(member)

@@ -63,7 +63,7 @@ class GroupOptions(Checked):
     )
 
     def credentials(self, *hosts: str) -> Credentials:
-        """Read them for a process that listens at these hosts, and connects to them; raises as `read_credentials`."""
+        """Read the credentials of a process that listens at these hosts or connects to them; errors: see `read_credentials`."""
         return read_credentials(self.cluster_key_file, *hosts, encrypt_bulk=self.encrypt_bulk)
 
 
@@ -75,7 +75,8 @@ class HostOptions:
         coordinator: host name or address, and port, at which process 0 is reached.
         address: of this host, an IP address where this process listens. Empty: the coordinator's name is not known yet.
         start_timeout: in which all processes must have come. heartbeat_timeout: after which a silent process counts as lost.
-        link_monitor_interval: between two looks at the links to the other processes; 0: nobody looks.
+        link_monitor_interval: between two probes of the links to the other processes; 0: none are probed.
+        credentials: of the deployment; default: those of this user, for the loopback interface.
     """
 
     coordinator: tuple[str, int]
@@ -156,7 +157,7 @@ def _from_jax(timeout: int) -> tuple[str | None, int | None, int | None]:
     from sharding.jax_internals import detect_cluster
 
     with warnings.catch_warnings():
-        # In Kubernetes without LeaderWorkerSet JAX tells of a package that it would want.
+        # In Kubernetes without LeaderWorkerSet JAX warns that a package is missing.
         warnings.simplefilter("ignore")
         try:
             return detect_cluster(timeout)

@@ -364,10 +364,10 @@ def attend(
 ) -> tuple[JoinResponse, Peer]:
     """Come to process 0; give the group that this process is in, and the connection.
 
-    prepare: as of `Door.meet`.
+    prepare: see `Door.meet`.
 
     Raises:
-        GroupError: as of `Door.meet`. UserError: this process's own, from `prepare`; the others are told.
+        GroupError: see `Door.meet`. UserError: this process's own, from `prepare`; the others are told.
     """
     leader = _connect(options, endpoint)
     joined = leader.request(_JOIN, JoinRequest.of(options, endpoint.port), kind=JoinResponse)

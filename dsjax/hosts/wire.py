@@ -1,4 +1,4 @@
-"""What processes say to each other to be a group, as bodies of control messages; and who may be in it, in words for the user."""
+"""The control messages by which processes form a group, and what users are told of processes that are missing or do not fit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _machine() -> str:
 
 
 def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str:
-    """Whom process 0 waits for, and who has come."""
+    """Say which processes process 0 waits for, and which have come."""
     absent = [i for i in range(options.num_processes) if i not in requests]
     if not absent:
         slow = ", ".join(requests[i].name for i in sorted(requests) if i not in prepared)
@@ -121,7 +121,7 @@ def waited_for(options: HostOptions, requests: Mapping[int, JoinRequest], prepar
 
 
 def missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
-    """Who did not come in time."""
+    """Say which processes did not come in time, and what to do."""
     absent = [str(i) for i in range(options.num_processes) if i not in requests]
     here = ", ".join(f"{i} ({requests[i].host})" for i in sorted(requests))
     return (
@@ -132,13 +132,13 @@ def missing(options: HostOptions, requests: Mapping[int, JoinRequest]) -> str:
 
 
 def unlike(requests: Mapping[int, JoinRequest], prepared: Mapping[int, Prepared]) -> str | None:
-    """The first thing that is not the same everywhere."""
+    """Describe the first difference between a process and process 0; None if there is none."""
     differences = (unlike_first(requests[i], prepared[i], prepared[0]) for i in sorted(prepared))
     return next(filter(None, differences), None)
 
 
 def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> str | None:
-    """The first thing that a process has otherwise than process 0; None where they are alike."""
+    """Describe the first difference between this process and process 0; None if there is none."""
     expected, values = first.alike, prepared.alike
     for name in sorted(expected.keys() | values.keys(), key=lambda name: (list(expected) + [name]).index(name)):
         if expected.get(name) != values.get(name):
@@ -150,7 +150,7 @@ def unlike_first(request: JoinRequest, prepared: Prepared, first: Prepared) -> s
 
 
 def why_no_place(request: JoinRequest, num_processes: int) -> str | None:
-    """Why a group of so many processes has no place for one that was started otherwise; None: it has."""
+    """Say why a process cannot join a group of so many processes; None if it can."""
     if request.num_processes != num_processes:
         return f"{request.name} has --num-processes {request.num_processes}, process 0 has {num_processes}; give all the same"
     if not 0 < request.process_id < num_processes:
@@ -163,7 +163,7 @@ def _shown(value: Any) -> str:
 
 
 def on_loopback(requests: Mapping[int, JoinRequest]) -> str | None:
-    """A process on another machine cannot reach an address that is the loopback interface's."""
+    """Refuse a loopback address if the processes are on several machines, which cannot reach it; None if all can."""
     if len({request.machine for request in requests.values()}) == 1:
         return None
     for _, request in sorted(requests.items()):

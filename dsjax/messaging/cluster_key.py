@@ -1,4 +1,4 @@
-"""`ClusterKey`: the secret that all processes of a deployment share, given or made for this user; `Credentials`: what is made with it.
+"""`ClusterKey`: the secret that all processes of a deployment share, given by the user or made here; `Credentials`: how they use it.
 
 docs/security.md says what it protects.
 """
@@ -148,7 +148,7 @@ def _key_in(folder: str, descriptor: int) -> ClusterKey:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What connections between processes are made with. encrypt_bulk: whether links encrypt too; control messages always are."""
+    """What a process connects to others with. encrypt_bulk: whether links are encrypted too; control messages always are."""
 
     key: ClusterKey
     encrypt_bulk: bool = False
@@ -162,8 +162,8 @@ class Credentials:
 def read_credentials(cluster_key_file: str | None, *hosts: str, encrypt_bulk: bool = False) -> Credentials:
     """Read the key, or make one for this user where all hosts are the loopback interface.
 
-    cluster_key_file: None: the key is in the environment, or nowhere. hosts: names or addresses that this process listens at and connects
-    to, as far as they are known.
+    cluster_key_file: None if the key is in the environment, or none is given. hosts: names or addresses that this process listens at or
+    connects to, as far as they are known.
 
     Raises:
         UserError: a host is beyond loopback and no key was given; or the file cannot be used.
@@ -184,9 +184,9 @@ def local_credentials() -> Credentials:
 
 
 def needs_key(host: str) -> UserError:
-    """Say that a host beyond loopback needs a key."""
+    """Make the error for a host beyond the loopback interface without a key."""
     return UserError(
         f"{host or 'an address that is not known yet'} is beyond the loopback interface, where processes must share a key: give all of "
         f"them the same one with {FLAG} FILE or in the environment variable {VARIABLE}, at least "
-        f"{LEAST_CHARACTERS} characters (openssl rand -hex 32 makes one)"
+        f"{LEAST_CHARACTERS} characters ({_HOW})"
     )

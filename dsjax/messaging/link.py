@@ -255,7 +255,7 @@ class Link(_Bulk):
 
     Args:
         address, ticket: of the listener. name: of this side, for the listener. role: that this process has in the deployment.
-        encrypted: as of the listener.
+        encrypted: whether the listener is.
 
     Raises:
         PeerLostError: nobody answers there in time. NotAMemberError: the ticket is not the listener's.

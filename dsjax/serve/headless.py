@@ -37,7 +37,7 @@ class Probes:
     """`/health`, `/live`, `/ready` and `/metrics` of a process that takes no requests.
 
     Args:
-        http: as of a server; `/metrics` wants one of its keys where it has any.
+        http: options of the HTTP server; `/metrics` wants one of its API keys if it has any.
 
     Attributes:
         phase: what the process is doing; `ready` makes `/ready` say so.
@@ -190,7 +190,7 @@ class HeadlessExperts(Probes):
         """Load the experts, and answer until the process is told to end.
 
         Raises:
-            UserError, MeshError: as of `load_experts`.
+            UserError, MeshError: see `load_experts`.
         """
         url = self.listen(listener)
         console.print(f"/health, /ready and /metrics at {url}", highlight=False)

@@ -10,7 +10,7 @@ Links = Callable[[], Mapping[int, LinkState]]
 
 
 def add_link_metrics(registry: Registry, links: Links, interfaces: Callable[[], Iterable[Interface]]) -> None:
-    """Add what `Links` sees, and the cards' counters."""
+    """Add the states of links to other processes, and the counters of network cards."""
 
     def of(field: str) -> Callable[[], Reading]:
         def read() -> Iterator[tuple[Labels, float]]:

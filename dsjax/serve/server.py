@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         on_ready: called once requests are admitted. on_signal: called at the first signal, in its handler.
         before_exit: called with the exit code where the process ends without Python's own end, because a thread hangs in a step or a
             compilation.
-        before_routes: as of `create_app`.
+        before_routes: see `create_app`.
     """
 
     def __init__(

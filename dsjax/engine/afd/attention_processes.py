@@ -27,7 +27,8 @@ class AttentionProcesses:
     All make it at the same place, ``meet`` before the first step, and ``tell`` and ``wait`` in order. One that is alone waits for nobody.
 
     Args:
-        name: of the side; that of process 0 counts. group: None: this process is alone. owns_endpoint: whether ``close`` closes it.
+        name: of the side; all use the name that process 0 gives. group: None if this process is alone. owns_endpoint: whether ``close``
+            closes the endpoint too.
 
     Attributes:
         number, count: which of the side's processes this is, and of how many. leads: whether it speaks for all.
@@ -67,7 +68,7 @@ class AttentionProcesses:
                 raise _gone(name) from error
 
     def wait(self, number: int) -> int:
-        """Wait until all others have told, and give the greatest number, ``number`` included; errors as of ``tell``."""
+        """Wait until all others have told, and give the greatest number, ``number`` included. Raises what ``tell`` raises."""
         while silent := [name for name, words in self._words.items() if not words]:
             try:
                 message = self._listener.receive()
@@ -85,13 +86,13 @@ class AttentionProcesses:
         return number
 
     def add(self, link: ExpertLink) -> None:
-        """Have a link to a process with experts end with what waits for other processes."""
+        """Register a link to a process with experts, which ``abandon`` and ``close`` then end too."""
         self._to_experts.add(link)
         if self._is_abandoned:
             link.give_up()
 
     def remove(self, link: ExpertLink) -> None:
-        """Close such a link."""
+        """Close a registered link."""
         self._to_experts.discard(link)
         link.close()
 
@@ -101,7 +102,7 @@ class AttentionProcesses:
             self.abandon()
 
     def abandon(self) -> None:
-        """End what waits for other processes: this generation of the attention side has broken. Any thread may call it."""
+        """End every wait for another process: this generation of the attention side has broken. Any thread may call it."""
         self._is_abandoned = True
         for one in filter(None, [*self._links.values(), self._listener]):
             one.close()  # also under a thread that waits

@@ -136,7 +136,7 @@ class ExpertLink:
         self.received += answers.nbytes
 
     def _until_done(self, do: Callable[[bool], object]) -> None:
-        """Do something, again where the connection ends. Errors as of ``connect``; `RuntimeError`: the process could not do it."""
+        """Do something, again if the connection ends. Raises what ``connect`` raises; `RuntimeError`: the process could not do it."""
         lost = None
         while True:
             self.connect()

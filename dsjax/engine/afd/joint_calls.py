@@ -33,7 +33,7 @@ class JointCalls:
     A call waits until each other process has made it, is past it, or is not connected. A call made again is computed at once and alone:
     the others may have their answers.
 
-    processes: of the attention side. change: as of ``Open``.
+    processes: of the attention side. change: see ``Open``.
     """
 
     def __init__(self, processes: int, change: int = 0):

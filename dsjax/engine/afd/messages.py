@@ -1,4 +1,4 @@
-"""Messages between an attention side and the processes with its experts; `ExpertLinks`, what is known of them. No JAX.
+"""Messages between an attention side and the processes with its experts. `ExpertLinks`: counters of the links to them. No JAX.
 
 `Open`, `Compile`, `Stage` and `Place` are requests over a control connection. `Opened` names the link for calls: a `Call` with rows,
 answered by an `Answered` with results. A call depends on no earlier message, so it can be repeated to another process.

@@ -1,6 +1,6 @@
 """``RemoteExperts``: experts in other processes, which may die and come back while the attention side keeps its caches and requests.
 
-``RemoteExpertsPart``: the executor's part for them, which a command replaces by others.
+``RemoteExpertsPart``: the executor's part that connects to other expert processes at a command.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RemoteExperts(Side):
     Each process of the attention side has such a side of its own, and calls for the rows of its own devices.
 
     Args:
-        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: as of ``ExpertLink``.
-        attention: the processes that call alike. space, change: as of ``Open``.
+        addresses: ``HOST:PORT`` of the processes, in the order of their devices. patience: see ``ExpertLink``.
+        attention: the processes of the attention side, which all make the same calls. space, change: see ``Open``.
         placement: ``[MoE layers, slots]``, which a process that comes back reads from the checkpoint.
     """
 
@@ -73,7 +73,7 @@ class RemoteExperts(Side):
         return [link.counts for link in self.links]
 
     def check(self, addresses: Sequence[str] = ()) -> None:
-        """Check that a process answers at each address (default: the current ones). Errors as of ``check_reachable``."""
+        """Check that a process answers at each address (default: the current ones). Raises what ``check_reachable`` raises."""
         for address in addresses or [link.address for link in self.links]:
             check_reachable(self.attention.endpoint, address)
 
@@ -110,7 +110,7 @@ class RemoteExperts(Side):
             _result(done)
 
     def connect(self, *, known: bool = False) -> None:
-        """Connect to all processes. known: they were there before. Errors as of ``ExpertLink.connect``."""
+        """Connect to all processes. known, errors: see ``ExpertLink.connect``."""
         for link in self.links:
             link.connect(known=known)
 
@@ -123,13 +123,13 @@ class RemoteExperts(Side):
         return WayToProcesses(self, through.stack, between, np.array(own))
 
     def close(self) -> None:
-        """End the connections and their threads; those of the attention side stay."""
+        """Close the links to the experts and end their threads. The links between attention processes stay."""
         for link in self.links:
             self.attention.remove(link)
 
 
 def _result(done: Future[None]) -> None:
-    """Wait for an errand; errors as of ``ExpertLink``."""
+    """Wait for an errand. Raises what ``ExpertLink`` raises, and `LinkClosedError` if it was cancelled."""
     try:
         done.result()
     except CancelledError as error:
@@ -240,7 +240,7 @@ class RemoteExpertsPart(DevicePart):
         return self._side if kind is ExpertLinks else None
 
     def close(self) -> None:
-        """End the connections, those of the attention side among them."""
+        """Close all links, those between attention processes too."""
         self._side.attention.close()
 
     @property

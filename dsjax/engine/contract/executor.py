@@ -122,7 +122,7 @@ class ExecutorCounts(NamedTuple):
     """What an executor counts. num_padding_tokens: token slots of the last step's launches, on all ranks, that held no token.
 
     experts: only while recording is on; without the last launches, which are read together once a second, and with stages of several
-    processes as of the last `Executor.expert_counts`.
+    processes what the last `Executor.expert_counts` gave.
     """
 
     num_padding_tokens: int = 0

@@ -112,7 +112,7 @@ def pack_moves(moves: Sequence[tuple[int, int]], *, ranks: int, per_rank: int, e
 
 
 def lower_stage(step: ModelStep, params: Mapping[str, Any], layers: ExpertLayers, experts: int) -> Lowered:
-    """``(stack, staging, moves, layer) -> (staging, done)``: staging donated; moves as of ``pack_moves``; layer: in its stack."""
+    """``(stack, staging, moves, layer) -> (staging, done)``: staging is donated; moves: see ``pack_moves``; layer: in its stack."""
     group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())
 
@@ -177,7 +177,7 @@ def lower_place(
     """``(stack, staging, copies, loads, marked, tables, layer, row) -> (stack, copies, loads, retired, done)``.
 
     Donated are the stack, and copies and loads, of which one row changes: retired is what the row of loads had counted.
-    marked: as of ``pack_slots``; tables: the layer's own; layer: in its stack; row: in the placement.
+    marked: see ``pack_slots``; tables: the layer's own; layer: in its stack; row: in the placement.
     """
     group = ExpertGroup.of(step.spec, step.placement.n_physical, step.mesh.devices.flat[0].platform)
     stack, staging, everywhere = layers.of(params), describe_staging(step), NamedSharding(step.mesh, P())

@@ -95,7 +95,7 @@ def pack_admissions(step: Step, changes: list[list[PageEntry]]) -> Iterator[np.n
 def pack_launch(
     step: Step, launch: Launch, shape: LaunchShape, changes: list[list[PageEntry]], most_drafts: list[dict[int, int]]
 ) -> np.ndarray:
-    """``[B, W]`` int32 of one launch's rows and page changes; most_drafts: as of ``SlotTable.most_drafts``, of each rank."""
+    """``[B, W]`` int32 of one launch's rows and page changes; most_drafts: for each rank, see ``SlotTable.most_drafts``."""
     ranks = len(step.ranks)
     (R, _), (R2, C2) = shape.decode_rows, shape.prefill_rows
     ends = [0, *itertools.accumulate((R, R, R, 5 * R2, R2 * C2, 3 * shape.page_changes))]
@@ -307,7 +307,7 @@ class SlotTable:
 class LaunchOutcome(NamedTuple):
     """What a launch gave, on the devices.
 
-    outcome: ``[B, J]``: tokens of all positions that make one, as of ``slots.commit``. scores: of those positions; prompt_scores: of all
+    outcome: ``[B, J]``: tokens of all positions that make one, see ``slots.commit``. scores: of those positions; prompt_scores: of all
     token slots of a scored launch. None where nobody asked. drafts: ``[B, R + R2, n]``; None where none were proposed.
     """
 

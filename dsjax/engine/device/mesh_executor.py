@@ -348,7 +348,7 @@ class MeshExecutor(DeviceAccess):
         return self._change("clear", [np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool)])
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
-        """Send inputs; give the runs of a program that changes the state by each."""
+        """Send all inputs now; then run the program of this kind, which changes the state, with each of them."""
         sent = [self.send(one) for one in inputs]
 
         def run() -> Running:

@@ -241,7 +241,7 @@ class Programs:
         """``(params, state, packed) -> (state, positions, outcome, logits, hidden, reports)``, with ``scored`` also ``Scores``.
 
         The rows of a launch, each with its most probable tokens. positions: those that make a token, packed; outcome: their tokens,
-        as of ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
+        see ``commit``; logits: theirs; hidden: of all token slots. With ``scored`` the tokens behind each position of the prefill
         row are scored. A stage before the last gives ``(state, positions, hidden, reports)``.
         """
 
@@ -264,7 +264,7 @@ class Programs:
     def lower_enter(self, positions: int, firsts: tuple[int, ...], drafts: int) -> Lowered:
         """``(state, positions, outcome[, drafts]) -> state`` of a stage before the last, with what the last one made of a launch's rows.
 
-        outcome, drafts: as ``step`` and ``drafts`` give them, so many drafts. firsts: as of ``entering``.
+        outcome, drafts: as ``step`` and ``drafts`` give them, so many drafts. firsts: see ``entering``.
         """
         packed, outcome = (self._described((n * positions,), np.int32) for n in (len(dataclasses.fields(Positions)), 1))
         proposed = [self._described((len(firsts), drafts), np.int32)] if drafts else []
@@ -366,7 +366,7 @@ class Programs:
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
     def lower_take_pages(self) -> Lowered:
-        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, as of ``device_state.describe_moved``; reads the state alone."""
+        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, see ``device_state.describe_moved``; reads the state alone."""
         pages = self._described((device_state.MOVED_PAGES,), np.int32)
 
         def run(state, pages):
@@ -417,7 +417,7 @@ class Programs:
     def lower_every_token(self) -> Lowered:
         """``(params, state, packed) -> (state, logits [C, V])`` of the row of rank 0; all ranks compute one of the widest chunk.
 
-        packed: as of ``RowGroup.pack``, with its own page table. A stage before the last gives hidden states in the logits' place.
+        packed: see ``RowGroup.pack``, with its own page table. A stage before the last gives hidden states in the logits' place.
         """
         shape = self.shape(None, Rectangle(1, self._limits.max_chunk)).prefill
 

@@ -1,8 +1,8 @@
 """Choosing the next token on the device: greedy inside the step, everything else in small programs beside it.
 
 A request's draw depends on its own seed, the number of tokens it has made, and its own logits, on nothing else: not on its
-row, its rank, or what runs beside it. Before that, logits are changed as the host prepared it, in vLLM's order: biases of single tokens,
-penalties by counts, packed masks of tokens.
+row, its rank, or what runs beside it. Before a draw, the host's changes are applied to the logits in vLLM's order: biases of single tokens,
+then penalties by counts, then packed masks of tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _first(logits: Float[Array, "*b V"], most: Float[Array, "*b"]) -> Int[Array,
 class SlotSampling:
     """How tokens are drawn: of each slot in the device's state, ``[B, slots]``; of each row of a launch, ``[B, R]``, from its slot's.
 
-    Fields as of ``commands.Sampling``.
+    The fields are those of ``commands.Sampling``.
     """
 
     num_prompt_tokens: Int[Array, "B Z"]

@@ -294,7 +294,7 @@ def read(
 
 
 def _prompt_lengths(step: ModelStep, state: DeviceState, slots: Int[Array, "B R"]) -> Int[Array, "B R"] | None:
-    """Prompt tokens of each row's request, where a token's MLA form follows from them; anything for padding."""
+    """Number of prompt tokens of each row's request; None if no MLA form depends on it. Padding has any number."""
     if not step.forms_by_kind:
         return None
     local = lambda lengths, slots: take(lengths, jnp.maximum(slots, 0))  # noqa: E731
@@ -353,7 +353,7 @@ def enter_drafts(
     following: Int[Array, "B R+R2"],
     drafts: Int[Array, "B R+R2 n"],
 ) -> DeviceState:
-    """Keep what the MTP module proposes for every row that has made a token; ``slots`` and ``following`` as of a row's ``Positions``."""
+    """Keep what the MTP module proposes for every row that has made a token; ``slots`` and ``following``: see ``Positions``."""
 
     def local(state: dict[str, Array], slots, following, drafts):
         at = jnp.where(following < 0, slots, -1)

@@ -28,7 +28,7 @@ def compute(
     scored: bool = False,
     arrived: Float[Array, "B T D"] | None = None,
 ):
-    """The launch's rows through the model, each with its most probable tokens; results as of ``Programs.step``, behind the state the rows.
+    """The launch's rows through the model, each with its most probable tokens; results as in ``Programs.lower_step``, and rows after state.
 
     arrived: of a model's last stage, the hidden states from the one before.
     """

@@ -180,7 +180,7 @@ class Generations:
             self._asked, self.failure = True, None
 
     def ask(self, text: str | None, expert_mesh: str | None = None, afd_address: str | None = None) -> Wanted:
-        """Check a requested change, as of ``MeshChanger.ask``. None: that part stays as it is.
+        """Check a requested change, see ``MeshChanger.ask``. None: that part stays as it is.
 
         Raises:
             ChangeUnderWayError: another change is under way. UserError, MeshError: the mesh cannot be had, or an expert process does not

@@ -43,7 +43,7 @@ class ExpertPart(DevicePart):
     experts: that a device sends and receives in one ``StageExperts``, at most. movable: the experts on devices of their own; None:
     those of the backend that the programs have now.
 
-    hosts: as of ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
+    hosts: see ``ExpertSlots``. rehearsed: the layers, by their rows of the placement, of which nothing is moved at first.
     """
 
     hosts: int = 1

@@ -44,7 +44,7 @@ class _Inbox:
         self._error, self._changed = None, threading.Condition()
 
     def receive(self) -> None:
-        """Take what comes, in a thread, until the listener is closed, or something cannot be read."""
+        """Receive items, in a thread, until the listener is closed or an item cannot be read."""
         for number in itertools.count():
             try:
                 item = _read(self.listener.receive())
@@ -58,7 +58,7 @@ class _Inbox:
                 self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Let nobody wait for what has not come."""
+        """End every wait for an item that has not come with this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -153,11 +153,11 @@ class ProcessLinks:
         return msgspec.convert(rows, list[RankResults]), made
 
     def gather(self, read: Callable[[], ExpertCounts | None]) -> list[ExpertCounts | None]:
-        """Read this process's counts, and tell process 0; there, give those of all in the order of their stages."""
+        """Read this process's counts and send them to process 0. Return them, or in process 0 those of all in the order of their stages."""
         agreement = self._group.agreement
         try:
             own = read()
-        except BaseException:  # the others answer this question, and not the next
+        except BaseException:  # keeps the number of this question equal in all processes
             agreement.tell(_LOADS)
             raise
         if not self.leads:

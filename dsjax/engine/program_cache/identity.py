@@ -50,7 +50,10 @@ def digest(*values: Any) -> str:
     """64 hexadecimal digits: equal for values that are equal piece by piece, in whichever process.
 
     Fields of a dataclass that take no part in its comparison take none here. Of a mesh count its shape, the kind of each device and which
-    of them share a process, not which devices and processes these are. Raises `NotDescribed` where part of a value has no description.
+    devices share a process, but not the numbers of devices and processes.
+
+    Raises:
+        NotDescribed: part of a value has no description.
     """
     pieces = hashlib.sha256()
     for value in values:
@@ -131,10 +134,12 @@ def _name(value: Any) -> bytes:
 
 
 def _check_source(defined: Any) -> None:
-    """Make sure that the source of a class or function is part of what programs depend on: a caller's own is not."""
+    """Refuse a class or function whose source is not part of the digest, such as a caller's own."""
     root = (defined.__module__ or "builtins").partition(".")[0]
     if root not in _DESCRIBED and root not in sys.stdlib_module_names:
-        raise NotDescribed(f"{defined.__module__}.{defined.__qualname__} is of a module whose source no digest has")
+        raise NotDescribed(
+            f"{defined.__module__}.{defined.__qualname__} is defined in a module whose source is not in the digest"
+        )
 
 
 def of_process(client: Any) -> str:

@@ -32,7 +32,7 @@ class ProgramLibrary:
     """Belongs to a process. Any thread may use it.
 
     Attributes:
-        folder: where programs are kept for other processes and later starts; None: nowhere. in_memory: those that it lacks, by name.
+        folder: keeps programs for other processes and later starts; None if there is none. in_memory: programs that are not in it, by name.
         beside_the_cache: of a mesh and a stage, bytes of a device that a step needs beside weights and cache.
         pages: of a mesh, how many each DP rank's cache has in programs that were compiled ahead; the cache must then have as many.
         works: whether programs can be kept.
@@ -70,7 +70,8 @@ class ProgramLibrary:
 class Shelf:
     """The programs for the devices of one mesh: in the library's folder, or in memory where they cannot be there.
 
-    library: None: nothing is kept. depends_on: all that programs depend on beside their keys. options: of the compiler, for a key.
+    library: None if nothing is kept. depends_on: all that programs depend on beside their keys. options: gives the compiler's options
+    for a key.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class PagePool:
         return self.num_free >= count + sum(not self._holders[page] for page in cached)
 
     def allocate(self, count: int, *, store: bool = True) -> list[int]:
-        """Take pages. As many must be free. store: whether cached ones among them are offered to `on_evict`."""
+        """Take pages, which must be free. store: whether cached ones among them are offered to `on_evict`."""
         if self.num_free < count:
             raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
         pages = []

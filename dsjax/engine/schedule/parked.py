@@ -41,12 +41,12 @@ class ParkedRequests:
         return [parked.request for parked in self._parked.values()]
 
     def park(self, request: Request, error: AdmissionError, now: float) -> list[Update]:
-        """Have a new request wait that the mesh of now refuses; give what `expire` does."""
+        """Keep a new request that the current mesh refuses. Return what `expire` returns."""
         self._parked[request.request_id] = ParkedRequest(request, error, now)
         return self.expire(now)
 
     def renew(self, refused: Iterable[tuple[Request, AdmissionError]], now: float) -> list[Update]:
-        """Keep the requests that another mesh refuses, and let all others go; give what `expire` does."""
+        """Keep the requests that a new mesh refuses; all others have resumed. Return what `expire` returns."""
         before, self._parked = self._parked, {}
         for request, error in refused:
             earlier = before.pop(request.request_id, None)
@@ -55,16 +55,17 @@ class ParkedRequests:
         return self.expire(now)
 
     def expire(self, now: float) -> list[Update]:
-        """End those that have waited long enough, or need not wait."""
-        late = [parked for parked in self._parked.values() if parked.since + self._limit <= now]
-        for request, _, since in late:
+        """End the requests that have waited long enough, or need not wait, and return their last updates."""
+        updates = []
+        for request, error, since in [one for one in self._parked.values() if one.since + self._limit <= now]:
             del self._parked[request.request_id]
             self.outcomes["expired"] += since < now
-        waits = (self.seconds if now >= parked.since + self.seconds else 0 for parked in late)
-        return [_refuse(request, error, now, wait) for (request, error, _), wait in zip(late, waits, strict=True)]
+            waited = self.seconds if since + self.seconds <= now else 0
+            updates.append(_refuse(request, error, now, waited))
+        return updates
 
     def abort(self, request_id: str, now: float) -> Update | None:
-        """End one that nobody waits for any more; None where it is not here."""
+        """End a request that its client gave up. Return its last update, or None if it is not parked."""
         parked = self._parked.pop(request_id, None)
         if parked is None:
             return None

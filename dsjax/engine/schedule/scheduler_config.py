@@ -20,7 +20,7 @@ class SchedulerConfig:
         max_num_seqs: most running requests. max_num_batched_tokens: most tokens in a step, padding not counted.
         prefill_chunk: most tokens of one prompt in a step. max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
-        host_pages_per_rank, disk_pages, disk_page_bytes: as of `ExecutorLimits`.
+        host_pages_per_rank, disk_pages, disk_page_bytes: see `ExecutorLimits`.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
         num_batches: batches of running requests that decode in steps of their own, one at each stage of a model. With more than 1, no
             request decodes in two steps under way.

@@ -22,7 +22,7 @@ from dsjax.model.step import ModelStep
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """Sizes of the engine that computes prompts for another one beside it, as of `EngineFacts`.
+    """Sizes of the engine that computes prompts for another one beside it. Most fields are those of `EngineFacts`.
 
     max_model_len: tokens of a prompt, and one more, that it has room for; longer prompts are computed where they are decoded.
     """
@@ -63,7 +63,7 @@ class EngineFacts:
         cache_tokens, host_cache_tokens, disk_cache_tokens: token slots of the latent cache, of host memory and of the disk, all DP ranks
             together.
         max_model_len: longest prompt + output, by the model, `--max-model-len` and what the cache of a DP rank holds.
-        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, as of `EngineArgs`; the last as far as a step has room for it.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk: of a DP rank, see `EngineArgs`; the last at most what a step has room for.
         prefill_meshes, prefill_sizes: of the engine beside this one that computes its prompts; empty and None without it.
         page_bytes: of one page, all layers, on all the devices of a DP rank.
         expert_mesh: of the devices beside these that have the routed experts, e.g. `ep=24`. expert_weight_bytes: of one such device.

@@ -52,7 +52,7 @@ class EngineLayout:
 
     @classmethod
     def of(cls, args: EngineArgs, checkpoint: Checkpoint, mesh: Mesh, stage: Stage | None = None) -> EngineLayout:
-        """Lay out the model that ``args`` describe, or a stage of it, on a mesh; errors as of ``make_step``."""
+        """Lay out the model that ``args`` describe, or a stage of it, on a mesh. Raises what ``make_step`` raises."""
         config, spec, speculation = checkpoint.config, MeshSpec.parse(args.mesh).stage, args.speculation
         mtp = speculation is not None
         step = make_step(args, config, spec, mesh, bf16_experts=checkpoint.bf16_experts, mtp=mtp, stage=stage)
@@ -72,7 +72,7 @@ class EngineLayout:
     ) -> ExecutorLimits:
         """Give ``sizes`` as many pages as are wanted and fit.
 
-        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device. experts: as of ``Programs``.
+        params: or descriptions of them. used: bytes of a device's pool that are taken; None: ask the device. experts: see ``Programs``.
         """
         if self.step.mesh.devices.flat[0].platform == "cpu":
             return _limits(args, self.step, self.sizes, None)

@@ -113,21 +113,17 @@ def owner_of(stage: Stage, mesh: Mesh) -> int:
 
 
 def check_shares(spec: MeshSpec, sharing: Collection[int], group: HostGroup) -> None:
-    """Refuse a mesh in which a process of the group has no device, or no stage: it would have nothing to follow with.
+    """Refuse a mesh in which a process of the group has no device or no stage, and so nothing to compute.
 
-    sharing: ids of the processes that have some.
+    sharing: ids of the processes that have one.
     """
     idle = [member for member in group.members if member.process_id not in sharing]
     if idle:
-        stages = spec.pp_size > 1
-        has = (
-            f"has {spec.pp_size} stages"
-            if stages
-            else f"takes {spec.num_devices} of the group's {jax.device_count()} devices"
-        )
+        has, more = f"takes {spec.num_devices} of the group's {jax.device_count()} devices", "a larger mesh"
+        if spec.pp_size > 1:
+            has, more = f"has {spec.pp_size} stages", "more stages"
         raise UserError(
-            f"mesh {spec} {has}, none of them of {idle[0].name}; start {len(set(sharing))} processes, or use "
-            f"{'more stages' if stages else 'a larger mesh'}"
+            f"mesh {spec} {has}, none of them of {idle[0].name}; start {len(set(sharing))} processes, or use {more}"
         )
 
 

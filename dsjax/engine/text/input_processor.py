@@ -44,7 +44,7 @@ class PreparedRequest:
 class InputProcessor:
     """Makes requests. Has no other state than the generator of seeds for requests without one, and the sizes of now.
 
-    seed: of that generator. compiles_grammars: False in a front end, since the engine's process compiles them.
+    seed: of that generator. compiles_grammars: False in a front end: the engine's process compiles them.
     """
 
     def __init__(

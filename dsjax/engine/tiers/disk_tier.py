@@ -12,7 +12,7 @@ MOST_WRITING = 256
 
 
 class DiskCounts(NamedTuple):
-    """What the disk has done for all ranks, and holds. The first five as of `TierCounts`.
+    """What the disk has done for all ranks, and holds. For the first five see `TierCounts`.
 
     writing: pages on their way there. not_written: pages that were lost because too many were, or the disk was left alone. failed_reads,
     failed_writes: pages. late: requests that went on without pages that were too long in coming. page_bytes: of one page there.

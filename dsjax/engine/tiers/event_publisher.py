@@ -267,7 +267,7 @@ class EventPublisher:
                 under_way[frames[0]] = self._replay(rank, frames[0], int.from_bytes(frames[2], "big"))
 
     def _replay(self, rank: int, client: bytes, number: int) -> Iterator[None]:
-        """Send a client the batches from a number on: each time what its socket takes then, up to a turn's bound."""
+        """Send a client the batches from this number on. Each `next` sends what its socket takes, up to a turn's bound."""
         kept, socket, moved = self._kept[rank], self._replays[rank], time.monotonic()
         while time.monotonic() - moved < _STALLED_SECONDS:
             first = bisect.bisect_left(kept, (number,))

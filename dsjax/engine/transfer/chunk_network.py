@@ -65,7 +65,7 @@ class FollowerSendBuffers:
             self._answer()
 
     def open(self, number: int, take: Take) -> None:
-        """Call `take` with an offered chunk once it is here, since it may not be computed yet; with None where it is gone."""
+        """Call `take` with an offered chunk once it is computed, or with None once it is dropped."""
         with self._lock:
             self._waiting.append((number, take))
             self._answer()
@@ -202,7 +202,7 @@ class RemoteChunks:
         return chunk
 
     def peer(self, address: str) -> Peer:
-        """Return the connection to an address, which one thread makes while others that want it wait. Errors as of `Endpoint.connect`."""
+        """Return the connection to an address. One thread makes it while others wait. Raises what `Endpoint.connect` raises."""
         with self._lock:
             made = self._peers.get(address)
             if connects := made is None:

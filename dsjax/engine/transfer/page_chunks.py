@@ -50,7 +50,7 @@ class PageChunks(DevicePart, PageStore):
     A chunk is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank. Of a rank on several
     processes, the one with its first device keeps the chunks; each pulls to its first device of the rank.
 
-    chunk_shapes, processes_of_ranks: as of `ChunkPort`.
+    chunk_shapes, processes_of_ranks: see `ChunkPort`.
     """
 
     def __init__(self, device: DeviceAccess, staging: PageStaging):

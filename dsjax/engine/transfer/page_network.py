@@ -74,7 +74,7 @@ class PrefillServer:
     ) -> dict[str, str]:
         """Begin to compute a prompt, and give at once what its decode engine has to be told.
 
-        room: where the decode engine is told beforehand (`bootstrap_room`). dp_rank: as of `RequestOptions`.
+        room: where the decode engine is told beforehand (`bootstrap_room`). dp_rank: see `RequestOptions`.
         """
         params = handoff(self.address, room)
         page_size = self.engine.core.scheduler.config.page_size

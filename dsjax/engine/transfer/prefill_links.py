@@ -35,7 +35,7 @@ class PrefillLinks(Attachment):
     Args:
         links: those that are there from the start.
         dialer: makes further ones, by the address that a request names; an idle one that no request names is dropped.
-        local_tokens, timeout: as of `RemotePrefills`.
+        local_tokens, timeout: see `RemotePrefills`.
 
     Attributes:
         source: the account of transfers. links: by their numbers.

@@ -318,7 +318,7 @@ class PrefillService(Attachment):
                 self._forget(name)
 
     def _end(self, name: str, reason: str = "", aborts: bool = True) -> None:
-        """Compute and keep nothing more of a transfer. reason: why it fails, for its decode engine."""
+        """End a transfer and drop its chunks. reason: why it fails, for its decode engine; empty if that need not be told."""
         send = self._forget(name)
         if send is None:
             return

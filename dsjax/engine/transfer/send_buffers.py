@@ -52,7 +52,7 @@ class Keeper(NamedTuple):
 
 @dataclass(eq=False)
 class SendBuffer:
-    """A chunk of a transfer, from the plan that gathers its pages. chunk: None before, and where another process keeps it."""
+    """A chunk of a transfer. chunk: its pages; None until they are gathered, and if another process keeps them."""
 
     rank: int
     send: PageSend
@@ -75,7 +75,7 @@ class SendBuffers:
         self.timeout, self._offer = timeout, offer
         self._gone: list[int] = []
         self._buffers: dict[int, SendBuffer] = {}
-        # A side that was started again has other numbers, and none can be guessed.
+        # Random, so that a restarted side uses other numbers and nobody can guess one.
         self._numbers = itertools.count(secrets.randbelow(_NUMBERS))
         self._lock = threading.Lock()
         self.pages_sent = self.expired = 0

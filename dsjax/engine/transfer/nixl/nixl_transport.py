@@ -170,7 +170,7 @@ class NixlTransport(Transport):
         self._sends.release(buffer)
 
     def pull(self, address: str, number: int, ticket: bytes, shapes: Shapes, device: jax.Device) -> Chunk:
-        """Read a chunk, and return it on this device. `ConnectionError` and NIXL's own errors: its process has gone."""
+        """Read a chunk, and return it on this device. `ConnectionError` and NIXL's own errors: it was withdrawn, or its process is gone."""
         theirs = msgspec.msgpack.decode(ticket, type=Ticket)
         buffer = self._receives.acquire(shapes, device)
         try:
