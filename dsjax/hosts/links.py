@@ -189,8 +189,9 @@ class Links:
             self._watched[member] = peer, sent, again
 
     def _drop(self, member: JoinRequest) -> None:
-        if member in self._watched:
-            self._watched.pop(member)[0].close()
+        watched = self._watched.pop(member, None)  # `close` drops it in another thread
+        if watched is not None:
+            watched[0].close()
 
     def _answer(self, request: Request) -> None:
         """Answer process 0."""

@@ -120,12 +120,13 @@ class DiskPages:
                 names, self._others = files.list()
             except Exception as error:
                 self._warn("list", "its pages cannot be listed (%s); none of an earlier run is found", error)
-            self._own, self._other_bytes = len(names), sum(size for _, _, size in self._others)
-            own, others = self._own * files.page_bytes / 1e9, self._other_bytes / 1e9
-            _log.info(
-                f"--disk-cache: {files.folder.path} has {len(names)} pages of this model, {own:.2f} GB, and {others:.2f} GB of others; "
-                f"listed in {time.monotonic() - began:.2f} s"
-            )
+            else:
+                self._own, self._other_bytes = len(names), sum(size for _, _, size in self._others)
+                own, others = self._own * files.page_bytes / 1e9, self._other_bytes / 1e9
+                _log.info(
+                    f"--disk-cache: {files.folder.path} has {self._own} pages of this model, {own:.2f} GB, and {others:.2f} GB of others; "
+                    f"listed in {time.monotonic() - began:.2f} s"
+                )
             excess = max(0, len(names) - self._max_bytes // files.page_bytes)
             self._delete(False, names[:excess])
             names = names[excess:]

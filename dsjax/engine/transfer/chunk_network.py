@@ -172,7 +172,7 @@ class RemoteChunks:
     def __init__(self, endpoint: Endpoint, transport: Transport, shapes: Shapes, timeout: float):
         self.endpoint, self._transport, self._shapes, self._timeout = endpoint, transport, shapes, timeout
         self._peers: dict[str, Future[Peer]] = {}
-        self._transports: dict[Peer, str] = {}  # addresses there, of those that chunks were pulled from
+        self._transports: dict[Peer, str] = {}  # transport addresses of the processes that chunks were pulled from
         self._lock = threading.Lock()
 
     def pull(self, address: str, number: int, device: Any) -> Chunk:
@@ -183,8 +183,9 @@ class RemoteChunks:
         except (OSError, UserError, RuntimeError) as error:
             why = str(error) or f"no answer within {self._timeout:g} s"
             raise ChunkGoneError(f"chunk {number} cannot be had from {address}: {why}") from error
-        if not peer.lost:
-            self._transports[peer] = published.transport
+        self._transports[peer] = published.transport
+        if peer.lost:  # and may have been forgotten before its transport was noted
+            self._disconnect(peer)
         pulled: Future[Chunk] = Future()
         ok = False
         try:
@@ -229,8 +230,12 @@ class RemoteChunks:
         with self._lock:
             if self._peers.get(address) is made:
                 del self._peers[address]
+        self._disconnect(peer)
+
+    def _disconnect(self, peer: Peer | None) -> None:
+        """Have the transport forget a process that is gone, in a thread: the transport may wait for a read that hangs."""
         transport = self._transports.pop(peer, None)
-        if transport is not None:  # it may never come back; and the transport may wait for a read that hangs
+        if transport is not None:
             start_thread("transfer connection", self._transport.disconnect, transport, name="dsjax-transfer")
 
     def _pull(self, published: PublishedChunk, device: Any, pulled: Future[Chunk]) -> None:

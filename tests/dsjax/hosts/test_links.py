@@ -97,6 +97,22 @@ def test_a_process_that_has_gone_is_counted_and_one_that_comes_in_its_place_is_w
     assert (watching.states, watching._watched) == ({}, {}), "who is not in the mesh any more is not shown"
 
 
+def test_a_link_that_two_threads_drop_at_once_is_dropped():
+    """One of a group that ends, and one that finds the other process gone."""
+
+    class Watched(dict):
+        def __contains__(self, member):  # the other thread drops it as soon as this one has seen it
+            return self.pop(member, None) is not None
+
+    closed = []
+    dropping = links_of(SimpleNamespace(port=1, serve=lambda *_, **__: None))
+    dropping._watched = Watched(one=(SimpleNamespace(close=lambda: closed.append("one")), 0, 0))
+    dropping._drop("one")
+    dropping._drop("one")
+    assert closed == ["one"]
+    dropping.close()
+
+
 def test_a_stranger_at_a_process_s_port_is_no_answer(watching, endpoints):
     watching.probe([request(1, endpoints(OTHER).port)])
     assert watching.states[1] == LinkState(probes=1, unanswered=1)

@@ -224,6 +224,20 @@ def test_a_full_disk_is_reported_and_warned_of_once(tmp_path, disk, caplog, monk
     assert disk.write(3) == {3: True}
 
 
+def test_of_a_folder_that_cannot_be_listed_nothing_is_found_and_no_number_is_told(tmp_path, caplog, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(disk_pages.PageFiles, "list", fail)
+    unlisted = Disk(tmp_path)
+    assert unlisted.listed == []
+    assert "its pages cannot be listed (Input/output error)" in caplog.text
+    assert "pages of this model" not in caplog.text
+    assert unlisted.write(1) == {1: True}
+    unlisted.pages.close()
+
+
 def test_a_slow_disk_keeps_nobody_waiting(disk, monkeypatch):
     """Neither does writing, nor reading; what was given up is not reported when it comes at last."""
     go_on, real = threading.Event(), disk_pages.PageFiles.read

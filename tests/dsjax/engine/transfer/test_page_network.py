@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -382,6 +382,39 @@ def test_nothing_is_kept_of_a_side_that_has_gone(linked):
     until(lambda: isinstance(sides.messages[-1], TransferFailed) and sides.link.is_idle)
     with pytest.raises(ChunkGoneError, match="nobody answers"):
         sides.pull(offer)
+
+
+def test_nothing_is_kept_of_a_side_that_goes_while_its_transport_is_noted():
+    class Going:
+        """A connection that ends as soon as it was found to be there."""
+
+        def __init__(self):
+            self.was_lost, self.calls = False, []
+
+        @property
+        def lost(self):
+            found, self.was_lost = self.was_lost, True
+            while self.calls:
+                self.calls.pop()()
+            return found
+
+        def on_lost(self, call):
+            self.calls.append(call)
+
+        def request(self, service, number, kind):
+            answer = Future()
+            answer.set_result(PublishedChunk(number, "there", b"ticket %d" % number))
+            return answer
+
+        def send(self, service, body):
+            assert body.ok
+
+    transport = FakeTransport()
+    transport.published[7] = "chunk"
+    chunks = RemoteChunks(SimpleNamespace(connect=lambda address, role: Going()), transport, {}, 60)
+    assert chunks.pull("side:1", 7, None) == "chunk"
+    until(lambda: transport.disconnected == ["there"])
+    assert (chunks._peers, chunks._transports) == ({}, {})
 
 
 @pytest.mark.slow
