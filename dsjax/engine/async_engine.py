@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 class ThreadedEngine:
     """An engine's core in a dedicated thread, seen from asyncio.
 
-    A subclass tells its clients, in the event loop's thread: `deliver(updates, stats)` takes what a step did, `fail_requests(error)` says
-    that nothing goes on, and `abort_all()` ends every request with an error.
+    A subclass defines three methods, which are called in the event loop's thread: `deliver(updates, stats)` takes what a step did,
+    `fail_requests(error)` tells all clients that the engine has failed, and `abort_all()` ends every request with an error.
 
     on_death: called when the engine has failed. on_change: called in the event loop's thread when the mesh has changed.
     error: why the engine has failed, or None. closing: whether it takes no more requests. observers: told of every step and output.
@@ -142,7 +142,7 @@ class ThreadedEngine:
             self.on_death()
 
     def _take_change(self) -> None:
-        """Check requests by another mesh's limits, and say that there is one, in the engine's thread."""
+        """Check requests by the new mesh's limits, and have `on_change` called. In the engine's thread."""
         self._parts.inputs.change(self.core.scheduler.config)
         for call in self.on_change:
             self._loop.call_soon_threadsafe(call, self.core.generations)

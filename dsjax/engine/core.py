@@ -42,7 +42,7 @@ class EngineCore:
 
     Attributes:
         parked: requests that the mesh of now cannot hold, and that wait for a larger one.
-        step_started: when the step under way began, on the monotonic clock; None between steps. Any thread may ask, also while it hangs.
+        step_started: when the step under way began, on the monotonic clock; None between steps. Any thread may read it.
     """
 
     def __init__(

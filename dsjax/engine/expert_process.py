@@ -414,7 +414,7 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _listening_at(host: str, port: int) -> Iterator[None]:
-    """Say what to do where nobody can listen at an address."""
+    """Raise a `UserError` that says what to do if this address cannot be listened at."""
     try:
         yield
     except OSError as error:

@@ -120,7 +120,7 @@ class PrefillEngine:
                 receive(TransferFailed(message.transfer, self.service.reason))
 
     def _die(self, error: BaseException) -> None:
-        """Take no further message, and say why transfers fail, in the thread; the service itself enters steps."""
+        """Take no more messages, and note why transfers fail. Called in the thread."""
         self.error = error
         self.service.reason += f": {error}"
         _log.error("The prefill engine has failed; prompts are computed where they are decoded from now on.")

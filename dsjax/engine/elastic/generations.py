@@ -279,7 +279,7 @@ class Generations:
         together = any(isinstance(one, LeaderExecutor) and one.collected > 0 for one in _layers(self._executor))
         worked = together and isinstance(error, RuntimeError)
         lost = self._lost_by(error, _TELL_SECONDS if worked else None)
-        if lost is None and worked:  # a link may be cut, or a process hang
+        if lost is None and worked:  # a link may be cut, or a process may hang
             self.phase = "looking at links"
             self._cut()
             lost, all_answered = self._group.links.look(self.number)

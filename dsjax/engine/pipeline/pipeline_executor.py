@@ -28,7 +28,7 @@ from dsjax.engine.experts.expert_part import expert_share
 from dsjax.engine.pipeline.stage_executor import Made, PendingStages, StageExecutor
 
 OF_EXPERTS = ReadLoads | StageExperts | PlaceExperts
-"""Commands of which each stage carries out what concerns its own layers."""
+"""Commands that each stage carries out for its own layers."""
 
 
 class PipelineExecutor:
@@ -219,9 +219,9 @@ def counts_of_all(stages: Sequence[ExpertCounts | None]) -> ExpertCounts | None:
 
 
 class ExpertsOfStages:
-    """Says what each stage does of a command that reads loads or moves experts, and puts together what came of it.
+    """Splits commands that read loads or move experts among the stages of this process, and joins the results.
 
-    The balancer's placement has the layers with experts of all stages, one behind the other. A layer's experts move between the devices of
+    The balancer's placement has the MoE layers of all stages, one stage after the other. A layer's experts move between the devices of
     its stage, by the `ExpertExchange` of that stage's executor. config: of the whole model.
     """
 
@@ -238,7 +238,7 @@ class ExpertsOfStages:
 
     @property
     def slots(self) -> ExpertSlots:
-        """Where the experts of all stages are now, and what it takes to move them where that takes longest."""
+        """Where the experts of all stages are now, and the seconds that moves take at the slowest stage."""
         each = [mover.slots for mover in self._movers if mover is not None]
         seconds = [one.seconds for one in each]
         return dataclasses.replace(
@@ -249,7 +249,7 @@ class ExpertsOfStages:
         )
 
     def part(self, number: int, command: Command) -> Command | None:
-        """What a stage of this process carries out of a command, whose layers are numbered as the stage's own then; None: nothing."""
+        """Return a stage's part of a command, its layer numbered within that stage; None if it has no part."""
         rows = self._rows[number]
         if isinstance(command, ReadLoads):
             return command if rows else None
@@ -258,7 +258,7 @@ class ExpertsOfStages:
         return command
 
     def collect(self, pending: PendingStages) -> LoadWindow | Exchanged | None:
-        """What came of a command of ``OF_EXPERTS`` at all stages."""
+        """Join the results of a command of ``OF_EXPERTS`` from all stages."""
         own = [(stage, part) for stage, part in zip(self._stages, pending.parts, strict=True) if part is not None]
         found = [stage.collect(part) for stage, part in own]
         if found and isinstance(found[0], LoadWindow):

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Turn(contextlib.ExitStack):
     """A process's turn to compile a program, until it is closed or the process ends. An empty one keeps nobody else from it."""
 
-    __del__ = contextlib.ExitStack.close  # whatever interrupt it was lost in
+    __del__ = contextlib.ExitStack.close  # also where an interrupt has lost it
 
 
 class ProgramFolder:

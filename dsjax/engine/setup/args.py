@@ -138,7 +138,7 @@ class BasicOptions:
         False,
         "compute prompts in the MLA form of decodes, so that a token has the same bits as prompt and as answer, also where a prompt finds "
         "earlier answers in the prefix cache; prompts take longer. On CPUs, in float32 with native kernels, batches, chunks and meshes "
-        "change no bit without it; on GPUs and TPUs it takes kernels with the same tiles for every shape, but for what the start names",
+        "change no bit without it; on GPUs and TPUs it takes kernels with the same tiles for every shape; the start names exceptions",
     )
     kernel_cache: str | None = option(
         None,
@@ -273,7 +273,7 @@ class EngineArgs(
 def _check(field: dataclasses.Field, value: Any) -> None:
     choices, least = field.metadata.get("choices"), field.metadata.get("least")
     if field.metadata.get("classes") and isinstance(value, type):
-        return  # whoever takes it says what it must inherit
+        return  # what it must inherit is checked where it is used
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     left_out = value is None and field.default is None
     if isinstance(field.default, bool):

@@ -100,7 +100,7 @@ class PageFolder(OwnedFolder):
         return self
 
     def entries(self) -> Iterator[Entry]:
-        """List pages, and what was to become one, of all spaces."""
+        """List the pages of all spaces, and files that were not written to their end."""
         with self.opened() as root:
             spaces = [name for name in os.listdir(root) if _SPACE.fullmatch(name)]
         for space in spaces:

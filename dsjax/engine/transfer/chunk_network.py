@@ -30,7 +30,7 @@ Take = Callable[[Chunk | None], object]
 
 
 class FollowerSendBuffers:
-    """Chunks of one generation in a prefill process other than the first, which counts them and says when they go."""
+    """Chunks of one generation that a prefill process other than process 0 keeps. Process 0 numbers them and says when to drop them."""
 
     def __init__(self):
         self._chunks: dict[int, Chunk] = {}
