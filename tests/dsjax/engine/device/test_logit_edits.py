@@ -1,4 +1,7 @@
-"""Penalties, biases, bans and masks: what the device applies of a request's rules is what the published formulas say."""
+"""Penalties, biases, bans and masks: what the device applies of a request's rules is what the published formulas say.
+
+These are the tests of `device/sampler.py` too.
+"""
 
 from typing import NamedTuple
 

@@ -4,7 +4,7 @@ Then, with experts that stay, the stages are shared out to two processes, here t
 both make what one makes.
 Real processes: `test_stages_of_processes.py` in `tests/dsjax/hosts`.
 
-These are the tests of `pipeline/stages_of_process.py` too.
+These are the tests of `pipeline/stages_of_process.py`, and of `ExpertsOfStages` in `pipeline/pipeline_executor.py`.
 """
 
 import dataclasses
