@@ -333,9 +333,10 @@ def differences(
 
 
 def reads_an_answer(request: Request, given: Given, others: list[tuple[Request, Given]]) -> bool:
-    """Whether a page of a prompt may hold what was computed as an answer, or the other way round, which two forms do not allow.
+    """Whether the request may have shared cached pages whose tokens are its prompt and another's answer, or the other way round.
 
-    So it is where the tokens of two requests are alike up to the first that is one's prompt and the other's answer.
+    With two MLA forms its numbers may then differ. So it is where two requests have equal tokens up to and including the first that is
+    prompt in one and answer in the other.
     """
     for other, got in others:
         ends = {len(request.prompt), len(other.prompt)}

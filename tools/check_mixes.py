@@ -11,8 +11,8 @@ move and redundant ones, steps in two halves, chunks of dispatch, an FP8 cache, 
 begin alike, greedy and seeded sampling, penalties, when each request arrives, which are aborted, DP ranks and priorities, the sizes of
 chunks and steps, and a cache so small that requests are preempted. Tokens, log-probabilities and those of prompts must be equal.
 
-Where prompts and decodes have a form each, a request may differ that shares cached pages with one to which the same tokens are an answer
-(docs/exactness.md): it is counted.
+Where prompts and decodes have two forms, a request may differ if it shares cached pages with a request for which the same tokens are an
+answer (docs/exactness.md). Such requests are counted, and do not fail the run.
 
 Without `--seed` each run draws other mixes. Options that do not go together are drawn again, and counted. A mix that differs is printed
 with the command that repeats it, and the run goes on; it exits with 1 in the end. An engine takes 10 to 60 s on two busy cores.

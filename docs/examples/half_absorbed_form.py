@@ -2,8 +2,8 @@
 
     LLM(model="demo", mla_prefill=HalfAbsorbed, mla_decode=HalfAbsorbed)
 
-A pair of a query and a position takes M + O + U multiply-adds of a head, between the N + O + U of expanded keys and the 2 M + O of
-latent space; every position of the context takes M × U more, once for all queries of a row. Letters as in docs/glossary.md.
+For each head, a query and a position take M + O + U multiply-adds: more than with expanded keys (N + O + U), fewer than in latent space
+(2 M + O). Each position of the context takes M × U more, once for all queries of a row. Letters as in docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dsjax.model.forms import Form, Prepared, product, shared_scores
 
 
 class HalfAbsorbed(Form):
-    """Reads latents and rotary keys, which it multiplies apart; by plain JAX on every backend."""
+    """Multiplies latents and rotary keys separately; plain JAX on every backend."""
 
     name = "half_absorbed"
 

@@ -14,7 +14,7 @@ from sharding.sums import add_in_order
 
 
 class HashRouter(ExpertRouter):
-    """Has the parameters of ``ExpertRouter``; its choice reads the ids, and no logit changes it."""
+    """Has the parameters of ``ExpertRouter``; token ids alone decide which experts are chosen."""
 
     def choose(self, logits, tokens):
         K, E = self.config.num_experts_per_tok, self.config.n_routed_experts

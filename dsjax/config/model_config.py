@@ -45,7 +45,7 @@ class ModelConfig:
     """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
 
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
-    nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter`, in its place; no `config.json` has one.
+    nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter` and replaces it; no `config.json` has one.
     `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
     `deepseek_v32` only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field, on
     construction.

@@ -98,7 +98,7 @@ class Kernels:
     note: str = field(default="", compare=False)
 
     def name(self, operation: str) -> str:
-        """The implementation of an operation; of attention, that of the MLA forms that have it."""
+        """The implementation of an operation; for attention, the one of MLA forms that have kernels."""
         loaded = "native" if self.native is not None else "pallas" if self.pallas is not None else "plain"
         platform = self.pallas.platform if loaded == "pallas" else None
         rows = [row for row in TABLE if row.operation == operation and row.name == loaded]

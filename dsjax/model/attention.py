@@ -1,4 +1,4 @@
-"""Attention over the paged cache: what a step asks of a family, and MLA, in the forms of ``forms.py`` and by the kernels that they have.
+"""Attention over the paged cache: the interface of a family, and MLA, in the forms of ``forms.py`` and with their kernels.
 
 Everything with a leading ``B`` is spread over the DP ranks, heads over ``tp``. Reading and writing the cache is explicit
 (``shard_map``): a page table holds page numbers of its own rank.
@@ -53,42 +53,45 @@ MeshAxes = tuple[str, ...] | None
 class AttentionFamily(Protocol):
     """A kind of attention: what it caches, and the parts of a layer that a step runs.
 
-    ``weights`` are a layer's attention module, whose matrices that ``in_stack`` names may be the whole stack's. ``index`` is the layer's
+    ``weights`` is a layer's attention module; matrices that ``in_stack`` names may be those of the whole stack. ``index`` is the layer's
     number in its stack, ``layer`` its number in the cache. A family's module declares its own parameters (``transformer.py``).
     """
 
     def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
-        """What the cache keeps of these layers, ``entries`` tokens to a page."""
+        """Cache groups of these layers, with ``entries`` tokens on a page."""
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """Say in plain values in which form the cache holds what it holds: a page that is read in another form is another page."""
+        """How the cache stores a token, in plain values; engines share pages only where these are equal."""
+
+    def block(self, rows: int, chunk: int) -> int:
+        """Context positions that a rank reads at once for ``rows`` rows of ``chunk`` queries."""
 
     def backend(self, form: Form) -> str:
         """What computes a form: ``plain``, ``native`` or ``pallas``."""
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """Names of its matrices that a step with these forms may leave in the stack of layers."""
+        """Names of the matrices that a step with these forms may read in the stack of layers, without slicing it."""
 
     def project(
         self, weights: nnx.Module, x: Float[Array, "B T D"], rotation: Rotation, forms: Sequence[Form], *,
         multiply: Multiply, normalise: Normalise,
     ) -> Projections:  # fmt: skip
-        """What ``cache_entries`` and ``attend`` need of tokens that are to be computed in these forms, spread over the mesh."""
+        """Project tokens to what ``cache_entries`` and ``attend`` need in these forms, spread over the mesh."""
 
     def cache_entries(
         self, weights: nnx.Module, cache: Cache, layer, slots: Int[Array, "B T"], p: Projections
     ) -> Cache:
-        """The cache with what this layer keeps of each token; slot −1 keeps nothing."""
+        """Write what this layer caches of each token; slot −1 writes nothing."""
 
     def attend(self, weights: nnx.Module, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections) -> Array:
-        """What ``output`` takes, of a row group (``p`` with leading ``[B, R, C]``)."""
+        """Attention of a row group (``p`` with leading ``[B, R, C]``), before ``output``."""
 
     def output(self, weights: nnx.Module, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
-        """The layer's attention, from what ``attend`` gave."""
+        """The layer's output, from the result of ``attend``."""
 
     def cost(self, form: Form, **work) -> MLACost:
-        """Operations and bytes of one layer; work: as of ``mla_cost``."""
+        """Operations and bytes of one layer. work: arguments of ``mla_cost``."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,18 @@ class PagedMLA:
         return self._loaded if self._loaded in form.kernels else "plain"
 
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
-        """The matrices of which no form reads a part, and ``kv_b`` where kernels read it in the stack."""
+        """The matrices that every form reads whole, and ``kv_b`` where kernels read it in the stack."""
         whole = {"q_a", "kv_a"} if any(form.materialised for form in forms) else {"q_a", "kv_a", "q", "q_b", "o"}
         by_head = self._loaded == "pallas" and self.kernels.pallas.platform == "gpu"
         return frozenset(whole | ({"kv_b"} if by_head and all("pallas" in form.kernels for form in forms) else set()))
 
     @property
     def _lanes(self) -> int:
-        """What the widths of the cache's latents are multiples of."""
+        """Widths of the cache's latents are multiples of this."""
         return tpu_attention.LANES if self._loaded == "pallas" and self.kernels.pallas.platform == "tpu" else 1
 
     def groups(self, layers: Iterable[int], entries: int = 1, **kept) -> tuple[CacheGroup, ...]:
-        """What the cache keeps of a token, in arrays as wide as the kernels want them. kept: further arguments of ``cache_groups``."""
+        """Cache groups with arrays as wide as the kernels want them. kept: further arguments of ``cache_groups``."""
         kept |= {"layout": self.layout, "entries": entries, "lanes": self._lanes}
         return cache_groups(self.config, layers, self.cache_dtype, **kept)
 
@@ -150,7 +153,7 @@ class PagedMLA:
         return {"layout": self.layout}
 
     def cost(self, form: Form, **work) -> MLACost:
-        """As ``mla_cost`` has it, with this cache."""
+        """``mla_cost`` with this cache's dtype."""
         return mla_cost(self.config, form, cache_dtype=self.cache_dtype, **work)
 
     def block(self, rows: int, chunk: int) -> int:
@@ -182,7 +185,7 @@ class PagedMLA:
         return Projections(*(spread(field.name) for field in dataclasses.fields(p)))
 
     def output(self, mla: MLA, form: Form, found: Array, multiply: Multiply) -> Float[Array, "*b D"]:
-        """The output projection, which a materialised form has in its products, and its bias."""
+        """The output projection and its bias; a materialised form has already multiplied with the projection."""
         return mla.add_output_bias(found) if form.materialised else mla.output(found, multiply)
 
     def cache_entries(

@@ -24,9 +24,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class CacheGroup:
     """Layers that cache the same arrays on the same pages.
 
-    layers: their numbers in the model, behind which come those of the MTP module. entries: that a page has room for. table: the kind of
-    page table that names the pages; a "context" table names a request's pages in the order of its positions. by_head: the first axis of an
-    entry is heads, which ``tp`` divides.
+    layers: their numbers in the model; the MTP module's follow the model's own. entries: tokens that a page has room for. table: the kind
+    of page table that names the pages; a "context" table names a request's pages in the order of its positions. by_head: the first axis of
+    an entry is heads, which ``tp`` divides.
     """
 
     name: str
@@ -61,11 +61,11 @@ def cache_groups(
     lanes: int = 1,
     fp8_index: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """The groups of a model: what MLA keeps of a token in the ``layout`` that its forms read, and with sparse attention its index key.
+    """The groups of a model: what MLA caches of a token in the ``layout`` that its forms read, and its index key with sparse attention.
 
     dtype: of all numbers; or ``fp8.E4M3``: then the latent is FP8, with a float32 scale for each 128 of its values, and the rotary key
-        stays bfloat16. So for V3 an entry takes 656 bytes of 1,152, as in FlashMLA's cache. fp8_index: index keys are FP8 with a scale, as
-        with an FP8 ``dtype``.
+        stays bfloat16. V3's entry then takes 656 bytes instead of 1,152, as in FlashMLA's cache.
+    fp8_index: index keys are FP8 with a scale, as with an FP8 ``dtype``.
     lanes: widths of latents are rounded up to a multiple of it, with zeros: 128 for the TPU's kernels, so that V3's entry of 512 + 64
         takes 512 + 128 numbers.
 
@@ -87,7 +87,7 @@ def _latent_arrays(config: ModelConfig, dtype: np.dtype, layout: Layout, lanes: 
             scales = (fp8.num_scales(M),), np.dtype(np.float32)
             return {"latent": ((M,), dtype), "scale": scales, "rope": ((O,), BF16)}
         raise UserError(
-            "--kv-cache-dtype fp8 keeps the latent apart from the rotary key, and of --mla-prefill and --mla-decode one reads the "
+            "--kv-cache-dtype fp8 keeps the latent apart from the rotary key, but one of --mla-prefill and --mla-decode reads the "
             f"cache {layout}; choose them from CC and A_CC_ME"
         )
     widths = {

@@ -43,9 +43,9 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """One way to compute MLA's attention. Inherit it for a way of your own, and give the class: ``LLM(mla_prefill=…, mla_decode=…)``.
+    """One way to compute MLA's attention. For a form of your own, inherit it and give the class: ``LLM(mla_prefill=…, mla_decode=…)``.
 
-    name: in options and reports. layouts: of the cache, that it reads. kernels: backend → name of the kernel that computes it from a cache
+    name: in options and reports. layouts: cache layouts that it reads. kernels: backend → name of the kernel that computes it from a cache
     in the layout ``split``; another backend leaves it to plain JAX. heads_first: scores are ``[R, H, C, S]``, not ``[R, C, H, S]``.
     materialised: it multiplies with ``W^UQ·W^UK`` and ``W^UV·W^O``, computed ahead, and ``finish`` gives the layer's output
     ``[B, R, C, D]``. masks: where queries choose what they attend to, it masks the rest; other forms gather what was chosen.
@@ -184,7 +184,7 @@ WITH_KERNELS = tuple(name for name, form in FORMS.items() if form.kernels)
 
 
 def form_of(given: str | Form | type[Form]) -> Form:
-    """A form by its name, or of the class that was given in place of one.
+    """The form of a name, a class or an object.
 
     Raises:
         UserError: it is neither.

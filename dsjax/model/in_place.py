@@ -63,7 +63,7 @@ class MatricesInPlace:
     def names(self, attention: Collection[str]) -> frozenset[str]:
         """Names of the matrices that the scan over layers need not slice, because ``multiply``, or attention, reads them in the stack.
 
-        attention: those of attention that may be among them.
+        attention: names of attention's matrices that may be among them (``AttentionFamily.in_stack``).
         """
         if self.kernels.name("other products") == "plain":
             return frozenset()

@@ -29,7 +29,7 @@ class MLACost:
     linear_flops: int
     """Projections of the query tokens, with absorbed or materialised products where the form has them."""
     expansion_flops: int
-    """Latents of the whole context expanded to keys and values, where the form does."""
+    """Expanding the latents of the whole context to keys and values, in forms that do so."""
     attention_flops: int
     """Scores and weighted sums: proportional to the context."""
     weight_bytes: int
@@ -103,7 +103,7 @@ def mla_cost(
         if not form.masks:
             read = positions * sum(keys) + tokens * config.index_topk * entry
             seen = min(seen, config.index_topk)
-    # Products hand these to one another: the layer's input and result, latents, and what heads make; keys and values that are expanded.
+    # Each written by one product and read by the next: the layer's input and result, latents, the heads' values, expanded keys and values.
     latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
     handed = tokens * (config.hidden_size + latents + heads * form.head_values(config))
     handed += positions * (expanded // config.kv_lora_rank)

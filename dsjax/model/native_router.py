@@ -14,11 +14,11 @@ from dsjax.model.parameters import value_of
 from dsjax.model.transformer import ExpertRouter, Routing
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-"""``topk_method`` of the models whose choice the kernel makes; others are left to XLA, and so are routers of other classes."""
+"""Values of ``topk_method`` that the kernel knows. XLA computes others, and routers that override ``choose``."""
 
 
 def native_choice(kernels: Kernels, router: ExpertRouter) -> Callable[..., Routing] | None:
-    """What is to choose in place of ``router.choose``; None where that has no kernel."""
+    """The kernel's version of ``router.choose``; None where there is none."""
     has_kernel = type(router).choose is ExpertRouter.choose and router.config.topk_method in METHODS
     return partial(_choose, kernels.native, router) if has_kernel and kernels.name("router") == "native" else None
 

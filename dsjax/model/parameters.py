@@ -114,8 +114,8 @@ def blocks(size: int) -> int:
 class Declaration:
     """Makes the parameters of one model: it knows how matrices are kept, for which platform, and how many layers are stacked.
 
-    stack: layers that each parameter has a leading axis of; None: no such axis. num_physical: physical experts of a layer.
-    materialise: whether to declare the products that the MLA form ``AM_CC_ME`` wants, which are derived from other parameters.
+    stack: length of the leading ``layers`` axis of each parameter; None: no such axis. num_physical: physical experts of a layer.
+    materialise: whether to declare the products of a materialised MLA form, which are derived from other parameters.
     derived_dtype: of what is computed from parameters once; None: as of parameters that are never quantised. FP8 weights times their
         scales do not fit bfloat16, so that where float32 is computed in, what is derived from them is kept in float32.
     """

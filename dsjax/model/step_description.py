@@ -93,7 +93,7 @@ class StepDescription:
     def is_exact(self) -> bool:
         """Whether a token's numbers are the same to the bit on every mesh, in every batch and chunk.
 
-        True where all products are native: each sum has one order then (``docs/exactness.md``). Forms that have no native kernel are not.
+        True where all products are native: each sum has one order then (``docs/exactness.md``). MLA forms without native kernels are not.
         """
         return set(self.implementations.values()) == {"native"}
 
@@ -160,7 +160,7 @@ class StepDescription:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """What the cache keeps of its layers."""
+        """Cache groups of this step's layers."""
         return self.attention.groups(range(self.cache_layers), self.page_size)
 
     @property

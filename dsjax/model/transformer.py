@@ -316,7 +316,7 @@ class MoE(nnx.Module):
 class XlaProducts:
     """The sums of a forward pass as XLA makes them: products with matrices, norms, attention, experts, and the head.
 
-    experts: instead of ``RoutedExperts.__call__``. observe: what to sum over the queries of each layer.
+    experts: the product with routed experts. observe: what to sum over the queries of each layer.
     """
 
     experts: Callable[[RoutedExperts, Array, Array, Array], Array] = RoutedExperts.__call__
@@ -357,7 +357,7 @@ class Output(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input (``residual.py``).
 
-    Declared with a leading ``layers`` axis. mlp: of ``LayerKind``.
+    Declared with a leading ``layers`` axis. mlp: as of ``LayerKind``.
     """
 
     def __init__(self, declare: Declaration, config: ModelConfig, mlp: Literal["dense", "moe"]):
@@ -412,7 +412,7 @@ class MTP(nnx.Module):
     def __call__(self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], given: Pass):
         """One module, sliced from the stack: ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, a decoder layer, a norm of its own.
 
-        Equations 21 to 23; the two halves in the order of the released weights. given: of ``t_{i+1}``. As ``DecoderLayer.__call__``.
+        Equations 21 to 23; the two halves in the order of the released weights. given: of ``t_{i+1}``. Result: as of ``DecoderLayer``.
         """
         normalise = given.products.normalise
         joined = [normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)]
@@ -494,7 +494,7 @@ class Transformer(nnx.Module):
 
 
 def by_layer(runs: Sequence[Sequence[Any]]) -> Any:
-    """What the kinds of each run of layers gave, arrays ``[count, ...]``, stacked over all layers in their order; None of nothing."""
+    """Stack the arrays ``[count, ...]`` of each run's kinds over all layers, in the layers' order; None where there are none."""
     merge = lambda *kinds: rearrange(list(kinds), "kind count ... -> (count kind) ...")  # noqa: E731
     merged = [jax.tree.map(merge, *kinds) for kinds in runs if kinds]
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *merged) if merged else None

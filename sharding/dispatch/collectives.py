@@ -13,9 +13,9 @@ class Collective:
     """One collective operation of a layer's dispatch.
 
     kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``ragged_all_to_all`` or another of a user's method.
-    axes, ranks: over which mesh axes, and how many ranks meet: all that these have, or as ``meet`` says those ``inside`` a host, or one
+    purpose: ``dispatch``, ``combine`` or ``sizes``.
+    axes, ranks: over which mesh axes, and how many ranks meet: all of these axes, or as ``meet`` says those ``inside`` a host, or one
         of each ``between`` hosts.
-        purpose: ``dispatch``, ``combine`` or ``sizes``.
     operand_bytes: size of a device's operand. bytes_sent: bytes that leave a device each time, padding included (a
         ring or a direct exchange sends the same); of ``ragged_all_to_all`` the mean under even routing.
     times: how often it runs in a layer.

@@ -82,7 +82,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     },
 }
 MTP_CASE = "v3-groups"
-"""Of which the logits of an MTP module are kept too; of a module with sparse attention transformers has none (5.24)."""
+"""The case with the logits of an MTP module too; transformers 5.24 has no such module with sparse attention."""
 
 
 def case_configuration(name: str) -> tuple[dict[str, Any], float]:

@@ -59,7 +59,7 @@ class ProductTiles:
     pieces: int = 0
 
     @classmethod
-    def fixed(cls, mean_load: float, columns: int = 0, pieces: int = 1, cores: int = 132) -> ProductTiles:
+    def fixed(cls, mean_load: float, columns: int = 0, pieces: int = 1, cores: int = Cores.count) -> ProductTiles:
         """The sizes of every shape, for ``--batch-invariant``: what depends on rows and columns is in which programs the tiles are.
 
         columns: of a dense matrix, whose pieces are split over programs where its columns are too few to keep the cores busy.

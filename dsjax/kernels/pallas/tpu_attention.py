@@ -2,8 +2,8 @@
 
 A program takes a tile of (token, head) pairs of one row, which all read the same latents. The cache stays in main memory: pages of a
 block of positions are copied into the core's own memory, looked up in the row's table, while the block before them is multiplied; the
-first block of the next program comes during the last block of this one. Entries are as wide as the core's registers, whole 128 values
-(``lanes`` of ``cache_groups``), so that neither XLA nor a copy rearranges them.
+first block of the next program comes during the last block of this one. ``cache_groups(lanes=128)`` rounds the widths of entries up to
+whole registers of 128 values, so neither XLA nor a copy rearranges them.
 """
 
 from __future__ import annotations

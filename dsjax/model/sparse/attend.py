@@ -1,7 +1,7 @@
 """Attention of a row group to chosen tokens of a paged cache.
 
 Each DP rank scores its rows' contexts and chooses. Then it copies what a query has chosen, in the order of positions, into pages of the
-query's own, which dense attention reads with whichever kernel it has; or, for a form that ``masks``, dense attention masks the others.
+query's own, which dense attention reads with whichever kernel it has; or, for a form that ``masks``, dense attention masks the rest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Chosen(PagedMLA):
 
     @property
     def form_of_pages(self) -> dict[str, Any]:
-        """The layout, and what index keys went through."""
+        """The layout, and how index keys are made."""
         return super().form_of_pages | {"index_scores": dataclasses.asdict(self.index_scores)}
 
     def _entries(self, mla: MLA, p: Projections) -> Cache:
@@ -68,10 +68,10 @@ class Chosen(PagedMLA):
     def attend(
         self, mla: MLA, form: Form, cache: Cache, layer: Int[Array, ""], index, rows: Rows, p: Projections
     ) -> Float[Array, "B R C D"] | Float[Array, "B R C H U"]:
-        """As dense attention gives it, of the chosen tokens."""
+        """As ``PagedMLA.attend``, over the chosen tokens alone."""
         dense = partial(super().attend, mla, form)
         latents = {name: array for name, array in cache.items() if name not in INDEX_ARRAYS}
-        # Where a table has room for no more than that many tokens, all are chosen, and nothing needs to be scored.
+        # Where a table has room for ``index_topk`` tokens at most, all are chosen, and nothing is scored.
         if rows.tables.shape[-1] * cache["index"].shape[2] <= self.config.index_topk:
             return dense(latents, layer, index, rows, p)
         with jax.named_scope(f"attend_{form}"):

@@ -273,7 +273,7 @@ def test_each_sum_of_a_gpus_step_has_an_order_of_its_own_or_an_explanation(step)
 
 @for_gpus
 def test_each_sum_of_rows_that_go_in_two_stages_has_an_explanation_too():
-    found = gpu_sums("decode", "", drafts="")  # which others look at
+    found = gpu_sums("decode", "", drafts="")  # other tests have drafts
     assert found["unexplained"] == 0 < found["could_depend"] < len(found["sums"])
     assert "unknown" not in {one["carrier"] for one in found["sums"]}
 

@@ -21,7 +21,6 @@ def shape(*dims, dtype=jnp.bfloat16):
 
 
 def kernel_call(function, *arguments):
-
     def calls(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "pallas_call":

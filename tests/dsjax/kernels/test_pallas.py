@@ -84,9 +84,7 @@ def test_a_row_of_no_queries_reads_nothing_and_gives_zeros():
 def test_every_core_has_a_part_of_a_context_that_is_long_enough():
     assert attention.split_context(2, 512, cores=132) == 66  # one user of 128 heads at 32,768 tokens
     assert attention.split_context(2, 512, cores=78) == 39  # on an H20
-    assert (
-        attention.split_context(2, 64, cores=132) == 16
-    )  # at 4,096 tokens: shorter parts cost more to merge than they save
+    assert attention.split_context(2, 64, cores=132) == 16, "at 4,096 tokens; shorter parts cost more to merge"
     assert attention.split_context(256, 512, cores=132) == 1
 
 

@@ -89,7 +89,7 @@ def test_a_tokens_mla_form_follows_from_whether_it_is_prompt_or_answer(mesh, nam
         ({"dtype": "bfloat16"}, False),
     ],
 )
-def test_the_kind_of_a_token_matters_where_two_forms_are_exact_and_give_values_by_head(options, expected, kernels):
+def test_the_kind_of_a_token_matters_where_prompts_and_decodes_have_two_exact_forms(options, expected, kernels):
     args, spec = EngineArgs(**{"dtype": "float32"} | options), MeshSpec.parse("dp=1")
     assert make_step(args, CONFIG, spec, spec.build()).forms_by_kind == expected
 
@@ -215,7 +215,7 @@ def test_a_rule_that_a_user_changes_changes_the_program_and_not_its_numbers(kern
 
 
 def test_a_tied_head_in_bfloat16_is_read_as_it_lies(kernels):
-    """Widened, it would be written and read again in each step, twice its own bytes and more."""
+    """Widening it would write and read a float32 copy, of twice its bytes, in each step."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     tied = Model("dp=1", config, weights="fp8")
     V, D = config.vocab_size, config.hidden_size
