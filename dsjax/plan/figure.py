@@ -183,7 +183,7 @@ def assumption(key: str) -> float:
 
 
 def ends(key: str) -> tuple[float, float, float]:
-    """(value, low, high) of a figure of the table, whatever the draw."""
+    """(value, low, high) of a figure of `configs/assumptions.toml`, whatever the draw."""
     figure = _table()[key]
     return figure.value, figure.low, figure.high
 
