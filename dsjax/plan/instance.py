@@ -65,7 +65,7 @@ class Instance:
         return batch * self.layout.mesh.pp_size
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once for all layouts of the same unit."""
+        """Return the value of `make`, computed once for all layouts of the same unit."""
         if key not in self.steps:
             self.steps[key] = make()
         return self.steps[key]
