@@ -87,7 +87,7 @@ def _step(name: str, parts: dict[str, float]) -> list[str]:
 
 
 def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
-    """Each assumption and measurement that a result hangs on, with the result at its low and at its high end ÷ the result; the one
+    """Each assumption and measurement that a result depends on, with the result at its low and at its high end ÷ the result; the one
     that moves it most first. Everything else stays at its middle value."""
     with drawing(Draw()) as middle:
         usual = compute()
