@@ -21,11 +21,10 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
         default: its value when it is not given.
         help: a line for `--help`.
         metadata: `choices`; `flag`, where it is not the field's name; `alias`, another flag; `switch`: a bool that has no `--no-` form;
-            `envvar`; `classes`: whether Python callers may give a class in place of a choice, or, where there are no choices, they alone
-            may give anything; `least`, `above`, `most`: bounds of numbers, checked when the dataclass is made; `min`: the least number
-            that the command line takes, which `--help` shows; `show_default`: what `--help` shows as the default, where that is not the
-            field's; `of_host`: an engine's option that changes which commands an executor gets and not what it makes of them, or that is
-            another engine's.
+            `envvar`; `classes`: Python callers may give a class in place of a choice (without `choices` the option has no flag); `least`,
+            `above`, `most`: bounds of numbers, checked when the dataclass is made; `min`: the least number that the command line takes,
+            which `--help` shows; `show_default`: the default that `--help` shows, if it is not the field's; `of_host`: an engine's option
+            that changes which commands an executor gets and not what it makes of them, or that belongs to another engine.
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 

@@ -83,7 +83,7 @@ class OwnedFolder:
 
 
 def open_file(name: str, folder: int, *, private: bool = False) -> int:
-    """Open a regular file of an open folder for reading, and give its descriptor. private: as of `OwnedFolder`.
+    """Open a regular file of an open folder for reading, and give its descriptor. private: as in `OwnedFolder`.
 
     Raises:
         DistrustedError: somebody else can have written it, or it is no regular file. OSError: there is none.

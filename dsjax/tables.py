@@ -14,9 +14,9 @@ def table(
     styles: Iterable[str | None] = (),
     **how: Any,
 ) -> Table:
-    """Make a table of these columns: figures, text where the name begins with `<`, or text that wraps where it begins with `<<`.
+    """Make a table. Columns are right-aligned figures; `<` before a name makes it text, `<<` text that wraps.
 
-    styles: of the rows. how: options of `Table`.
+    styles: one for each row. how: options of `rich.table.Table`.
     """
     made = Table(title=title, title_justify="left", **how)
     for name in names:

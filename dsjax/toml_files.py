@@ -49,10 +49,10 @@ def check_kind(what: str, name: str, value: Any, kind: type) -> None:
 
 
 def check_above_zero(what: str, name: str, value: Any) -> float:
-    """Give a field's value as a float.
+    """Return a field's value as a float. what: the file, for the message.
 
     Raises:
-        UserError: it is no finite number above 0. what: the file, for the message.
+        UserError: it is not a finite number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UserError(f"{what}: {name} is {value!r}, expected a number above 0")

@@ -16,7 +16,7 @@ _NOT_SERVED_WITH = ("test", "bench", "notebooks")
 
 def installed_version(package: str, missing: str = "not installed") -> str:
     """The version of a package; `missing` where there is none, as for dsjax itself when it runs from its source tree."""
-    import importlib.metadata  # three hundredths of a second, which most commands do without
+    import importlib.metadata  # takes 30 ms, and most commands do not need it
 
     try:
         return importlib.metadata.version(package)

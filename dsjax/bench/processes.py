@@ -70,7 +70,7 @@ def as_flags(options: Any) -> dict[str, Any]:
 class Processes:
     """The processes that take part in a benchmark. group: None where there is only one.
 
-    leads: whether this process prints and writes: process 0, or the only one. agree: an `Agree`, which all processes call with the same
+    leads: whether this process (process 0, or the only one) prints and writes. agree: an `Agree`, which all processes call with the same
     questions in the same order; it raises `GroupError` if another process has left or failed.
     """
 

@@ -43,7 +43,7 @@ Timer = Callable[[Product, Tiles], float | None]
 
 @dataclass(frozen=True)
 class AttentionSetting:
-    """What attention is timed over: ``heads`` of a device, and rows of ``context`` positions in a cache of this dtype."""
+    """What attention is timed with: ``heads`` of a device, and rows of ``context`` positions in a cache of this dtype."""
 
     config: ModelConfig
     heads: int
@@ -53,7 +53,7 @@ class AttentionSetting:
 
     @property
     def latents(self) -> CacheGroup:
-        """What attention reads of a token in one layer's cache."""
+        """The cache group of the latents, in one layer."""
         return cache_groups(self.config, (0,), self.cache_dtype)[0]
 
     def find(self, tokens: Iterable[int], chunk: int, drafts: int) -> list[Product]:
@@ -118,7 +118,7 @@ def candidates(product: Product) -> Iterator[Tiles]:
 
 
 def default_tiles(product: Product) -> Tiles:
-    """The tiles that a product has without a table, on the first device."""
+    """The tiles of a product without a table, on the first device."""
     if product.kernel == ATTENTION:
         return attention.default_tiles(product.columns)
     if product.kernel.startswith("dense"):

@@ -32,7 +32,7 @@ def options_of(
             _parameter(field, hint, title(kind))
             for kind in kinds.values()
             for field, hint in zip(dataclasses.fields(kind), _hints(kind), strict=True)
-            if "choices" in field.metadata or "classes" not in field.metadata
+            if "choices" in field.metadata or "classes" not in field.metadata  # a class alone has no name to type
         ]
 
         @functools.wraps(command)

@@ -135,13 +135,18 @@ def _best(question: Question, layout: str, pins: Pins, mesh: MeshSpec | None, **
 
 
 def _of_recipe(question: Question, file: Path) -> Candidate:
-    told = read_recipe(file)["expected"]
-    mesh, first, count, pins = MeshSpec.parse(told["mesh"]), told.get("prefill"), told["instances"], Pins()
-    if first:
-        pins = Pins(MeshSpec.parse(first["mesh"]), mesh, first["instances"], count)
-    best = _best(question, str(file), pins, None if pins else mesh, redundant=told["redundant_experts"])
-    batch = told["batch_per_dp_rank"] / best.decode.layout.mesh.pp_size
-    return moved(dataclasses.replace(best, count=count), batch=batch)
+    told, pins = read_recipe(file)["expected"], Pins()
+    try:
+        mesh, first, count = MeshSpec.parse(told["mesh"]), told.get("prefill"), int(told["instances"])
+        batch, redundant = float(told["batch_per_dp_rank"]), int(told["redundant_experts"])
+        if first:
+            pins = Pins(MeshSpec.parse(first["mesh"]), mesh, int(first["instances"]), count)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file} is no recipe ({error!r} in expected); expected what dsjax plan recipe wrote"
+        ) from error
+    best = _best(question, str(file), pins, None if pins else mesh, redundant=redundant)
+    return moved(dataclasses.replace(best, count=count), batch=batch / best.decode.layout.mesh.pp_size)
 
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:

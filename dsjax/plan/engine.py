@@ -15,24 +15,23 @@ from dsjax.toml_files import read_toml
 class Engine:
     """Capabilities, and how the engine computes and admits.
 
-    balances: places experts by their load. overlaps: two half batches. transfers: caches from prefill to decode. drafts: with the MTP
-    module, at most `most_drafts` a step. fp4: loads FP4 experts; widens_fp4: multiplies by them in bf16. int8: loads block-wise INT8
-    weights. fp8_cache: bytes a value of its FP8 latent cache, None without one. shared_beside: decode computes the shared expert beside
-    the routed ones. holds_prompts: with attention DP prompts wait until every replica has some. mixes: a step of a DP rank has prompts
-    and decodes; otherwise its decodes wait. apart: has attention and experts on devices of their own.
+    balances: places experts by their load. overlaps: two half batches. transfers: sends caches from prefill to decode. drafts: makes them
+    with the MTP module, at most `most_drafts` a step. fp4: loads FP4 experts; widens_fp4: multiplies by them in bf16. int8: loads
+    block-wise INT8 weights. fp8_cache: bytes a value of its FP8 latent cache, None without one. shared_beside: decode computes the shared
+    expert beside the routed ones. holds_prompts: with attention DP, prompts wait until every replica has some. mixes: a step of a DP rank
+    has prompts and decodes; otherwise its decodes wait. apart: attention and experts on devices of their own.
 
-    dispatch: of tokens to experts, by default. eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one;
-    otherwise one compiled program has all of them. captured: prefill steps of up to so many tokens are in CUDA graphs, attention between
-    them. fp8_mla: decode multiplies an FP8 cache as FP8 on an H20. fp8_rate: operations a second that dense FP8 products reach at most on
-    Blackwell, as of `Chip`; SGLang's where it is started with `--fp8-gemm-backend flashinfer_trtllm`. absorbs_below: on other devices than
-    Blackwell, a step whose prompts have fewer cached positions than this, but some, computes all of them with absorbed attention. gathers:
-    with attention DP experts get all ranks' tokens by collectives and not by an all-to-all, as SGLang's with `--moe-a2a-backend none`, its
-    default: a step with prompts sums them and its results up over all ranks (`DpPaddingMode` in its srt/layers/dp_attention.py), one of
-    decodes gathers and scatters.
+    dispatch: the default method. eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one
+    compiled program has all of them. captured: the most tokens of a prefill step in CUDA graphs, between which attention runs. fp8_mla:
+    decode multiplies an FP8 cache in FP8 on an H20. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on
+    Blackwell, of SGLang with `--fp8-gemm-backend flashinfer_trtllm`. absorbs_below: cached positions of a step's prompts below which, if
+    there are any, all of the step uses absorbed attention; not on Blackwell. gathers: with attention DP, experts get all ranks' tokens by
+    collectives instead of an all-to-all, as in SGLang with `--moe-a2a-backend none`, its default: a step with prompts sums tokens and
+    results over all ranks (`DpPaddingMode` in its srt/layers/dp_attention.py), a step of decodes gathers and scatters.
 
-    Of a simulation (`simulation.admission`): poll_steps: decode steps between two looks for new prompts; hold_steps: those that prompts
-    are held back at most; fill: (steps, share of a step's tokens) until which they are held back with one replica; keeps: the share of
-    running requests' outputs to come that the cache keeps room for; knows_ends: of requests that run to their given length, exactly that.
+    For simulations (`simulation.admission`): poll_steps: decode steps between two looks for new prompts; hold_steps: the most steps that
+    prompts are held back; fill: (steps, share of a step's tokens) until which one replica holds them back; keeps: share of the running
+    requests' remaining outputs that the cache keeps room for; knows_ends: it keeps room for exactly the given length of a request.
     """
 
     name: str

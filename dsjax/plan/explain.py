@@ -53,11 +53,11 @@ LABELS = {
     "XLA's collectives, share of a link": "XLA collective efficiency on a link",
     "busiest rank ÷ mean": "expert imbalance (busiest rank ÷ mean)",
 }
-"""Name of an input to what its users call it, where the name does not say it."""
+"""Name of an input → the field's name for it, where they differ."""
 
 
 def label(figure: Figure) -> str:
-    """What an input's users call it."""
+    """The field's name for an input."""
     return LABELS.get(figure.name, figure.name)
 
 
@@ -87,7 +87,7 @@ def _step(name: str, parts: dict[str, float]) -> list[str]:
 
 
 def effects(compute: Callable[[], float]) -> list[tuple[Figure, float, float]]:
-    """Each assumption and measurement that a result hangs on, with the result at its low and at its high end ÷ the result; the one
+    """Each assumption and measurement that a result depends on, with the result at its low and at its high end ÷ the result; the one
     that moves it most first. Everything else stays at its middle value."""
     with drawing(Draw()) as middle:
         usual = compute()

@@ -183,7 +183,7 @@ def assumption(key: str) -> float:
 
 
 def ends(key: str) -> tuple[float, float, float]:
-    """(value, low, high) of a figure of the table, whatever the draw."""
+    """(value, low, high) of a figure of `configs/assumptions.toml`, whatever the draw."""
     figure = _table()[key]
     return figure.value, figure.low, figure.high
 
@@ -202,7 +202,7 @@ def _of_row(name: str, row: dict[str, Any]) -> Figure:
 def spread(compute: Callable[[], Sequence[float]], draws: int | np.ndarray = DRAWS) -> list[Figure]:
     """Run a computation at the middle values and with so many draws, and give each of its results an interval.
 
-    compute: must keep nothing from one call to the next that hangs on an assumption. draws: how many, or what `samples` gave.
+    compute: must keep nothing from one call to the next that depends on an assumption. draws: how many, or what `samples` gave.
     """
     with drawing(Draw()) as middle:
         values = compute()

@@ -65,7 +65,7 @@ class Instance:
         return batch * self.layout.mesh.pp_size
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once for all layouts of the same unit."""
+        """Return the value of `make`, computed once for all layouts of the same unit."""
         if key not in self.steps:
             self.steps[key] = make()
         return self.steps[key]
@@ -100,7 +100,7 @@ class Instance:
         options = self.options
         if self.layout.experts or self.layout.mesh.pp_size > 1:
             return ()
-        # Copies of the experts never communicate: a program of one of them is of all.
+        # Copies of the experts never communicate, so a program of one copy is a program of all.
         mine = (run for run in options.compiled if refusal(run, self) is None)
         return tuple(run for run in mine if run.layout(self.config) == self.layout.unit)
 

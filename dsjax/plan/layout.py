@@ -117,7 +117,7 @@ def layouts(
     """Every layout of an instance of at most `devices` devices that fits the model.
 
     copies: also with several copies of the experts (`dp=32,ep=8`), which are so many smaller instances behind one front. stages: numbers
-    of them; like a stage, the whole instance is a divisor of a host or whole hosts. redundant, blocks: as of `with_redundancy`.
+    of them; like a stage, the whole instance is a divisor of a host or whole hosts. redundant, blocks: as in `with_redundancy`.
     """
     sizes = instance_sizes(devices, per_host)
     of_stages = ((pp, size) for pp in stages for size in instance_sizes(devices // pp, per_host) if pp * size in sizes)

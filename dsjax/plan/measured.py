@@ -27,7 +27,7 @@ _FIELDS = {"date": str, "device": dict, "rows": list}
 
 
 def widths(config: ModelConfig) -> dict[str, int | None]:
-    """The numbers of a configuration that a module's time hangs on. Layers are not among them: they are counted, not timed."""
+    """The numbers of a configuration that a module's time depends on. Layers are not among them: they are counted, not timed."""
     return {name: getattr(config, name) for name in _WIDTHS}
 
 
@@ -105,7 +105,7 @@ class Measured:
         if not points:
             return None
         seconds, beyond = _at(points, at)
-        # Setting up does not hang on the tokens, and is told apart best where there are few of them.
+        # Setting up does not depend on the tokens, and is told apart best where there are few of them.
         ends = (seconds * times + points[0].once * places).tolist()
         name, kinds = f"{module}, measured", Kind.MEASURED
         if beyond or outside:

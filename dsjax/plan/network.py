@@ -117,10 +117,11 @@ def own_exchange(
     sharing: int = 1,
     pooled: str = "all_gather",
 ) -> float:
-    """One way of dsjax's own dispatch (`docs/dispatch.md`) by a method of `StepBasis.own_method`, as XLA's collectives.
+    """Seconds of one direction of dsjax's own dispatch (`docs/dispatch.md`), as XLA's collectives.
 
-    `even`: the rows that even routing needs. sharing: neighbouring ranks that share an expert's width, among which rows are pooled by a
-    collective of the kind `pooled`, with the room that was kept for others (`ExpertGroup.pool_width`); `gather` has no such step.
+    method: one of `StepBasis.own_method`, or `even`: only the rows that even routing needs. sharing: neighbouring ranks that share an
+    expert's width and pool their rows, unused capacity included (`ExpertGroup.pool_width`), by a collective of the kind `pooled`; 1 for
+    `gather`, which has no such step.
     """
     if ranks * sharing == 1:
         return 0.0
@@ -144,7 +145,7 @@ def own_exchange(
 
 
 def _observed(cluster: Cluster, kind: str, ranks: int, sent: float, among: int | None = None) -> float | None:
-    """Seconds by the cluster's own measurement of a collective, if it has one, of ranks among so many neighbouring devices."""
+    """Seconds of a collective as measured on this cluster, or None. among: neighbouring devices that contain the ranks."""
     if cluster.measured is None:
         return None
     return cluster.measured.seconds(kind, (among or ranks) > cluster.devices_per_host, ranks, sent)
@@ -159,13 +160,13 @@ def xla_collective(
     near: int | None = None,
     of: int | None = None,
 ) -> float:
-    """Seconds of a collective of XLA's in which a device sends `each` bytes to every other rank; `count` fixed parts.
+    """Seconds of an XLA collective in which a device sends `each` bytes to every other rank; `count` fixed parts.
 
-    What all ranks of a host get alike, or what is summed, crosses to a host once: by a ring through the hosts for each of their devices,
-    as NCCL gathers and scatters sums. Rows that differ cross one by one.
+    Gathered rows and sums cross to a host once, by a ring through the hosts for each of their devices, as in NCCL. The rows of an
+    all-to-all cross one by one.
 
-    kind: as `dsjax bench network` names it, whose times are taken where the cluster has them. near: ranks that the scale-up link
-    joins; default: neighbouring ones. of: neighbouring devices that the ranks are among, where they are not neighbours themselves.
+    kind: a name of `dsjax bench network`, whose times count if the cluster has them. near: ranks that the scale-up link joins; None: as
+    many neighbours as it reaches. of: neighbouring devices that contain the ranks, if the ranks are not neighbours themselves.
     """
     if near is None or of is not None:
         observed = _observed(cluster, kind, ranks, each * (ranks - 1), of)
@@ -195,7 +196,10 @@ def moved_bytes(cluster: Cluster, ranks: int, size: float) -> float:
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: float, near: int | None = None) -> float:
-    """Sum `size` bytes over `ranks` neighbouring devices (or scatter the sum and gather it again). near: as of `xla_collective`."""
+    """Seconds to sum `size` bytes over `ranks` neighbouring devices, or to scatter the sum and gather it again.
+
+    near: ranks that the scale-up link joins; None: as many neighbours as it reaches.
+    """
     if ranks == 1:
         return 0.0
     observed = _observed(cluster, "all_reduce", ranks, size * (2 * (ranks - 1) / ranks))

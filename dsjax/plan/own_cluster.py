@@ -78,7 +78,7 @@ def with_tables(cluster: Cluster, tables: OperatorTables) -> tuple[Cluster, Oper
 
 
 def _timed_alike(chip: Hardware) -> tuple:
-    """What times of a device's operations hang on."""
+    """What times of a device's operations depend on."""
     units = (chip.platform, chip.die, chip.operators, *chip.peaks.items())
     return (*units, chip.memory_bandwidth, chip.scale_up_bandwidth)
 

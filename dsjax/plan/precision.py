@@ -57,7 +57,7 @@ class Precision:
         return self.expert if self.mlp_bytes is None else self.mlp_bytes
 
     def cache_groups(self, config: ModelConfig, layers: Iterable[int]) -> tuple[CacheGroup, ...]:
-        """What a cache of this precision keeps of a token, on pages of one entry. One byte a value is FP8 with one scale for all."""
+        """The cache groups of these layers, with one token a page. One byte a value is FP8 with one scale for all values."""
         dtypes = {FP8_CACHE: fp8.E4M3, 1.0: np.uint8, BF16: cache_groups.BF16, 4.0: np.float32}
         fp8_index = self.cache < BF16
         return cache_groups.cache_groups(config, layers, np.dtype(dtypes[self.cache]), fp8_index=fp8_index)

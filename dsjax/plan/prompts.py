@@ -1,4 +1,4 @@
-"""Prompts beside decodes in aggregated serving: who waits for whom when replicas get their prompts one by one."""
+"""Prompts beside decodes in aggregated serving: which replicas wait when they get their prompts one by one."""
 
 from __future__ import annotations
 

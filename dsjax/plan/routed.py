@@ -145,7 +145,7 @@ def _own(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halv
 def _ways(
     step: StepBasis, method: str, rank_tokens: float, slowest: float, halved: bool, sharing: int
 ) -> tuple[float, float]:
-    """There and back by a method of dsjax's own dispatch; sharing: as of `own_exchange`."""
+    """Seconds of dispatch and of combine by a method of dsjax's own dispatch. sharing: ranks that share an expert's width."""
     mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
     about = step.cluster, method, mesh.num_devices // mesh.expert_copies // sharing, rank_tokens, top_k
     how = slowest, halved, step.routed_groups, sharing
@@ -154,12 +154,12 @@ def _ways(
 
 
 def _wire_rows(step: StepBasis) -> tuple[float, float]:
-    """Bytes of a token's row there and back: float32 weights, 16-bit ids, a spare word (sharding/dispatch/wire.py)."""
+    """Bytes of a token's row in dispatch, with float32 weights, 16-bit ids and a spare word (sharding/dispatch/wire.py), and in combine."""
     width = step.config.hidden_size
     return width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4, width * BF16
 
 
 def _half_a_sum(step: StepBasis, each: float) -> float:
-    """Seconds of a gather over ``tp``, or of scattered sums: those of a sum that sends as much (as of `tensor_parallel_sums`)."""
+    """Seconds of a gather over ``tp``, or of scattered sums: those of an all-reduce that sends as many bytes."""
     tp = step.layout.mesh.tp_size
     return all_reduce(step.cluster, tp, each * tp / 2)

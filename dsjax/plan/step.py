@@ -331,10 +331,10 @@ class StepModel(StepBasis):
         return self.chip.prefill_attention(heads, tokens, tokens / prompt, context, widths)
 
     def absorbs(self, tokens: float, read: float, context: float) -> bool:
-        """Whether prompts behind cached positions are computed with absorbed attention, and not with every cached latent expanded.
+        """Whether prompts behind cached positions use absorbed attention instead of expanding every cached latent.
 
-        An engine may have a rule (`Engine.absorbs_below`). Else the faster form counts by published times of both kinds of kernels, which
-        for a few tokens behind many is the absorbed one; the recipe says so to the engine. read, context: as of `attention`.
+        An engine may have a rule (`Engine.absorbs_below`). Otherwise the form that is faster by published kernel times counts, which for a
+        few tokens behind many is the absorbed one; the recipe passes it to the engine. read, context: as in `attention`.
         """
         config = self.config
         if read <= 0 or config.index_topk is not None:

@@ -24,10 +24,9 @@ from sharding.dispatch import choose_method
 class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
-    overlap: two-batch overlap. balancing: redundant experts are placed by their load. dry_runs: programs of this layout that price their
-    own exchanges, sums and products. dispatch: `deepep`, or one of dsjax's own methods. absorbs_below: as of `Engine`, whose kernels on
-    Blackwell have no such rule. shared: prices that layouts on one cluster have in common in the current draw; pass the same dict
-    to all.
+    overlap: two-batch overlap. balancing: redundant experts are placed by their load. dry_runs: compiled programs of this layout; their
+    collectives and products replace the estimates. shared: a dict that all layouts on one cluster share, with prices that they have in
+    common in the current draw. dispatch: `deepep`, or a method of dsjax. absorbs_below: `Engine.absorbs_below`, 0 on Blackwell.
     """
 
     config: ModelConfig
@@ -55,7 +54,7 @@ class StepBasis:
         object.__setattr__(self, "absorbs_below", 0 if blackwell else engine.absorbs_below)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What is the same for all layouts that give the same key, made once in a draw."""
+        """Return the value of `make`, computed once in a draw for all layouts with the same key."""
         found = self.shared.get(key)
         if found is None:
             found = self.shared[key] = make()
@@ -79,7 +78,7 @@ class StepBasis:
         return Slots(ranks, self.config.n_routed_experts + self.layout.redundant, self.config.n_group, max(hosts, 1))
 
     def slowest(self, rows: float) -> float:
-        """Load of the busiest rank ÷ the mean, of so many rows of the mean rank (`Skew.slowest`)."""
+        """Load of the busiest rank ÷ the mean, with `rows` rows on the average rank (`Skew.slowest`)."""
         return self.options.skew.slowest(self.expert_slots, self.config.n_routed_experts, rows, self.places_by_load)
 
     def own_method(self, tokens: float, halved: bool = False) -> str:

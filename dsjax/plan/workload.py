@@ -26,7 +26,7 @@ FIRST, _, _ = ends("acceptance of the first draft")
 FADING = ends("acceptance of a further draft")
 """Chance of a further draft ÷ the chance of the one before it, each where all before were accepted: value, low, high."""
 _UNSURE = 0.05
-"""How far an acceptance that is given may be off, each way."""
+"""How far a given acceptance may be off, each way."""
 DISPATCHES = ("deepep", "auto", "gather", "padded", "ragged", "hierarchical")
 
 
@@ -198,7 +198,7 @@ class Pins:
 
 
 class Asked(Protocol):
-    """What is asked of a model on a cluster: a `Question`, or one layout of it, an `Instance`."""
+    """The fields that a `Question` and an `Instance` (one layout of it) have in common."""
 
     config: ModelConfig
     cluster: Cluster

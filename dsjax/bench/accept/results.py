@@ -1,4 +1,4 @@
-"""A run: each measurement in turn that is not done yet; what was measured, kept in a folder so that a run can go on; and the verdicts."""
+"""Run the measurements that are not done yet, keep their results in a folder so that a run can go on, and judge the criteria."""
 
 import dataclasses
 import datetime
@@ -146,9 +146,8 @@ async def run_measurements(
 ) -> None:
     """Make every measurement of a checklist that `results` does not hold, and add it there.
 
-    What `results` holds of a measurement that was defined or asked otherwise is forgotten first: it says nothing of this checklist.
-    fresh: measure again what `results` holds. say: called with each line of progress. on_result: called before the first measurement,
-    and after each.
+    First forget results of measurements whose definition, server or options have changed. fresh: also measure again what `results` holds.
+    say: called with each line of progress. on_result: called before the first measurement, and after each.
     """
     marks = {name: fingerprint(one, bed) for name, one in checklist.measurements.items()}
     for name, mark in marks.items():
@@ -169,7 +168,7 @@ async def run_measurements(
 
 
 def expected(measurement: Measurement, bed: TestBed) -> float:
-    """Seconds that a measurement takes; none where it cannot be made."""
+    """Seconds that a measurement takes; 0 if it cannot be made."""
     return 0.0 if measurement.why_not(bed) is not None else measurement.expected_seconds()
 
 

@@ -36,12 +36,12 @@ class ModelOptions(Checked):
         choices=("auto", *WEIGHT_FORMATS),
     )
     activation_scheme: str = option(
-        "auto", "as of dsjax serve, with quantised weights", choices=("auto", "dynamic", *ROW_FORMATS, "none")
+        "auto", "as in dsjax serve, with quantised weights", choices=("auto", "dynamic", *ROW_FORMATS, "none")
     )
     kv_cache_dtype: str = option(
         "auto", "of the latent cache; auto: as dtype", choices=("auto", "float32", "bfloat16", "fp8")
     )
-    kernels: str = option("auto", "as of dsjax serve", choices=("auto", "plain", "native", "pallas"))
+    kernels: str = option("auto", "as in dsjax serve", choices=("auto", "plain", "native", "pallas"))
     page_size: int = option(16, "token slots of a page of the cache", least=1)
     max_model_len: int | None = option(None, "positions of a page table; default: the model's, at most 4096", least=16)
     seed: int = option(0, "of weights, tokens and routing", least=0)

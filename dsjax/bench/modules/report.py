@@ -91,7 +91,7 @@ def to_json(
     processes: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Stable fields, as `docs/bench-modules.md` lists them. processes: those of a group, as of `Processes.members`."""
+    """Stable fields, as `docs/bench-modules.md` lists them. processes: `Processes.members` of a group."""
     step = setting.step
     return {
         **origin(FORMAT, command, device),

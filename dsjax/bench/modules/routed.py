@@ -60,7 +60,7 @@ def route_randomly(rng: np.random.Generator, tokens: int, experts: int, top_k: i
 def draw_dispatch(setting: Setting, tokens: int, experts: int, skew: float) -> DispatchedTokens:
     """Draw what is dispatched to a rank with `experts` of the model's, when it and its like have `tokens` each.
 
-    All ranks' tokens are drawn together; of a skewed draw the busiest rank is taken, whom the others wait for.
+    The tokens of all ranks are drawn together. With skew the rank is the busiest, for which the others wait; else the nearest to the mean.
     """
     config, rng = setting.config, np.random.default_rng(setting.seed)
     ranks = max(1, config.n_routed_experts // experts)

@@ -1,4 +1,4 @@
-"""A run: cases one after another, each made, timed and dropped; an interrupt ends it with what there is."""
+"""A run: make, time and drop one case after another. An interrupt ends it and keeps the results until then."""
 
 from __future__ import annotations
 

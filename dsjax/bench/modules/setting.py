@@ -143,7 +143,7 @@ class LayerStack:
 def random_parameter(info: ParameterInfo, seed: int) -> jax.Array:
     """Values of about the size that training gives, in the storage dtype: a block of random numbers, over and over.
 
-    Times do not hang on values, and drawing billions of them would take longer than timing.
+    Times do not depend on values, and drawing billions of them would take longer than timing.
     """
     fan_in = info.shape[-2] if len(info.shape) > 1 else 1
     rng, count = np.random.default_rng(seed), min(_BLOCK, math.prod(info.shape))

@@ -170,7 +170,7 @@ class CollectiveProgram:
         return 2 * (self.operand_bytes + result)
 
     def loop(self) -> PreparedCase:
-        """The collective, applied so many times one after another."""
+        """Compile a loop over the collective."""
 
         def once(x):
             if self._collective == "send_receive":  # what has come back is sent again: it lies where it was sent from

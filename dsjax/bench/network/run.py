@@ -155,7 +155,7 @@ def run_cases(
 
 
 def sample(prepared: PreparedCase, repeats: int, agree: Agree) -> tuple[float, ...]:
-    """Seconds of one application, so many times, of the slowest process each time; empty where they are noise."""
+    """Time a collective `repeats` times; return seconds of one application in the slowest process, or nothing if the times are noise."""
     prepared.agree = agree
     prepared.warm_up()
     times = prepared.take(Budget(math.inf, repeats))

@@ -71,7 +71,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured load. body: its JSON without the date and the server's name; records: its requests."""
+    """One measured load. body: its JSON without date and server name. records: its requests."""
 
     body: dict[str, Any]
     records: list[RequestRecord]

@@ -74,12 +74,18 @@ async def run_load(
 
     A request that is held back goes out as soon as one before it ends, in the order of arrival.
 
-    requests: in order; each is taken when it is sent, so that those of an hour need not be in memory; where they end, so does the load.
-    arrivals: seconds after the start at which each is due, ascending; None for sessions, of which each sends its next request when the last
-    is answered, or half a second after an error. max_concurrency: None for no bound. duration: seconds after which nothing more is sent;
-    until: set when nothing more is to be sent. stop: ends the run early when set. zero: the clock's reading from which the records' times
-    count; None for that at the start. on_start: called with the record of each request when its sending begins; the record grows while the
-    answer comes. on_done: called with each record. clock: the one that `sender` reads.
+    Args:
+        requests: in order. Each is taken when it is sent, so a long load need not be in memory. The load ends with them.
+        arrivals: seconds after the start at which each is due, ascending. None: `max_concurrency` sessions, each of which sends its next
+            request when the last is answered, or half a second after an error.
+        max_concurrency: None for no bound.
+        duration: seconds after which nothing more is sent.
+        until: set it to send nothing more.
+        stop: set it to end the run early.
+        zero: reading of `clock` from which the records' times count; None: the start.
+        on_start: called with a request's record when it is sent; the record grows while the answer comes.
+        on_done: called with each complete record.
+        clock: the clock of `sender`.
     """
     zero, source = clock() if zero is None else zero, iter(requests)
     until, stop = until or asyncio.Event(), stop or asyncio.Event()

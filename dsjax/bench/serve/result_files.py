@@ -65,7 +65,7 @@ def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -
 
 
 def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
-    """Plot loads from their JSON, each labelled with its concurrency or rate.
+    """Plot points from their JSON, each labelled with its concurrency or rate.
 
     Raises:
         UserError: no point has both figures, or the file cannot be written.

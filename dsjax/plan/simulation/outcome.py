@@ -23,8 +23,8 @@ FIELDS = {
     TPOT: "tpot_median_s",
     RATE: "output_tokens_per_s",
 }
-"""Names of what a benchmark that begins with all users at once reports, by the kind of blind prediction that calibrates it: blind rounds
-played public benchmarks (`tools/plan_data/replay.py`) and were predicted by `reported`. Nothing else predicts such a TTFT."""
+"""Kind of blind prediction → field of `calibrated_report`. Blind rounds played public benchmarks, which start all users at once
+(`tools/plan_data/replay.py`), and were predicted by `reported`."""
 _AGREES = 0.2
 """A mean that is off by more than this share of the mean-value answer is a disagreement."""
 
@@ -190,9 +190,9 @@ def mean_value(candidate: Candidate, load: OfferedLoad) -> Candidate:
 
 
 def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> dict[str, float]:
-    """What is reported of a start of all users at once, by kind: seconds, and tokens a second of the whole service.
+    """What a benchmark that starts all users at once reports, by kind: seconds, and tokens a second of the whole service.
 
-    cold: seconds that the first request of each user waits longer, which the mean has a share of, and the P99 the whole.
+    cold: extra seconds of each user's first request. The mean gets its share of them, the P99 all.
     """
     figures = {
         RATE: seen.tokens_per_s,
@@ -204,10 +204,10 @@ def reported(seen: SimulationOutcome, requests_a_user: float, cold: float) -> di
 
 
 def calibrated_report(candidate: Candidate, seen: SimulationOutcome) -> dict[str, Any]:
-    """Stable fields of a start of all users at once with nothing left out.
+    """Stable JSON fields of a benchmark that starts all users at once and leaves nothing out.
 
-    They are `level`, `distance`, and for each name of `FIELDS` the value, the ends that hold 9 of 10, the group that they rest on and
-    its size.
+    They are `level`, `distance`, and for each name of `FIELDS` the value, its 90 % interval, the group of blind predictions that it
+    rests on, and the group's size.
     """
     distance = distance_of(candidate)
     users = max(1, round(seen.load.concurrency / (candidate.count if candidate.mode == "aggregated" else 1)))

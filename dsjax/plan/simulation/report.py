@@ -93,14 +93,14 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
     ]
     console.print(table(title, names, rows))
     for one in outcomes:
-        # As a benchmark that begins with all users at once reports it, and once that start is no longer felt.
+        # As a benchmark that starts all users at once reports it, and without the effect of that start.
         reports = {"as such a benchmark reports it": one, "in steady state": one.steady} if one.steady else {}
         for name, waits in reports.items():
             mean, median, last = (f"{value * 1e3:,.0f}" for value in (waits.ttft.mean, waits.ttft.p50, waits.ttft.p99))
             said = f"TTFT of {waits.requests:,} requests, {name}: mean {mean}, median {median}, P99 {last} ms"
             console.print(said, highlight=False)
         if one.calibrated:
-            said = "9 of 10 such benchmarks, of ten requests a user, that nobody had looked at report within:"
+            said = "90 % intervals for such a benchmark with ten requests a user, by blind predictions:"
             console.print(Text("\n".join([said, *_ends(one.calibrated)])))
     classes = [
         (
@@ -124,7 +124,7 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
 
 
 def _ends(held: dict[str, Any]) -> Iterator[str]:
-    """The ends that hold 9 of 10 of such benchmarks' reports, and the blind predictions that they rest on."""
+    """The 90 % intervals of a benchmark's report, and the blind predictions that they rest on."""
     for name, words, factor, digits, unit in (
         ("ttft_mean_s", "TTFT mean", 1e3, 0, "ms"),
         ("ttft_median_s", "TTFT median", 1e3, 0, "ms"),

@@ -1,5 +1,8 @@
-"""Instances on virtual time: the engine's own scheduler where there are prompts, and a decode side that gets KV caches from elsewhere;
-and the price of each of their steps, by the model that plans are made with (`StepModel.step`)."""
+"""Instances on virtual time, and the prices of their steps.
+
+`SimulatedEngine` has the engine's own scheduler and computes prompts; `Decoder` gets KV caches from elsewhere. `StepPrices` prices their
+steps by the model that plans are made with (`StepModel.step`).
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ def _tokens_of_a_step(before: int, made: float) -> RowResult:
 class Decoder:
     """One instance that only decodes: requests come with their KV caches and run to their end in a slot of the emptiest rank.
 
-    made, gaps: as of `SimulatedEngine`.
+    made, gaps: as in `SimulatedEngine`. seqs: slots of a rank.
     """
 
     def __init__(self, prices: StepPrices, ranks: int, *, seqs: int, made: float = 1.0):

@@ -120,7 +120,8 @@ def test_every_criterion_has_value_bound_verdict_source_and_the_command_that_sho
 ):
     server = start_fake(first=0.001, gap=0.02, info={"num_devices": 4})
     criteria = [MET, MISSED, UNTESTED, ("length", "server", "max_model_len", "at_least = 4096")]
-    ended, body = accept(server.url, "--api-key", "secret-1", "--only", "server,ttft,load", criteria=criteria)
+    keys = ("--api-key", "secret-1", "--admin-api-key=secret-1")
+    ended, body = accept(server.url, *keys, "--only", "server,ttft,load", criteria=criteria)
     assert verdicts(body) == {"quick": "met", "impossible": "missed", "memory": "not tested", "length": "met"}
     assert (ended.returncode, body["exit_status"], body["verdict"], body["partial"]) == (3, 3, "missed", False)
     (missed,) = [one for one in body["criteria"] if one["id"] == "impossible"]

@@ -1,4 +1,4 @@
-"""`dsjax bench network`: which devices meet, that wrong data are found, what the verdict hangs on; and what the planner takes of it."""
+"""`dsjax bench network`: which devices meet, that wrong data are found, what the verdict depends on, and what the planner takes from it."""
 
 import json
 from types import SimpleNamespace

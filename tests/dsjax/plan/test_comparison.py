@@ -99,6 +99,14 @@ def test_a_layout_that_cannot_be_is_one_message(ask, layouts, message):
         compare(ask(), layouts)
 
 
+@pytest.mark.parametrize("told", [[], {}, {"mesh": 8}, {"mesh": "tp=8", "instances": 1, "redundant_experts": 0}])
+def test_a_recipe_that_lacks_a_field_is_one_message(ask, told, tmp_path):
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"services": [], "calibrated": None, "workload": {}, "expected": told}))
+    with pytest.raises(UserError, match=r"recipe.json is no recipe .*; expected what dsjax plan recipe wrote"):
+        compare(ask(), [str(path), "dp=8"])
+
+
 def test_inputs_have_the_names_that_their_users_know(both):
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dsjax" / "plan").rglob("*.py"))
     source += (ROOT / "configs" / "assumptions.toml").read_text(encoding="utf-8")

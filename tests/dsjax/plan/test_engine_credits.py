@@ -96,7 +96,7 @@ RUNNING = """
     record_steps_bytes transfer_timeout transfer_host coordinator_address num_processes process_id host_address
     start_timeout link_monitor_interval cluster_key_file encrypt_bulk index_scores
 """
-"""Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure hangs on them."""
+"""Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure depends on them."""
 
 
 def sides():
