@@ -23,6 +23,7 @@ from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
+from dsjax.config.hugging_face import text_part
 from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.parameter_table import abstract_parameters
@@ -57,7 +58,7 @@ def convert_checkpoint(
         CheckpointError: a source that cannot be used, values that are not finite, or a destination that exists.
     """
     checkpoint = open_checkpoint(source)
-    fields = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+    fields = dict(text_part(json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))))
     if fields.get("num_nextn_predict_layers") and not checkpoint.config.num_nextn_predict_layers:
         fields["num_nextn_predict_layers"] = 0
     return _write(

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_every_tensor_of_the_real_checkpoint_is_placed_with_its_shape_and_dtype(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_structure("R1", TensorNames(config, abstract_parameters(config, weights="bf16")), specs)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "numbers"), [("glm-4.7-flash", 9_703, 31_221_488_576), ("glm-5.1", 59_870, 753_864_139_008)]
+)
+def test_a_neighbour_has_as_many_tensors_and_numbers_as_its_published_files(model, tensors, numbers):
+    """Of zai-org/GLM-4.7-Flash, whose MTP module has copies of embedding and head, and of zai-org/GLM-5.1, whose has none."""
+    config = load_config(model)
+    names = TensorNames(config, abstract_parameters(config, weights="bf16"))
+    shapes = names.expected()
+    if model == "glm-4.7-flash":
+        shapes |= {copy: shapes[original] for copy, original in names.copies().items()}
+    assert len(shapes) == tensors
+    assert sum(math.prod(shape) for shape in shapes.values()) == numbers
 
 
 def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):
