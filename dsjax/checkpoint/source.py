@@ -13,7 +13,7 @@ import numpy as np
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
-from dsjax.checkpoint.fp4_tensors import Found, as_wanted, stored_format
+from dsjax.checkpoint.fp4_tensors import Found, Make, as_wanted, as_written, stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
@@ -76,6 +76,13 @@ class Checkpoint:
         """Whether every routed expert is in bf16, so that keeping them so loses nothing."""
         dtypes = {spec.dtype.name for name, spec in self.specs.items() if ".mlp.experts." in name}
         return dtypes == {"bfloat16"}
+
+
+def written(names: TensorNames, path: str, name: str, spec: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
+    """The tensors that one piece of a parameter is written as, ``name`` alone in most formats, and how each is made of the piece."""
+    if names.parameters[path].packed == 1:
+        return {name: (spec, lambda read: read())}
+    return as_written(name, names.parameters[f"{path.removesuffix('weight')}scale"].dtype, spec)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:

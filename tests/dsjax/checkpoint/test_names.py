@@ -14,6 +14,7 @@ import pytest
 from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.source import written
 from dsjax.config import load_config
 from dsjax.model.parameter_table import abstract_parameters
 
@@ -57,6 +58,22 @@ def test_a_neighbour_has_as_many_tensors_and_numbers_as_its_published_files(mode
         shapes |= {copy: shapes[original] for copy, original in names.copies().items()}
     assert len(shapes) == tensors
     assert sum(math.prod(shape) for shape in shapes.values()) == numbers
+
+
+def test_kimi_k2_5_s_text_part_has_the_tensors_of_its_published_files():
+    """Of moonshotai/Kimi-K2.5: 208,550 tensors, of which 335 are its vision part's; an expert's matrices are three tensors each."""
+    config = load_config("kimi-k2.5")
+    names = TensorNames(config, abstract_parameters(config, weights="int4-bf16", platform="any"))
+    found = {}
+    for name, (path, piece) in names.places().items():
+        info = names.parameters[path]
+        found |= written(names, path, name, TensorSpec(info.dtype, piece.shape(info.shape)))
+    assert len(found) == 208_550 - 335
+    expert = "model.layers.60.mlp.experts.383.gate_proj.weight"
+    assert found[f"{expert}_packed"][0] == TensorSpec(np.dtype(np.int32), (2048, 896))
+    assert found[f"{expert}_shape"][0] == TensorSpec(np.dtype(np.int32), (2,))
+    assert found.keys() >= {f"{expert}_scale", "lm_head.weight"}
+    assert expert not in found
 
 
 def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):

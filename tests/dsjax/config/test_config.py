@@ -18,7 +18,7 @@ from dsjax.model.parameter_counts import parameter_counts
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
 DEEPSEEK = ("deepseek-r1", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1")
 V32 = ("deepseek-v3.2", "deepseek-v3.2-exp", "deepseek-v3.2-speciale")
-NEIGHBOURS = ("glm-4.7-flash", "glm-5", "glm-5.1", "kimi-k2", "moonlight", "sarvam-105b")
+NEIGHBOURS = ("glm-4.7-flash", "glm-5", "glm-5.1", "kimi-k2", "kimi-k2.5", "moonlight", "sarvam-105b")
 RELEASED = (*DEEPSEEK, *V32, *NEIGHBOURS)
 
 
@@ -33,6 +33,15 @@ v2, v3 = functools.partial(changed, "deepseek-v2"), functools.partial(changed, "
 V32_INDEXER = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 GLM_INDEXER = V32_INDEXER | {"model_type": "glm_moe_dsa"}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def int4(**weights) -> dict:
+    """Kimi-K2.5's `quantization_config`, with some fields of its weights changed."""
+    written = dict(load_config("kimi-k2.5").quantization.to_dict())
+    group = written["config_groups"]["group_0"]
+    return written | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -54,6 +63,7 @@ def test_bundled_r1_equals_the_released_config():
         ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
         ("kimi-k2", 1_026_408_232_448, 32_861_500_928),
         ("moonlight", 15_960_111_872, 2_914_776_192),
+        ("kimi-k2.5", 1_026_408_232_448, 32_861_500_928),
         ("glm-5.1", 743_911_218_432, 41_784_728_832),
         ("glm-4.7-flash", 29_943_393_920, 3_896_766_080),
         ("sarvam-105b", 106_031_767_424, 12_414_902_144),
@@ -244,6 +254,20 @@ FAULTS = [
         '"dynamic"',
     ),
     ({"quantization_config": []}, "quantization_config", "a JSON object"),
+    *(
+        (
+            {"quantization_config": int4(**{key: value})},
+            f"quantization_config.config_groups.group_0.weights.{key}",
+            accepted,
+        )
+        for key, value, accepted in (
+            ("num_bits", 8, "4"),
+            ("group_size", 128, "32"),
+            ("symmetric", False, "True"),
+            ("actorder", "group", "None"),
+        )
+    ),
+    ({"quantization_config": int4() | {"config_groups": None}}, "quantization_config.config_groups", "a JSON object"),
     ({"index_topk": 2048}, "index_topk", "only deepseek_v32 and glm_moe_dsa"),
     (GLM_INDEXER | {"indexer_rope_interleave": False}, "indexer_rope_interleave", "accepted is True"),
     (V32_INDEXER | {"indexer_rope_interleave": True}, "indexer_rope_interleave", "accepted is False"),
