@@ -33,6 +33,11 @@ class FP4Quantization:
     scale_fmt: str | None = None
     """The form of activations' scales, as `QuantizationConfig` has it; always None, since these methods have no such field."""
 
+    @property
+    def weights(self) -> str | None:
+        """What `--weights` calls the files, where the fields say it."""
+        return INT4.name + UNQUANTISED if self.fields.get("format") == _INT4 else None
+
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config` in Hugging Face's `config.json`."""
         return dict(self.fields)

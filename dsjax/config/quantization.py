@@ -44,6 +44,11 @@ class QuantizationConfig:
         if self.expert_dtype is not None:
             check_choice("quantization_config.expert_dtype", self.expert_dtype, ("fp8", "fp4", "nvfp4", "int4"))
 
+    @property
+    def weights(self) -> str:
+        """What `--weights` calls the files."""
+        return {None: "fp8", "fp4": "mxfp4"}.get(self.expert_dtype, self.expert_dtype)
+
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config` in Hugging Face's `config.json`."""
         written = {

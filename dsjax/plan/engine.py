@@ -99,8 +99,8 @@ class Engine:
 
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
-        if chosen.packed is not None and self.widens_fp4:
-            chosen = chosen.only_experts_in_fp4()
+        if self.widens_fp4:
+            chosen = chosen.only_experts_packed()
         if chosen.cache >= BF16 or self.fp8_cache is None:
             return chosen
         return dataclasses.replace(chosen, cache=self.fp8_cache)

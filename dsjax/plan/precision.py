@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsjax.config import ModelConfig
-from dsjax.config.quantization import QuantizationConfig
 from dsjax.errors import UserError
 from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat
 from dsjax.hardware import Hardware
@@ -75,8 +74,10 @@ class Precision:
             return 16 if self.widens_fp4 else 4
         return 8 if self.expert < BF16 else 16
 
-    def only_experts_in_fp4(self) -> Precision:
-        """With FP4 as dsjax has it (docs/fp4.md): routed experts only, widened to bf16, and rows sent to them in FP8."""
+    def only_experts_packed(self) -> Precision:
+        """With four bits as dsjax has them (docs/fp4.md): of routed experts only, widened to bf16, and rows sent to them in FP8."""
+        if self.packed is None:
+            return self
         return dataclasses.replace(self, wire=_WIRE_FP8, mlp_bytes=self.linear, widens_fp4=True)
 
     def check_units(self, chip: Hardware) -> None:
@@ -103,12 +104,12 @@ def tabled(itemsize: float) -> str:
 
 
 def of_files(config: ModelConfig, chosen: Precision) -> Precision:
-    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. FP4 files are taken to be of the
-    chosen precision."""
+    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. Files whose configuration does
+    not say which format of four bits they have are taken to be of the chosen precision."""
     if config.quantization is None:
         return PRECISIONS["bf16"]
-    is_fp8 = isinstance(config.quantization, QuantizationConfig) and config.quantization.expert_dtype in (None, "fp8")
-    return PRECISIONS["fp8"] if is_fp8 else chosen
+    kept = config.quantization.weights
+    return chosen if kept is None else PRECISIONS[kept].only_experts_packed()
 
 
 def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float, packed: PackedFormat | None = None) -> int:
@@ -126,10 +127,12 @@ _WIRE_FP8 = 1 + 4 / 128
 
 
 def _packed(form: PackedFormat, wire: float = _WIRE_FP8, cache: float = BF16) -> dict[str, Precision]:
-    """The two rows of a packed format, by name: linear weights in FP8, and in bf16."""
+    """The two rows of a packed format, by name: linear weights in FP8, and in bf16. Dense MLPs are packed, too, but in INT4."""
     rows = {form.name: FP8_BLOCK, form.name + UNQUANTISED: BF16}
     return {
-        name: Precision(name, form.bytes_per_value, linear, cache=cache, wire=wire, packed=form)
+        name: Precision(
+            name, form.bytes_per_value, linear, cache, wire, mlp_bytes=linear if form.integers else None, packed=form
+        )
         for name, linear in rows.items()
     }
 
@@ -144,7 +147,7 @@ PRECISIONS = {
 }
 """`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch; `nvfp4-bf16`: the same
 with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `mxfp4`, `mxfp4-bf16`: MXFP4 in their place, dispatched in FP8; `int4`,
-`int4-bf16`: INT4, as Kimi-K2.5's checkpoint. dsjax itself packs only routed experts (`Precision.only_experts_in_fp4`). `int8`: block-wise
+`int4-bf16`: INT4, as Kimi-K2.5's checkpoint. dsjax itself packs only routed experts (`Precision.only_experts_packed`). `int8`: block-wise
 INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed: their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
 
 
