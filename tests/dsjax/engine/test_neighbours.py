@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from dsjax import LLM
 from dsjax.checkpoint.errors import CheckpointWarning
+from dsjax.config import ModelConfig
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,6 +88,15 @@ def test_logits_are_those_of_transformers_on_every_mesh(family, mesh, saved):
     folder, tokens, expected = saved(family)
     found = LLM(str(folder), mesh=mesh, dtype="float32", **FEW_SHAPES).logits([tokens])[0]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Kimi-K2.5"])
+def test_a_configuration_written_by_us_is_the_same_model_to_transformers(family, saved):
+    _, tokens, expected = saved(family)
+    theirs = importlib.import_module("goldens.reference_model")
+    written = ModelConfig.from_dict(FAMILIES[family]).to_dict()
+    _, model = theirs.settled_weights(written, -0.2, np.array([tokens]), first_seed=5)
+    np.testing.assert_array_equal(theirs.reference_logits(model, np.array([tokens]))[0], expected)
 
 
 def test_the_tensors_of_a_vision_part_are_named_and_left_out(saved):
