@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from dsjax.errors import UserError
+from dsjax.fp4.formats import NVFP4, PackedFormat
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 from dsjax.toml_files import read_toml
 
@@ -67,17 +68,16 @@ class Engine:
         separated: bool,
         overlap: bool,
         drafts: int,
-        fp4: bool,
+        packed: PackedFormat | None,
         fp8_cache: bool,
         dispatch: str,
         int8: bool,
-        mxfp4: bool,
     ) -> None:
         """Raise `UserError` where something is asked for that this engine cannot do."""
-        if mxfp4 and not self.widens_fp4:
+        if packed not in (None, NVFP4) and not self.widens_fp4:
             raise UserError(
-                f"--precision mxfp4 or mxfp4-bf16 is asked for, but experts of {self.name} are priced in NVFP4 only; give --precision "
-                "nvfp4 or nvfp4-bf16, or --engine dsjax"
+                f"--precision {packed.name} or {packed.name}-bf16 is asked for, but experts of {self.name} are priced in NVFP4 only; give "
+                "--precision nvfp4 or nvfp4-bf16, or --engine dsjax"
             )
         most = self.most_drafts or drafts
         asked = (
@@ -85,7 +85,7 @@ class Engine:
             (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
             (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
             (drafts > most, f"--mtp {drafts}", f"drafts at most {most} tokens a step"),
-            (fp4 and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
+            (packed is not None and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
             (int8 and not self.int8, "--precision int8", "does not load block-wise INT8 weights"),
             (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
             (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
@@ -99,8 +99,8 @@ class Engine:
 
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
-        if chosen.expert < 1 and self.widens_fp4:
-            chosen = chosen.only_experts_in_fp4()
+        if self.widens_fp4:
+            chosen = chosen.only_experts_packed()
         if chosen.cache >= BF16 or self.fp8_cache is None:
             return chosen
         return dataclasses.replace(chosen, cache=self.fp8_cache)

@@ -297,16 +297,15 @@ class PlanOptions:
         """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
         precision, positions, context = self.precision, config.max_position_embeddings, workload.decoding_at or 0
         beyond, no_module = context > positions, self.drafts and not config.num_nextn_predict_layers
-        packed = self.fused and self.engine.widens_fp4 and precision.expert < 1
+        packed = self.fused and self.engine.widens_fp4 and precision.packed is not None
         self.engine.check(
             separated=self.modes == ("separated",) or bool(self.pins),
             overlap=self.overlap == "on",
             drafts=self.drafts,
-            fp4=precision.expert < 1,
+            packed=precision.packed,
             fp8_cache=precision.cache < 2,
             dispatch=self.dispatch,
             int8=precision.name == "int8",
-            mxfp4=precision.name.startswith("mxfp4"),
         )
         _refuse(
             {
