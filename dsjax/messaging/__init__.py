@@ -1,7 +1,7 @@
 """How processes of one deployment talk, on pyzmq: an `Endpoint` for control messages, a `Link` for bulk. docs/messaging.md.
 
-Knows nothing of models, engines, groups or HTTP, and imports no JAX. Names are imported when they are first asked for: `dsjax plan` reads the
-options of a group without pyzmq.
+Knows nothing of models, engines, groups or HTTP, and imports no JAX. Names are imported when they are first asked for: `dsjax plan` reads
+the options of a group without pyzmq.
 """
 
 import importlib

@@ -197,9 +197,9 @@ def expect(cluster: Cluster, case: CollectiveCase, sent: int) -> Expectation:
     """What a cluster file says of a case: its own `[acceptance]` table for this collective, or the planner's figure for its links."""
     group, limits = case.group, cluster.acceptance
     place = "between_hosts" if group.between_hosts else "inside_host"
-    measured = limits.expected.get((place, case.collective))
-    if measured is not None:
-        seconds, source = measured[0] + sent / measured[1], f"{cluster.name}: acceptance.{place}.{case.collective}"
+    if bounds := getattr(limits, place).get(case.collective):
+        seconds = bounds.latency_us * 1e-6 + sent / (bounds.gb_per_s * 1e9)
+        source = f"{cluster.name}: acceptance.{place}.{case.collective}"
     else:
         near = group.near(cluster.domain, cluster.devices_per_host)
         if case.collective == "all_reduce":

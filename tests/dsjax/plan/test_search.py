@@ -267,7 +267,8 @@ def test_a_mesh_that_was_given_runs_on_no_fewer_hosts_than_it_has(ask, pins):
 def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax_or_pyzmq():
     code = (
         "import sys, time; start = time.perf_counter();"
-        "import dsjax.plan.report; from dsjax.plan.search import search; from dsjax.plan.question import Question; from dsjax.plan.cluster import load_cluster;"
+        "import dsjax.plan.report; from dsjax.plan.search import search; from dsjax.plan.question import Question;"
+        "from dsjax.plan.cluster import load_cluster;"
         "from dsjax.config import load_config; from dsjax.plan.workload import *;"
         "q = Question(load_config('deepseek-v3'), load_cluster('h100-32'), Workload(Lengths(2000), Lengths(500)),"
         "Objective(), PlanOptions(dispatch='auto')); plan = search(q); import resource;"

@@ -51,9 +51,11 @@ class Measurement:
     title: str
 
     def __post_init__(self):
-        for name in self.ABOVE_ZERO:
-            if not getattr(self, name) > 0:
-                raise UserError(f"measurement {self.name}: {name} is {getattr(self, name):g}, expected more than 0")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise UserError(f"measurement {self.name}: {name} is {value:g}, expected 0 or more")
+            if name in self.ABOVE_ZERO and not value > 0:
+                raise UserError(f"measurement {self.name}: {name} is {value:g}, expected more than 0")
 
     def expected_seconds(self) -> float:
         """How long it takes, as far as that can be known before."""
