@@ -17,6 +17,11 @@ AboveZero = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+def bundled_text(*path: str) -> str:
+    """Text of a file of `configs`."""
+    return importlib.resources.files("configs").joinpath(*path).read_text(encoding="utf-8")
+
+
 def bundled_names(folder: str) -> tuple[str, ...]:
     """Names of the files of `configs/FOLDER`."""
     names = (entry.name for entry in (importlib.resources.files("configs") / folder).iterdir())

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import Moves, moves, processes_of, published_moves
 from dsjax.plan.precision import BF16
+from dsjax.plan.skew import Slots
 from dsjax.plan.step import LayersWork, StepModel
 from dsjax.plan.turns import Turn, play_turns
 from sharding.dispatch import default_capacity

@@ -13,7 +13,7 @@ import msgspec
 
 from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
-from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
+from dsjax.plan.measured import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
 from dsjax.toml_files import AboveZero, Count, bundled_names, convert, read_toml
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")

@@ -2,63 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import tomllib
 from collections.abc import Callable
 
 from dsjax.plan.candidate import Candidate, moved
 from dsjax.plan.figure import Draw, Figure, Kind, drawing
+from dsjax.toml_files import bundled_text
 
 EXPLAINED = ("plan", "tpot", "ttft", "throughput", "memory")
 """`plan` is `report.details`."""
-LABELS = {
-    "a collective in a scale-up domain, fixed part": "latency of an XLA collective over the scale-up link",
-    "a collective over the network, fixed part": "latency of an XLA collective over the network",
-    "all-reduce between hosts, fixed part": "all-reduce latency between hosts",
-    "all-reduce, fixed part": "all-reduce latency",
-    "all-reduce, share of scale-up link": "all-reduce efficiency on the scale-up link",
-    "attention": "attention kernel time",
-    "bytes a second of dsjax's transfer": "KV transfer bandwidth",
-    "carried over to this device": "kernel efficiency, carried over from another GPU",
-    "combine, fixed part": "DeepEP combine latency",
-    "combine, share of network": "DeepEP combine efficiency on the network",
-    "combine, share of scale-up link": "DeepEP combine efficiency on the scale-up link",
-    "dispatch, fixed part": "DeepEP dispatch latency",
-    "dispatch, share of network": "DeepEP dispatch efficiency on the network",
-    "dispatch, share of scale-up link": "DeepEP dispatch efficiency on the scale-up link",
-    "driver, contexts, communication": "GPU memory of driver, contexts and NCCL",
-    "element-wise share of bandwidth": "memory bandwidth efficiency of element-wise kernels",
-    "experts' products": "grouped GEMM time",
-    "front door": "HTTP and tokenization latency",
-    "fused experts": "fused MoE kernel time",
-    "graphs": "GPU memory of CUDA graphs",
-    "host": "CPU overhead per step",
-    "host, a pass of the MTP module": "CPU overhead per draft",
-    "launches of a layer": "CPU launch overhead per layer, prefill",
-    "low-latency kernels in one host": "DeepEP low-latency kernel time in one host",
-    "normal kernels in one host": "DeepEP normal kernel time in one host",
-    "normal kernels, fixed part": "DeepEP normal kernel latency",
-    "normal kernels, share of network": "DeepEP normal kernel efficiency on the network",
-    "normal kernels, share of scale-up link": "DeepEP normal kernel efficiency on the scale-up link",
-    "products": "GEMM time",
-    "prompts, mean of all steps": "decode stall by prefill",
-    "share of an exchange that is copies": "share of an all-to-all that is copies",
-    "share of the shared experts that is not hidden": "exposed share of the shared experts",
-    "share of the shorter that is hidden": "two-batch overlap efficiency",
-    "share of the transfer that is exposed": "exposed share of the KV transfer",
-    "small kernels of a layer": "time of a small kernel (norm, routing, activation)",
-    "spread experts": "MoE kernel time, whole experts",
-    "step": "peak activation memory",
-    "tokens a step": "tokens per step (draft acceptance)",
-    "uneven prompts": "prefill imbalance over DP ranks",
-    "whole engine ÷ its operations": "engine time ÷ sum of kernel times",
-    "XLA's collectives, share of a link": "XLA collective efficiency on a link",
-    "busiest rank ÷ mean": "expert imbalance (busiest rank ÷ mean)",
-}
-"""Name of an input → the field's name for it, where they differ."""
+
+
+@functools.cache
+def labels() -> dict[str, str]:
+    """Name of an input → the field's name for it, where they differ."""
+    return tomllib.loads(bundled_text("input_labels.toml"))
 
 
 def label(figure: Figure) -> str:
     """The field's name for an input."""
-    return LABELS.get(figure.name, figure.name)
+    return labels().get(figure.name, figure.name)
 
 
 def explain(candidate: Candidate, what: str) -> str:

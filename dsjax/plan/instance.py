@@ -14,13 +14,13 @@ from dsjax.plan.apart import ApartStep
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
-from dsjax.plan.dry_runs import halves_refusal, refusal, wire_refusal
 from dsjax.plan.figure import Draw, Figure, assumption, drawing, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
-from dsjax.plan.stages import fullest_stage, hand_over
+from dsjax.plan.moves import fullest_stage, hand_over
+from dsjax.plan.program import halves_refusal, refusal, wire_refusal
 from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload

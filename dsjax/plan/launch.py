@@ -7,7 +7,6 @@ The options of each engine, with their sources, values and conditions, are data:
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import json
 import math
 import shlex
@@ -18,11 +17,11 @@ from typing import Any
 import jinja2
 
 from dsjax.hardware import Hardware
-from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
-from dsjax.toml_files import read_toml
+from dsjax.plan.skew import STEP_INTERVAL
+from dsjax.toml_files import bundled_text, read_toml
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
@@ -237,5 +236,5 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
     usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
     asks = "key" in about or any(KEY in flags.values() for one in launches for flags in one.flags)
     given = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
-    text = (importlib.resources.files("configs") / "engines" / "script.sh").read_text(encoding="utf-8")
+    text = bundled_text("engines", "script.sh")
     return _template(text).render(command=command, notes=made["notes"], **given)

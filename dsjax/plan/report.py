@@ -13,9 +13,9 @@ from rich.text import Text
 from dsjax.plan.calibration import calibrated, unseen
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.comparison import ratio_of
-from dsjax.plan.dry_runs import DryRunUsage
 from dsjax.plan.figure import TWO_LINES, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
+from dsjax.plan.program import DryRunUsage
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
 from dsjax.plan.sweep import Sweep

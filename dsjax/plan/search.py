@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, frontier
-from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import InstanceLayout, apart_layouts, layouts, with_redundancy
+from dsjax.plan.moves import cut_stage
+from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
-from dsjax.plan.stages import cut_stage
 from sharding import MeshSpec
 
 _NO_PAGES = (

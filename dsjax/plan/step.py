@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.figure import assumption, measured
-from dsjax.plan.halves import HALVES, overlapped_layers, windowed_layers
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operator_tables import AICONFIGURATOR
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import excess, nearest, tensor_parallel_sums
-from dsjax.plan.routed import routed_experts
+from dsjax.plan.routed import HALVES, overlapped_layers, routed_experts, windowed_layers
+from dsjax.plan.skew import STEP_INTERVAL
 from dsjax.plan.sparse import index_projections, sparse_attention
 from dsjax.plan.step_basis import StepBasis
 

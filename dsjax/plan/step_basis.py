@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.plan.balancing import Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import Engine
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.operator_tables import OperatorTables
+from dsjax.plan.skew import Slots
 from dsjax.plan.workload import PlanOptions
 from sharding.dispatch import choose_method
 

@@ -42,7 +42,7 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     from dsjax.bench.accept.hooks import parse_hooks
     from dsjax.bench.accept.results import exit_status
     from dsjax.bench.serve.client import run
-    from dsjax.plan.measured_network import read_network
+    from dsjax.plan.measured import read_network
 
     whole = _recipe(what) if what.recipe else load_checklist(what.criteria, quick=what.quick)
     checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)

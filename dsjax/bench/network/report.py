@@ -15,7 +15,7 @@ from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.run import VERDICTS, CollectiveRow, worst
 from dsjax.bench.processes import Results
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.measured_network import FORMAT
+from dsjax.plan.measured import NETWORK_FORMAT
 from dsjax.tables import table
 
 _STYLES = dict(zip(VERDICTS, ("green", "yellow", "bold red"), strict=True))
@@ -79,7 +79,7 @@ def to_json(
 ) -> dict[str, Any]:
     """Stable fields, as `docs/bench-network.md` lists them."""
     return {
-        **origin(FORMAT, command, device),
+        **origin(NETWORK_FORMAT, command, device),
         "mesh": options.mesh,
         "processes": processes,
         "cluster": cluster and cluster.name,

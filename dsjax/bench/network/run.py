@@ -21,7 +21,7 @@ from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
 from dsjax.bench.processes import Agree, Results
 from dsjax.errors import UserError
 from dsjax.plan.cluster import Cluster
-from dsjax.plan.measured_network import SEND_RECEIVE
+from dsjax.plan.measured import SEND_RECEIVE
 from dsjax.plan.network import all_reduce, xla_collective
 from sharding.dispatch.ragged import NATIVE_PLATFORMS
 

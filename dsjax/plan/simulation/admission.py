@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dsjax.plan.engine import Engine
-from dsjax.plan.simulation.load import Served
-from dsjax.plan.simulation.service import SimulatedEngine
+from dsjax.plan.simulation.service import Served, SimulatedEngine
 
 
 class Lobby:

@@ -11,7 +11,7 @@ import numpy as np
 from dsjax.plan.calibration import LEVEL, RATE, TPOT, TTFT, TTFT_MEDIAN, TTFT_P99, calibration, distance_of, ends
 from dsjax.plan.candidate import Candidate, moved, with_intervals
 from dsjax.plan.figure import as_json, assumption
-from dsjax.plan.simulation.load import OfferedLoad, Served
+from dsjax.plan.simulation.service import OfferedLoad, Served
 from dsjax.plan.workload import Objective
 
 _FRONT = float(assumption("front door"))

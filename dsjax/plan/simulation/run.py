@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.simulation.deployment import Service
-from dsjax.plan.simulation.load import OfferedLoad, Served, requests
 from dsjax.plan.simulation.outcome import SimulationOutcome, outcome
+from dsjax.plan.simulation.service import OfferedLoad, Served, requests
 from dsjax.plan.workload import Objective
 
 _LOADS = (0.5, 0.7, 0.85, 0.95)

@@ -19,7 +19,7 @@ from dsjax.errors import UserError
 from dsjax.hosts.rendezvous import GroupError
 from dsjax.options import OptionError
 from dsjax.plan.cluster import load_cluster
-from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, read_network
+from dsjax.plan.measured import COLLECTIVES, SEND_RECEIVE, read_network
 from dsjax.plan.network import all_reduce
 from sharding import MeshSpec
 

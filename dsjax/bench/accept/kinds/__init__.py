@@ -3,9 +3,8 @@
 from dsjax.bench.accept.kinds.balance import BalanceMeasurement
 from dsjax.bench.accept.kinds.fault import FaultMeasurement
 from dsjax.bench.accept.kinds.kind import Measurement
-from dsjax.bench.accept.kinds.load import LoadMeasurement
+from dsjax.bench.accept.kinds.load import LoadMeasurement, TtftMeasurement
 from dsjax.bench.accept.kinds.read import LinkMeasurement, ServerMeasurement
-from dsjax.bench.accept.kinds.ttft import TtftMeasurement
 
 KINDS: dict[str, type[Measurement]] = {
     kind.KIND: kind

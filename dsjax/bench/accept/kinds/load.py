@@ -1,4 +1,7 @@
-"""`LoadMeasurement`: sessions or a rate of requests for some time: tokens a second, latencies, errors, drift, memory."""
+"""Measurements that put load on the server.
+
+`LoadMeasurement`: sessions or a rate of requests for some time. `TtftMeasurement`: prompts of one length, one request at a time.
+"""
 
 import asyncio
 import math
@@ -8,10 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from dsjax.bench.accept.kinds.kind import Measured, RandomLengths
+from dsjax.bench.accept.kinds.kind import Measured, Measurement, RandomLengths
 from dsjax.bench.accept.test_bed import TestBed
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.load import LoadResult, arrival_times, run_load
+from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.statistics import figures
 from dsjax.errors import UserError
@@ -174,3 +178,45 @@ def drift(times: Sequence[float], values: Sequence[float], seconds: float, windo
     medians = [np.median(np.asarray(values)[part == each]) for each in parts]
     level = np.median(medians)
     return float(theilslopes(medians, parts).slope) * windows / level if level else None
+
+
+_PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TtftMeasurement(Measurement):
+    """Prompts of `input_tokens`, `requests` of them, each sent when the one before is answered with one token."""
+
+    KIND: ClassVar = "ttft"
+    UNITS: ClassVar = {**{f"ttft_p{p}": "s" for p in _PERCENTILES}, "ttft_mean": "s", "error_share": ""}
+    ABOVE_ZERO: ClassVar = ("input_tokens", "requests")
+
+    input_tokens: int
+    requests: int = 30
+
+    def expected_seconds(self) -> float:
+        """A second for each request and for the warm-up: nobody knows better before."""
+        return self.requests + 1.0
+
+    async def measure(self, bed: TestBed) -> Measured:
+        """Send one request to warm up, then those that count."""
+        lengths = {"random_input_len": self.input_tokens, "random_output_len": 1}
+        source = await bed.requests(WorkloadOptions(num_prompts=64, seed=bed.seed, **lengths))
+        client, done = bed.server.client, []
+        await client.send(next(source))
+        with bed.counting(self.title, self.requests) as report:
+
+            def on_done(record) -> None:
+                done.append(record)
+                report(len(done), "")
+
+            result = await run_load(client, source, [0.0] * self.requests, 1, on_done=on_done)
+        found_in = figures(result.records, result.duration, _PERCENTILES, {}, 1.0)
+        answered, found, why = found_in["completed"], Measured(samples=found_in["completed"]), bed.why_none(found_in)
+        for name in ("mean", *(f"p{p}" for p in _PERCENTILES)):
+            ms = found_in[f"{name}_ttft_ms"]
+            found.enter({f"ttft_{name}": ms and ms / 1e3}, why, "missed")
+        found.enter({"error_share": found_in["failed"] / self.requests})
+        if 0 < answered < 100:
+            found.notes.append(f"P99 of {answered} requests is little more than the largest.")
+        return found

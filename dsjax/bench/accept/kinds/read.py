@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured, Measurement
 from dsjax.bench.accept.test_bed import TestBed
-from dsjax.plan.measured_network import SEND_RECEIVE
+from dsjax.plan.measured import SEND_RECEIVE
 
 _SAME_SIZE = 1.1
 """Bytes are as asked for up to this factor: those of a collective are a multiple of its ranks."""
