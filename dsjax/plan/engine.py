@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from dsjax.errors import UserError
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
@@ -61,42 +62,6 @@ class Engine:
     keeps: tuple[float, float, int] = (0.0, 0.0, 1)
     knows_ends: bool = False
 
-    def check(
-        self,
-        *,
-        separated: bool,
-        overlap: bool,
-        drafts: int,
-        fp4: bool,
-        fp8_cache: bool,
-        dispatch: str,
-        int8: bool,
-        mxfp4: bool,
-    ) -> None:
-        """Raise `UserError` where something is asked for that this engine cannot do."""
-        if mxfp4 and not self.widens_fp4:
-            raise UserError(
-                f"--precision mxfp4 or mxfp4-bf16 is asked for, but experts of {self.name} are priced in NVFP4 only; give --precision "
-                "nvfp4 or nvfp4-bf16, or --engine dsjax"
-            )
-        most = self.most_drafts or drafts
-        asked = (
-            (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
-            (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
-            (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
-            (drafts > most, f"--mtp {drafts}", f"drafts at most {most} tokens a step"),
-            (fp4 and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
-            (int8 and not self.int8, "--precision int8", "does not load block-wise INT8 weights"),
-            (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
-            (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
-        )
-        who = "dsjax serve" if self.name == "dsjax" else self.name
-        for wrong, flag, reason in asked:
-            if wrong:
-                raise UserError(
-                    f"{flag} is asked for, but {who} {reason}; change that, or give --engine published for engines that can"
-                )
-
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
         if chosen.expert < 1 and self.widens_fp4:
@@ -107,37 +72,24 @@ class Engine:
 
 
 CREDITS: dict[str, dict[str, str]] = read_toml("credits", "engines", "credits")
+_HOW: dict[str, dict[str, Any]] = CREDITS.pop("how")
 """Engine → capability → the option or file of the engine that has it; `words`: capability → what a page calls it."""
 CAPABILITIES = tuple(CREDITS["words"])
 """Fields of `Engine` that make a plan better, and that something must be named for."""
 
 
-def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0, **how) -> Engine:
-    can = {what: what in able for what in CAPABILITIES}
-    return Engine(name, **{**can, "fp8_cache": fp8_cache if can["fp8_cache"] else None}, **how)
+def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
+    how = {what: what in able for what in CAPABILITIES} | _HOW.get(name, {})
+    how = {what: tuple(value) if isinstance(value, list) else value for what, value in how.items()}
+    return Engine(name, **{**how, "fp8_cache": fp8_cache if how["fp8_cache"] else None})
 
 
-PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"}, fp8_mla=True)
+PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"})
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish, and attention and experts apart as papers of MegaScale-Infer,
 StepFun and Baidu Baige have it; fp8_mla: FlashMLA's pull request 82, which the image `ghcr.io/antgroup/sglang:h20-blog-release` has and
 SGLang's releases have not."""
-_ENGINES = {
-    # most_drafts: `dsjax.engine.contract.speculative`.
-    "dsjax": _engine(
-        "dsjax", CREDITS["dsjax"], FP8_CACHE, dispatch="auto", eager=False, most_drafts=4, widens_fp4=True
-    ),
-    "published": PUBLISHED,
-    "vllm": _engine("vllm", CREDITS["vllm"]),
-    # keeps: `new_token_ratio` begins at 0.7, and falls to 0.14 of that in 600 decode steps (`SGLANG_INIT_NEW_TOKEN_RATIO`,
-    # `SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR` and `SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS` in srt/environ.py). absorbs_below: with FlashInfer's
-    # attention or FlashAttention 3 prompts are computed in the multi-head form where none has cached positions, or where they have
-    # `SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD` together, and all of them absorbed between the two (`_handle_attention_backend` in
-    # srt/models/deepseek_common/attention_backend_handler.py); a chunked prompt has such positions.
-    "sglang": _engine("sglang", CREDITS["sglang"], keeps=(0.7, 0.7 * 0.14, 600), absorbs_below=8192),
-    # keeps: its default, `CapacitySchedulerPolicy.GUARANTEED_NO_EVICT`, begins a request where its whole output has room
-    # (llmapi/llm_args.py). vLLM and dsjax keep none, and preempt.
-    "tensorrt-llm": _engine("tensorrt-llm", CREDITS["tensorrt-llm"], keeps=(1.0, 1.0, 1)),
-}
+_ENGINES = {"dsjax": _engine("dsjax", CREDITS["dsjax"], FP8_CACHE), "published": PUBLISHED}
+_ENGINES |= {name: _engine(name, CREDITS[name]) for name in ("vllm", "sglang", "tensorrt-llm")}
 ENGINES = tuple(_ENGINES)
 
 
