@@ -23,33 +23,29 @@ _DIES = {"h200": "GH100", "b200": "GB100"}
 class Hardware:
     """One device's figures, decimal: bytes, bytes a second, operations a second (dense). Figures are the vendors'.
 
-    platform: `cuda` or `tpu`. memory_bytes: as the vendor's datasheet has it; driver_bytes: as the device's driver reports it
-    (`nvidia-smi`), None where nobody said. memory_bandwidth: of the device's own memory. fp8_flops: bf16's where there is no FP8 unit.
-    scale_up_bandwidth: to devices of the same scale-up domain (NVLink, ICI), each way; scale_up_devices: how many it joins.
-    scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise.
-    xla: what the compiler is told of the device (see `dsjax.dryrun.topology`); empty where a file has none, which a plan does not
-    need. sources: field → where its figure is from. operators: key of the device whose tables of operations speak of this one;
-    empty: its own, if there are any. die: devices of the same die differ in memory and links only. price_per_hour: of one device.
+    scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise. xla: what the
+    compiler is told of the device (see `dsjax.dryrun.topology`); empty where a file has none, which a plan does not need. operators: key of
+    the device whose tables of operations speak of this one; empty: its own, if there are any.
     """
 
     key: str
     name: str
-    platform: Literal["cuda", "tpu"]
-    memory_bytes: Count
-    driver_bytes: Count | None = None
-    memory_bandwidth: AboveZero
+    platform: Literal["cuda", "tpu"]  # `cuda` or `tpu`
+    memory_bytes: Count  # as the vendor's datasheet has it
+    driver_bytes: Count | None = None  # as the device's driver reports it (`nvidia-smi`), None where nobody said
+    memory_bandwidth: AboveZero  # of the device's own memory
     bf16_flops: AboveZero
-    fp8_flops: AboveZero
+    fp8_flops: AboveZero  # bf16's where there is no FP8 unit
     fp4_flops: AboveZero | None = None
-    scale_up_bandwidth: AboveZero
-    scale_up_devices: Count
+    scale_up_bandwidth: AboveZero  # to devices of the same scale-up domain (NVLink, ICI), each way
+    scale_up_devices: Count  # how many it joins
     devices_per_host: Count
     scale_out_gbps: AboveZero
     xla: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # field → where its figure is from
     operators: str = ""
-    die: str = ""
-    price_per_hour: AboveZero | None = None
+    die: str = ""  # devices of the same die differ in memory and links only
+    price_per_hour: AboveZero | None = None  # of one device
 
     @property
     def visible_bytes(self) -> int:

@@ -36,14 +36,11 @@ class ExpertStep(StepModel):
 
 @dataclass(frozen=True)
 class ApartStep(StepModel):
-    """What a step costs. `layout` and `cluster` are of the attention side, but for `layout.experts` and `cluster.experts`.
-
-    published: moves as they are published, not dsjax's own. expert_side: what the experts' devices alone would make of a step.
-    """
+    """What a step costs. `layout` and `cluster` are of the attention side, but for `layout.experts` and `cluster.experts`."""
 
     micro_batches: int = 1
-    published: bool = False
-    expert_side: StepModel = field(init=False)
+    published: bool = False  # moves as they are published, not dsjax's own
+    expert_side: StepModel = field(init=False)  # what the experts' devices alone would make of a step
 
     def __post_init__(self):
         super().__post_init__()

@@ -126,35 +126,31 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Cluster:
     """`hosts` × `devices_per_host` devices of one kind.
 
-    hardware: the device. scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of
-    `devices_per_host` or of all devices. network_gbps: of one network card, each way, in gigabits a second; nics_per_host:
-    cards that a host's devices share; latency: seconds of the network one way, with latency_low, latency_high its range.
-    storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. acceptance: for a measurement
-    of the network; measured: such a measurement, in place of the links' figures. sources: field → where it is from. wiring: tiers of
-    switches, or direct links, where the network is not one switch of full bandwidth. prefill: hosts of another kind that compute
-    prompts, while these decode; None where all are alike. experts: hosts of another kind for the routed experts,
-    while these have attention.
+    scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of `devices_per_host` or of all devices.
+    storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. wiring: tiers of switches, or
+    direct links, where the network is not one switch of full bandwidth. prefill: hosts of another kind that compute prompts, while these
+    decode; None where all are alike.
     """
 
     name: str
     description: str
-    hardware: Hardware
+    hardware: Hardware  # the device
     hosts: int
     devices_per_host: int
     scale_up_devices: int
     network: str
-    network_gbps: float
-    nics_per_host: int
-    latency: float
+    network_gbps: float  # of one network card, each way, in gigabits a second
+    nics_per_host: int  # cards that a host's devices share
+    latency: float  # seconds of the network one way, with latency_low, latency_high its range
     latency_low: float
     latency_high: float
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # field → where it is from
     storage: float | None = None
-    acceptance: Acceptance = Acceptance()
-    measured: MeasuredNetwork | None = None
+    acceptance: Acceptance = Acceptance()  # for a measurement of the network
+    measured: MeasuredNetwork | None = None  # such a measurement, in place of the links' figures
     wiring: Wiring = Wiring()
     prefill: Cluster | None = None
-    experts: Cluster | None = None
+    experts: Cluster | None = None  # hosts of another kind for the routed experts, while these have attention
 
     @property
     def num_devices(self) -> int:

@@ -16,51 +16,43 @@ from dsjax.toml_files import read_toml
 class Engine:
     """Capabilities, and how the engine computes and admits.
 
-    balances: places experts by their load. overlaps: two half batches. transfers: sends caches from prefill to decode. drafts: makes them
-    with the MTP module, at most `most_drafts` a step. fp4: loads FP4 experts; widens_fp4: multiplies by them in bf16. int8: loads
-    block-wise INT8 weights. fp8_cache: bytes a value of its FP8 latent cache, None without one. shared_beside: decode computes the shared
-    expert beside the routed ones. holds_prompts: with attention DP, prompts wait until every replica has some. mixes: a step of a DP rank
-    has prompts and decodes; otherwise its decodes wait. apart: attention and experts on devices of their own.
+    eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program has all of
+    them. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with `--fp8-gemm-backend
+    flashinfer_trtllm`. absorbs_below: cached positions of a step's prompts below which, if there are any, all of the step uses absorbed
+    attention; not on Blackwell. gathers: with attention DP, experts get all ranks' tokens by collectives instead of an all-to-all, as in
+    SGLang with `--moe-a2a-backend none`, its default: a step with prompts sums tokens and results over all ranks (`DpPaddingMode` in its
+    srt/layers/dp_attention.py), a step of decodes gathers and scatters.
 
-    dispatch: the default method. eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one
-    compiled program has all of them. captured: the most tokens of a prefill step in CUDA graphs, between which attention runs. fp8_mla:
-    decode multiplies an FP8 cache in FP8 on an H20. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on
-    Blackwell, of SGLang with `--fp8-gemm-backend flashinfer_trtllm`. absorbs_below: cached positions of a step's prompts below which, if
-    there are any, all of the step uses absorbed attention; not on Blackwell. gathers: with attention DP, experts get all ranks' tokens by
-    collectives instead of an all-to-all, as in SGLang with `--moe-a2a-backend none`, its default: a step with prompts sums tokens and
-    results over all ranks (`DpPaddingMode` in its srt/layers/dp_attention.py), a step of decodes gathers and scatters.
-
-    For simulations (`simulation.admission`): poll_steps: decode steps between two looks for new prompts; hold_steps: the most steps that
-    prompts are held back; fill: (steps, share of a step's tokens) until which one replica holds them back; keeps: share of the running
-    requests' remaining outputs that the cache keeps room for; knows_ends: it keeps room for exactly the given length of a request.
+    keeps: for simulations (`simulation.admission`), share of the running requests' remaining outputs that the cache keeps room for.
     """
 
     name: str
-    balances: bool
-    overlaps: bool
-    transfers: bool
-    drafts: bool
-    fp4: bool
-    fp8_cache: float | None
-    int8: bool
-    shared_beside: bool
-    holds_prompts: bool
-    mixes: bool
-    apart: bool
-    dispatch: str = "deepep"
+    balances: bool  # places experts by their load
+    overlaps: bool  # two half batches
+    transfers: bool  # sends caches from prefill to decode
+    drafts: bool  # makes them with the MTP module, at most `most_drafts` a step
+    fp4: bool  # loads FP4 experts
+    fp8_cache: float | None  # bytes a value of its FP8 latent cache, None without one
+    int8: bool  # loads block-wise INT8 weights
+    shared_beside: bool  # decode computes the shared expert beside the routed ones
+    holds_prompts: bool  # with attention DP, prompts wait until every replica has some
+    mixes: bool  # a step of a DP rank has prompts and decodes; otherwise its decodes wait
+    apart: bool  # attention and experts on devices of their own
+    dispatch: str = "deepep"  # the default method
     eager: bool = True
     most_drafts: int | None = None
-    widens_fp4: bool = False
-    captured: int = 0
-    fp8_mla: bool = False
+    widens_fp4: bool = False  # multiplies by them in bf16
+    captured: int = 0  # the most tokens of a prefill step in CUDA graphs, between which attention runs
+    fp8_mla: bool = False  # decode multiplies an FP8 cache in FP8 on an H20
     fp8_rate: tuple[float, float, float] | None = None
     absorbs_below: int = 0
     gathers: bool = False
-    poll_steps: int = 1
-    hold_steps: int = 50
-    fill: tuple[int, float] = (0, 0.0)
+    # For simulations:
+    poll_steps: int = 1  # decode steps between two looks for new prompts
+    hold_steps: int = 50  # the most steps that prompts are held back
+    fill: tuple[int, float] = (0, 0.0)  # (steps, share of a step's tokens) until which one replica holds them back
     keeps: tuple[float, float, int] = (0.0, 0.0, 1)
-    knows_ends: bool = False
+    knows_ends: bool = False  # it keeps room for exactly the given length of a request
 
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""

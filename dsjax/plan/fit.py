@@ -48,21 +48,17 @@ DOES_NOT_FIT = 3
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started. device_bytes: of a device, as its driver reports; fraction: None for the engine's default of `RULES`.
-
-    prefill_tokens: most prompt tokens of a DP rank in a step. longest: tokens of the longest request. sampled: rows of a step that sample.
-    graphs: whether decode steps are captured. deepep: buffers of DeepEP's decode kernels. mtp: the MTP module is loaded.
-    """
+    """How an engine is started."""
 
     engine: str
-    device_bytes: int
-    fraction: float | None = None
-    prefill_tokens: int = 8192
-    longest: int = 4096
-    sampled: int = 256
-    graphs: bool = True
-    deepep: bool = False
-    mtp: bool = False
+    device_bytes: int  # of a device, as its driver reports
+    fraction: float | None = None  # None for the engine's default of `RULES`
+    prefill_tokens: int = 8192  # most prompt tokens of a DP rank in a step
+    longest: int = 4096  # tokens of the longest request
+    sampled: int = 256  # rows of a step that sample
+    graphs: bool = True  # whether decode steps are captured
+    deepep: bool = False  # buffers of DeepEP's decode kernels
+    mtp: bool = False  # the MTP module is loaded
 
     def __post_init__(self):
         if self.fraction is not None and not 0 < self.fraction <= 1:

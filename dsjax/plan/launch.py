@@ -71,8 +71,7 @@ def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
 class LaunchCommand:
     """One instance of a service in another engine's words.
 
-    flags: for each command, flag → value; `""` without one. environment: variable → value. config: the configuration file that
-    TensorRT-LLM reads beside its flags. lacks: what the estimate counts on and the command cannot say.
+    config: the configuration file that TensorRT-LLM reads beside its flags.
     """
 
     engine: str
@@ -81,10 +80,10 @@ class LaunchCommand:
     instances: int
     hosts: int
     devices: int
-    flags: list[dict[str, str]] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    flags: list[dict[str, str]] = field(default_factory=list)  # for each command, flag → value; `""` without one
+    environment: dict[str, str] = field(default_factory=dict)  # variable → value
     config: dict[str, Any] = field(default_factory=dict)
-    lacks: list[str] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)  # what the estimate counts on and the command cannot say
 
     @property
     def word(self) -> str:

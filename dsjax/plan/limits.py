@@ -56,18 +56,16 @@ class Remedy:
 class Forbidden:
     """Why no candidate meets the objectives.
 
-    bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each
-    other), `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or
-    tokens a second; by: the deployment that comes nearest.
-    remedies: single resources that would do, smallest factor first. floor: what the nearest would reach with 64 times of
-    everything: launches, host and fixed costs remain.
+    bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each other),
+    `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or tokens a
+    second. floor: what the nearest would reach with 64 times of everything: launches, host and fixed costs remain.
     """
 
     bound: str
     wanted: float
     best: float
-    by: str
-    remedies: list[Remedy]
+    by: str  # the deployment that comes nearest
+    remedies: list[Remedy]  # single resources that would do, smallest factor first
     floor: float | None = None
 
 

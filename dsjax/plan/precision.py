@@ -32,8 +32,7 @@ FlashMLA has them. Other engines' FP8 caches are taken as one byte a value with 
 class Precision:
     """Bytes a value of expert and dense-MLP weights, of the other linear weights, of the cache, and of a dispatched value.
 
-    Embedding, head, router and norms are bf16; the way back from the experts is bf16. mlp_bytes: of dense-MLP and shared-expert weights;
-    None: as the routed experts'. widens_fp4: FP4 weights are multiplied in bf16, which every device can.
+    Embedding, head, router and norms are bf16; the way back from the experts is bf16.
     """
 
     name: str
@@ -41,8 +40,8 @@ class Precision:
     linear: float
     cache: float = BF16
     wire: float = FP8_BLOCK
-    mlp_bytes: float | None = None
-    widens_fp4: bool = False
+    mlp_bytes: float | None = None  # of dense-MLP and shared-expert weights; None: as the routed experts'
+    widens_fp4: bool = False  # FP4 weights are multiplied in bf16, which every device can
 
     @property
     def weights(self) -> str | None:

@@ -44,21 +44,19 @@ Row = TypeVar("Row")
 class Plan:
     """The answer: the best candidate of each layout that meets the objectives, best first; of the others, nearest first.
 
-    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did. considered: layouts looked at;
-    fitting, too_large: with and without room for one request beside the weights. every: all candidates where none meets the objectives.
-    unkept: some meet them, but when played none kept the percentiles that were asked for.
+    fitting, too_large: with and without room for one request beside the weights.
     """
 
     question: Question
     ranked: Sequence[Candidate]
     missed: Sequence[Candidate]
-    frontier: Sequence[Candidate]
-    late: Sequence[Candidate]
-    considered: list[InstanceLayout]
+    frontier: Sequence[Candidate]  # of candidates that keep the TTFT's objective
+    late: Sequence[Candidate]  # those that would be on it if they did
+    considered: list[InstanceLayout]  # layouts looked at
     fitting: list[Instance]
     too_large: list[Instance]
-    every: list[Candidate]
-    unkept: bool = False
+    every: list[Candidate]  # all candidates where none meets the objectives
+    unkept: bool = False  # some meet them, but when played none kept the percentiles that were asked for
 
     @property
     def usages(self) -> list[DryRunUsage]:

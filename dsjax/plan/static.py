@@ -17,15 +17,14 @@ from dsjax.tables import table
 
 @dataclass(frozen=True)
 class StaticResult:
-    """A batch of each DP rank on one instance. ttft: its prompts, one after another in steps of `--prefill-tokens`; tpot: of
-    its decode; rate: tokens a second a device, prompt tokens in `static_ctx`, output tokens otherwise. None: not part of the mode.
-    """
+    """A batch of each DP rank on one instance. rate: tokens a second a device, prompt tokens in `static_ctx`, output tokens otherwise.
+    None: not part of the mode."""
 
     instance: Instance
     mode: str
     batch: int
-    ttft: float | None
-    tpot: float | None
+    ttft: float | None  # its prompts, one after another in steps of `--prefill-tokens`
+    tpot: float | None  # of its decode
     rate: float
 
     def to_json(self) -> dict[str, Any]:

@@ -24,19 +24,14 @@ MODULE = ("MTP module", "host, drafts")
 
 
 class RankWork(NamedTuple):
-    """What one DP rank computes in a step.
+    """What one DP rank computes in a step."""
 
-    decodes: requests that get a token; context: positions that all of them attend to. prompts: prompt tokens computed; pairs: of a
-    prompt token and a position that it attends to; cached: positions of those prompts that were there before; ended: prompts of which the
-    last token is computed.
-    """
-
-    decodes: float = 0
-    context: float = 0
-    prompts: float = 0
-    pairs: float = 0
-    cached: float = 0
-    ended: float = 0
+    decodes: float = 0  # requests that get a token
+    context: float = 0  # positions that all of them attend to
+    prompts: float = 0  # prompt tokens computed
+    pairs: float = 0  # of a prompt token and a position that it attends to
+    cached: float = 0  # positions of those prompts that were there before
+    ended: float = 0  # prompts of which the last token is computed
 
     def times(self, factor: float) -> RankWork:
         """So many times the requests and prompt tokens, as they are."""

@@ -24,23 +24,22 @@ from sharding.dispatch import choose_method
 class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
-    overlap: two-batch overlap. balancing: redundant experts are placed by their load. dry_runs: compiled programs of this layout; their
-    collectives and products replace the estimates. shared: a dict that all layouts on one cluster share, with prices that they have in
-    common in the current draw. dispatch: `deepep`, or a method of dsjax. absorbs_below: `Engine.absorbs_below`, 0 on Blackwell.
+    dry_runs: compiled programs of this layout; their collectives and products replace the estimates. shared: a dict that all layouts on one
+    cluster share, with prices that they have in common in the current draw.
     """
 
     config: ModelConfig
     cluster: Cluster
     layout: InstanceLayout
     options: PlanOptions
-    overlap: bool = False
-    balancing: bool = True
+    overlap: bool = False  # two-batch overlap
+    balancing: bool = True  # redundant experts are placed by their load
     dry_runs: tuple[DryRun, ...] = ()
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
     engine: Engine = field(init=False)
-    dispatch: str = field(init=False)
-    absorbs_below: int = field(init=False)
+    dispatch: str = field(init=False)  # `deepep`, or a method of dsjax
+    absorbs_below: int = field(init=False)  # `Engine.absorbs_below`, 0 on Blackwell
 
     def __post_init__(self):
         options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell

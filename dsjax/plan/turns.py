@@ -16,17 +16,16 @@ THREADS = HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", 
 class Turn(NamedTuple):
     """Seconds of one layer of one micro-batch.
 
-    attend, share, receive: of the attention side; compute: of the experts; there, back: on the links. launch: the host starts a program;
-    begin_there, begin_back: the host begins all copies of a move.
+    attend, share, receive: of the attention side. there, back: on the links. begin_there, begin_back: the host begins all copies of a move.
     """
 
     attend: float
     share: float
     receive: float
-    compute: float
+    compute: float  # of the experts
     there: float
     back: float
-    launch: float = 0.0
+    launch: float = 0.0  # the host starts a program
     begin_there: float = 0.0
     begin_back: float = 0.0
 

@@ -38,14 +38,11 @@ def _refuse(faults: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean).
-
-    even: drawn evenly around the mean, as benchmarks with a range draw them, and not log-normal.
-    """
+    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean)."""
 
     mean: float
     variation: float = 0.0
-    even: bool = False
+    even: bool = False  # drawn evenly around the mean, as benchmarks with a range draw them, and not log-normal
 
     def around(self, ratio: float) -> Lengths:
         """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""

@@ -29,21 +29,20 @@ _BOUNDS = {
 class Criterion:
     """A value and the bound that it is held against.
 
-    measurement, value: which value of which measurement; unit: the value's. kind, bound: `below`, `at_most`, `above`, `at_least` a
-    number, or `between` two. source: where the bound is from. warning, failing: bounds beyond which a missed value is called so; None
-    where the plan has none. note: what a reader must know.
+    measurement, value: which value of which measurement. kind, bound: `below`, `at_most`, `above`, `at_least` a number, or `between` two.
+    warning, failing: bounds beyond which a missed value is called so; None where the plan has none.
     """
 
     id: str
     measurement: str
     value: str
-    unit: str
+    unit: str  # the value's
     kind: str
     bound: float | tuple[float, float]
-    source: str
+    source: str  # where the bound is from
     warning: float | None = None
     failing: float | None = None
-    note: str = ""
+    note: str = ""  # what a reader must know
 
     def is_met_by(self, value: float) -> bool:
         """Whether a value is within the bound."""

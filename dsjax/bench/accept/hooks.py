@@ -18,14 +18,11 @@ class NotTestedError(Exception):
 
 @dataclass(frozen=True)
 class Hooks:
-    """Commands by name; `NAME-end` ends what `NAME` began. scale: asks the server to go on on another mesh, and says what was wrong.
-
-    timeout: seconds.
-    """
+    """Commands by name; `NAME-end` ends what `NAME` began."""
 
     commands: Mapping[str, str]
-    scale: Callable[[str], Awaitable[str | None]]
-    timeout: float = 600.0
+    scale: Callable[[str], Awaitable[str | None]]  # asks the server to go on on another mesh, and says what was wrong
+    timeout: float = 600.0  # seconds
 
     def why_not(self, name: str) -> str | None:
         """Why a fault cannot be made; None where both of its commands are there."""

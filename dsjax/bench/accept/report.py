@@ -30,17 +30,16 @@ _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 class Report:
     """What a run has come to.
 
-    checklist: what was asked. results: what was measured, by the measurements' names. base_url, model: of the server. criteria_file: as
-    `--criteria` has it; quick: whether durations were short. command: as typed, without keys and `--only`.
+    base_url, model: of the server.
     """
 
-    checklist: Checklist
-    results: Mapping[str, Result]
+    checklist: Checklist  # what was asked
+    results: Mapping[str, Result]  # what was measured, by the measurements' names
     base_url: str
     model: str
-    criteria_file: str
-    quick: bool
-    command: str
+    criteria_file: str  # as `--criteria` has it
+    quick: bool  # whether durations were short
+    command: str  # as typed, without keys and `--only`
 
     @property
     def judged(self) -> list[Judged]:

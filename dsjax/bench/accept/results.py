@@ -25,17 +25,16 @@ MISSED, NOT_TESTED = 3, 4
 class Result:
     """One measurement that was made, or tried.
 
-    kind, title: the measurement's. fingerprint: of everything that the values depend on. started: UTC, ISO 8601; seconds: that it took.
-    measured: what came of it; None where it could not be made; reason: why not.
+    kind, title: the measurement's.
     """
 
     kind: str
     title: str
-    fingerprint: str
-    started: str
-    seconds: float
-    measured: Measured | None
-    reason: str = ""
+    fingerprint: str  # of everything that the values depend on
+    started: str  # UTC, ISO 8601
+    seconds: float  # that it took
+    measured: Measured | None  # what came of it; None where it could not be made
+    reason: str = ""  # why not
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""

@@ -28,18 +28,17 @@ _ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=600)
 class TestBed:
     """What measurements are made with.
 
-    network: the JSON of `dsjax bench network`; None where there is none. commands: the user's hooks. seed: of this run's prompts; another
-    one each time, so that no run finds its prompts in the server's prefix cache. draws: of workloads, each used once.
+    seed: of this run's prompts; another one each time, so that no run finds its prompts in the server's prefix cache.
     """
 
     server: ReadyServer
     options: TestBedOptions
-    network: Mapping[str, Any] | None
-    commands: Mapping[str, str]
+    network: Mapping[str, Any] | None  # the JSON of `dsjax bench network`; None where there is none
+    commands: Mapping[str, str]  # the user's hooks
     seed: int
     console: Console
     progress: bool
-    draws: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    draws: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of workloads, each used once
 
     __test__ = False  # pytest takes classes that are called Test… for its own
     clock = staticmethod(time.perf_counter)

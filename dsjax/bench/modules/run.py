@@ -38,17 +38,15 @@ class ModuleWork:
 class ModuleCase:
     """A module at one size.
 
-    module: its name in the tables and in `--only`; variant: which of its ways. sizes: what the row is looked up by (tokens,
-    rows, chunk, context, experts). memory: bytes that timing it needs. build: compiles it, with inputs on the device. shared: it runs on
-    a mesh, by all processes of a group together; else on one device, by process 0 alone.
+    shared: it runs on a mesh, by all processes of a group together; else on one device, by process 0 alone.
     """
 
-    module: str
-    variant: str
-    sizes: Sizes
+    module: str  # its name in the tables and in `--only`
+    variant: str  # which of its ways
+    sizes: Sizes  # what the row is looked up by (tokens, rows, chunk, context, experts)
     work: ModuleWork
-    memory: int
-    build: Callable[[], PreparedCase]
+    memory: int  # bytes that timing it needs
+    build: Callable[[], PreparedCase]  # compiles it, with inputs on the device
     shared: bool = False
 
     @property

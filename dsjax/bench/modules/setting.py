@@ -39,15 +39,12 @@ PAGE_TABLE_POSITIONS = 4096
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is benched: a model's step on one device, made as the engine makes it but holding no weights.
-
-    weights: how matrices are kept. seed: of weights, tokens and routing. max_model_len: positions that page tables cover.
-    """
+    """What is benched: a model's step on one device, made as the engine makes it but holding no weights."""
 
     step: ModelStep
-    weights: Weights
-    seed: int = 0
-    max_model_len: int = 4096
+    weights: Weights  # how matrices are kept
+    seed: int = 0  # of weights, tokens and routing
+    max_model_len: int = 4096  # positions that page tables cover
 
     @property
     def config(self) -> ModelConfig:

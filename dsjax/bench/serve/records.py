@@ -9,42 +9,35 @@ TokenSource = Literal["usage", "tokenizer", "chunks"]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request to send.
+    """One request to send."""
 
-    prompt: text, or token ids (completions only). prompt_tokens: its length as the dataset meant it; what the server reports is preferred
-    where it reports. output_tokens: most tokens to answer with. arrival: seconds after the first request's, where the dataset has times of
-    its own.
-    """
-
-    prompt: str | list[int]
-    prompt_tokens: int
-    output_tokens: int
-    arrival: float | None = None
+    prompt: str | list[int]  # text, or token ids (completions only)
+    prompt_tokens: int  # its length as the dataset meant it; what the server reports is preferred where it reports
+    output_tokens: int  # most tokens to answer with
+    arrival: float | None = None  # seconds after the first request's, where the dataset has times of its own
 
 
 @dataclass
 class RequestRecord:
     """One request's course. Times are seconds of one clock, whose zero is the run's start.
 
-    arrival: when it was due. start: when its sending began; later than `arrival` where `--max-concurrency` held it back. chunk_times: when
-    each chunk that carried tokens was read from the socket. end: when the last chunk with a choice was read: the end of the answer, before
-    the usage and `[DONE]`. prompt_tokens, output_tokens: as `token_source` counted them. meant_prompt_tokens: as the dataset meant it.
-    cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell. text: the answer, reasoning
-    included. error: None when the answer is whole; else one line. A record with an error counts in no figure but `failed`.
+    chunk_times: when each chunk that carried tokens was read from the socket. prompt_tokens, output_tokens: as `token_source` counted them.
+    cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell. error: None when the answer is
+    whole; else one line. A record with an error counts in no figure but `failed`.
     """
 
-    arrival: float
-    start: float
+    arrival: float  # when it was due
+    start: float  # when its sending began; later than `arrival` where `--max-concurrency` held it back
     prompt_tokens: int
     chunk_times: list[float] = field(default_factory=list)
-    end: float = 0.0
+    end: float = 0.0  # when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`
     output_tokens: int = 0
     token_source: TokenSource = "chunks"
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    text: str = ""
+    text: str = ""  # the answer, reasoning included
     error: str | None = None
-    meant_prompt_tokens: int = field(init=False)
+    meant_prompt_tokens: int = field(init=False)  # as the dataset meant it
 
     def __post_init__(self):
         self.meant_prompt_tokens = self.prompt_tokens

@@ -84,22 +84,19 @@ def _times(served: Sequence[Served]) -> tuple[np.ndarray, np.ndarray, np.ndarray
 class SimulationOutcome(Waits):
     """One load on one candidate, the whole deployment: the waits of all requests, and more.
 
-    itl: over tokens, the time of the step that made each; None where outputs have one token. requests_per_s: that ended from the first
-    measured one's arrival to the last one's end; tokens_per_s: output tokens. kept: share of the requests that kept every objective.
-    mean_ttft, mean_tpot: the mean-value answer at the same load. classes: by the names of the workload's classes. steady: where all
-    users began at once, of the requests after each user's first two, if any. calibrated: `calibrated_report` of such a start, or None.
+    mean_ttft, mean_tpot: the mean-value answer at the same load.
     """
 
     load: OfferedLoad
-    itl: Spread | None
-    requests_per_s: float
-    tokens_per_s: float
-    kept: float
+    itl: Spread | None  # over tokens, the time of the step that made each; None where outputs have one token
+    requests_per_s: float  # that ended from the first measured one's arrival to the last one's end
+    tokens_per_s: float  # output tokens
+    kept: float  # share of the requests that kept every objective
     mean_ttft: float
     mean_tpot: float
-    classes: dict[str, Waits]
-    steady: Waits | None
-    calibrated: dict[str, Any] | None = None
+    classes: dict[str, Waits]  # by the names of the workload's classes
+    steady: Waits | None  # where all users began at once, of the requests after each user's first two, if any
+    calibrated: dict[str, Any] | None = None  # `calibrated_report` of such a start, or None
 
     @property
     def goodput(self) -> float:

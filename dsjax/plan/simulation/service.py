@@ -140,19 +140,18 @@ def _rounded(rank: RankWork) -> RankWork:
 class SimulatedEngine:
     """One instance under the engine's scheduler: aggregated serving, or with `one_token` the prefill side.
 
-    cache_tokens: of a DP rank. made: tokens that a decode step yields for a request on average, more than one with drafts. mixes: a rank
-    computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin, seconds, decodes)
-    of each step with decodes: a running request waits so long for its next token. had_prompts: whether the last step computed any.
+    mixes: a rank computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin,
+    seconds, decodes) of each step with decodes: a running request waits so long for its next token.
     """
 
     prices: StepPrices
     scheduler: Scheduler
-    cache_tokens: int
+    cache_tokens: int  # of a DP rank
     one_token: bool = False
-    made: float = 1.0
+    made: float = 1.0  # tokens that a decode step yields for a request on average, more than one with drafts
     mixes: bool = True
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
-    had_prompts: bool = False
+    had_prompts: bool = False  # whether the last step computed any
     _plan: StepPlan | None = None
     _stalled: float = 0.0
     _serving: dict[str, Served] = field(default_factory=dict)

@@ -18,14 +18,13 @@ Verdict = Literal["met", "missed", "not tested"]
 class Measured:
     """What came of a measurement.
 
-    values: name to number, in the units of the kind's `UNITS`. absent: name of a value that is missing to (verdict of its criteria, why).
-    notes: sentences that a reader must know. samples: requests or samples behind the values; None where that says nothing.
+    absent: name of a value that is missing to (verdict of its criteria, why).
     """
 
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)  # name to number, in the units of the kind's `UNITS`
     absent: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    samples: int | None = None
+    notes: list[str] = field(default_factory=list)  # sentences that a reader must know
+    samples: int | None = None  # requests or samples behind the values; None where that says nothing
 
     def enter(self, values: Mapping[str, float | None], why_not: str = "", verdict: Verdict = "not tested") -> None:
         """Add values, or why there are none."""

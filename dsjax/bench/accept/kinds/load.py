@@ -27,15 +27,11 @@ _LATENCIES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99), ("itl", 99
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A load that was put on a server.
+    """A load that was put on a server."""
 
-    result: of all requests, those of the warm-up too. begin: seconds after the first request's start at which the measured time began.
-    watch: what was seen of the server in that time.
-    """
-
-    result: LoadResult
-    begin: float
-    watch: ServerWatch
+    result: LoadResult  # of all requests, those of the warm-up too
+    begin: float  # seconds after the first request's start at which the measured time began
+    watch: ServerWatch  # what was seen of the server in that time
 
     @property
     def counted(self) -> list[RequestRecord]:

@@ -43,19 +43,16 @@ class ServerMeasurement(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasurement(Measurement):
-    """One size of one collective, or of a message between two devices.
-
-    group: use of the devices' group in the file: `pair`, `host`, `hosts`, `experts`, `tp`. bytes: that leave a device.
-    """
+    """One size of one collective, or of a message between two devices."""
 
     KIND: ClassVar = "link"
     UNITS: ClassVar = {"latency_us": "µs", "gb_per_s": "GB/s", "gbit_per_s": "Gbit/s", "aggregate_gbit_per_s": "Gbit/s"}
     ABOVE_ZERO: ClassVar = ("bytes",)
 
-    group: str
+    group: str  # use of the devices' group in the file: `pair`, `host`, `hosts`, `experts`, `tp`
     collective: str
     between_hosts: bool
-    bytes: int
+    bytes: int  # that leave a device
 
     def why_not(self, bed: TestBed) -> str | None:
         """Without the file nothing is known."""
