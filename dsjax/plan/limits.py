@@ -58,7 +58,7 @@ class Forbidden:
 
     bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each other),
     `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or tokens a
-    second. floor: what the nearest would reach with 64 times of everything: launches, host and fixed costs remain.
+    second. with_64_times_everything: what the nearest would reach with 64 times of everything: launches, host and fixed costs remain.
     """
 
     bound: str
@@ -66,7 +66,7 @@ class Forbidden:
     best: float
     by: str  # the deployment that comes nearest
     remedies: list[Remedy]  # single resources that would do, smallest factor first
-    floor: float | None = None
+    with_64_times_everything: float | None = None
 
 
 def forbidden(plan: Plan) -> list[Forbidden]:

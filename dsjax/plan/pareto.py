@@ -8,13 +8,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
 import markupsafe
 
 from dsjax.errors import UserError
 from dsjax.plan.search import Plan
 from dsjax.plan.sweep import Sweep
-from dsjax.toml_files import bundled_text
+from dsjax.texts import filled
 
 _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
 
@@ -123,8 +122,6 @@ def write_html(plan: Plan, path: Path) -> None:
     """The front as a page: a drawing, and the table of its figures."""
     drawing = io.StringIO()
     draw_front(plan, drawing)
-    page = jinja2.Template(bundled_text("pareto.html"), autoescape=True)
     picture = markupsafe.Markup("".join(drawing.getvalue().partition("<svg")[1:]))
-    path.write_text(
-        page.render(plan=plan, objective=plan.question.objective, late=_late(plan), picture=picture), encoding="utf-8"
-    )
+    about = {"plan": plan, "objective": plan.question.objective, "late": _late(plan), "picture": picture}
+    path.write_text(filled("pareto.html", **about), encoding="utf-8")

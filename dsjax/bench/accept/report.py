@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import markupsafe
 from rich.table import Table
 
 from dsjax.bench.accept.criteria import Checklist, figure
 from dsjax.bench.accept.results import FORMAT, REPORT, Judged, Result, exit_status, judge, worst
 from dsjax.cli.output import writing
 from dsjax.tables import table
-from dsjax.toml_files import bundled_text
+from dsjax.texts import filled
 from dsjax.versions import installed_version
 
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -98,7 +96,9 @@ class Report:
             if one.reason:
                 reasons.setdefault(f"{one.verdict}: {one.reason}", []).append(f"`{one.criterion.id}`")
         return (
-            _filled("report.md", report=self, reasons=reasons, worst=worst, value_of=_value, figure=figure).rstrip()
+            filled(
+                "acceptance", "report.md", report=self, reasons=reasons, worst=worst, value_of=_value, figure=figure
+            ).rstrip()
             + "\n"
         )
 
@@ -106,7 +106,7 @@ class Report:
         """The report for a build server: a suite for each measurement, a case for each criterion."""
         names = dict.fromkeys(one.criterion.measurement for one in self.judged)
         suites = {name: [one for one in self.judged if one.criterion.measurement == name] for name in names}
-        return _NOT_OF_XML.sub("�", _filled("report.xml", report=self, suites=suites, figure=figure))
+        return _NOT_OF_XML.sub("�", filled("acceptance", "report.xml", report=self, suites=suites, figure=figure))
 
     def write(self, folder: Path) -> None:
         """Write all three; the JSON, from which a run goes on, is never half written.
@@ -128,20 +128,6 @@ class Report:
         rows = [(one.criterion.id, _value(one), one.criterion.bound_text, one.said) for one in self.judged]
         title, styles = f"{self.checklist.name}: {worst(self.judged)}", [_STYLES[one.verdict] for one in self.judged]
         return table(title, ("<criterion", "value", "bound", "<<verdict"), rows, styles)
-
-
-def _filled(name: str, **values: Any) -> str:
-    """Fill a template of `configs/acceptance`."""
-    how = {
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "keep_trailing_newline": True,
-        "autoescape": name.endswith(".xml"),
-    }
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **how)
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    environment.filters["attribute"] = lambda text: markupsafe.escape(text).replace("\n", markupsafe.Markup("&#10;"))
-    return environment.from_string(bundled_text("acceptance", name)).render(values)
 
 
 def _value(one: Judged) -> str:
