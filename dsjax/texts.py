@@ -11,9 +11,8 @@ from dsjax.toml_files import bundled_text
 
 @functools.cache
 def _template(*path: str) -> jinja2.Template:
-    how = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    escapes = path[-1].endswith((".xml", ".html"))
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=escapes, **how)
+    how = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": path[-1].endswith((".xml", ".html"))}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **how)
     environment.filters["f"] = format
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     environment.filters["attribute"] = lambda text: markupsafe.escape(text).replace("\n", markupsafe.Markup("&#10;"))
@@ -21,8 +20,8 @@ def _template(*path: str) -> jinja2.Template:
 
 
 def filled(*path: str, **values: Any) -> str:
-    """Fill a template of `configs`.
+    """Fill a template of `configs`; without the newline at its end.
 
     Filters: `f`, with a format (`x | f(",.0f")`); `cell` of a Markdown table; `attribute` of XML. Values in XML and HTML are escaped.
     """
-    return _template(*path).render(values)
+    return _template(*path).render(values).removesuffix("\n")

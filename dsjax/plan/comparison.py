@@ -32,6 +32,7 @@ from dsjax.plan.recipe import read_recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Pins
 from dsjax.tables import table
+from dsjax.texts import filled
 from sharding.mesh import MeshSpec
 
 DRAWS = 96
@@ -233,31 +234,9 @@ def show(console: Console, comparison: Comparison) -> None:
         )
     for letter, pair in zip(_LETTERS[1:], comparison.pairs, strict=False):
         console.print(f"A ÷ {letter}, with 90 % intervals:", style="bold")
-        console.print(Text("\n".join([*(_ratio_line(one, letter) for one in pair.ratios), *_inputs(pair)])))
-
-
-def _ratio_line(ratio: Ratio, letter: str) -> str:
-    better = max(("A", ratio.better), (letter, 1 - ratio.better), key=lambda side: side[1])
-    sure = "> 99 %" if better[1] > 0.99 else f"{better[1]:.0%}".replace("%", " %")
-    said = f"{better[0]} is better, {sure} sure" if ratio.told_apart else f"undecided ({better[0]} with {sure})"
-    name = {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
-    return f"  {name:9} {ratio.value.text(digits=2)}  {said}; {ratio.by}"
-
-
-def _inputs(pair: Pair) -> list[str]:
-    """The inputs that decide a pair, and whether one of them could reverse it."""
-    ends = [end for one in pair.deciding for end in (one.low, one.high)]
-    reverses = ends and min(ends) < 1 < max(ends)
-    lines = [
-        "  an input reverses the order of tokens/s; those that move the ratio most:"
-        if reverses
-        else "  no input alone reverses the order of tokens/s; those that move the ratio most:"
-    ]
-    for one in pair.deciding:
-        low, high = (amount(end, one.figure.unit) for end in (one.figure.low, one.figure.high))
-        lines.append(f"    {label(one.figure)}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
-        lines.append(f"      measure it: {one.command}")
-    return lines
+        ends = [end for one in pair.deciding for end in (one.low, one.high)]
+        about = {"reverses": ends and min(ends) < 1 < max(ends), "label": label, "amount": amount}
+        console.print(Text(filled("texts", "pair.txt", pair=pair, letter=letter, **about)))
 
 
 def _megabytes(candidate: Candidate, link: str) -> str:

@@ -124,4 +124,4 @@ def write_html(plan: Plan, path: Path) -> None:
     draw_front(plan, drawing)
     picture = markupsafe.Markup("".join(drawing.getvalue().partition("<svg")[1:]))
     about = {"plan": plan, "objective": plan.question.objective, "late": _late(plan), "picture": picture}
-    path.write_text(filled("pareto.html", **about), encoding="utf-8")
+    path.write_text(filled("pareto.html", **about) + "\n", encoding="utf-8")

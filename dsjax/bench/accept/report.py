@@ -106,7 +106,9 @@ class Report:
         """The report for a build server: a suite for each measurement, a case for each criterion."""
         names = dict.fromkeys(one.criterion.measurement for one in self.judged)
         suites = {name: [one for one in self.judged if one.criterion.measurement == name] for name in names}
-        return _NOT_OF_XML.sub("�", filled("acceptance", "report.xml", report=self, suites=suites, figure=figure))
+        return (
+            _NOT_OF_XML.sub("�", filled("acceptance", "report.xml", report=self, suites=suites, figure=figure)) + "\n"
+        )
 
     def write(self, folder: Path) -> None:
         """Write all three; the JSON, from which a run goes on, is never half written.
