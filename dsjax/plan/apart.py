@@ -2,8 +2,6 @@
 with dsjax's own moves, the host between the two sides, or with those of MegaScale-Infer, StepFun and Baidu, from device to device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The options of `dsjax plan` and its subcommands, each once, checked when made; and the question that they ask."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """`Chip`: seconds of single operations on one device: from the tables of operations, carried over to the device's own ceilings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

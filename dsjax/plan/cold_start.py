@@ -3,8 +3,6 @@
 A start waits for each host's share of the checkpoint, at what storage and network give; for losses see docs/many-hosts.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ ratio, so that two figures whose intervals overlap may still be told apart. What
 far measured ratios of two runs of one engine were from predicted ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import string

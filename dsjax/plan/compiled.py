@@ -1,7 +1,5 @@
 """`DryRun`: what `dsjax dryrun --json` read from a compiled step."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

@@ -1,7 +1,5 @@
 """`Engine`: what a serving program can do, so that nothing is credited to a plan which the program that runs it lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Why a figure is what it is: the parts of the steps that it is made of, the assumptions behind it, and what each of them moves."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import tomllib

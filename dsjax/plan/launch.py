@@ -4,8 +4,6 @@ The options of each engine, with their sources, values and conditions, are data:
 `facts_of` an instance.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """What holds a candidate back, and what hardware would meet an objective that this hardware cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

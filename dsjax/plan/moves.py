@@ -10,8 +10,6 @@ taking turns on all devices: each has the time of a step of the whole model on o
 cache. So a DP rank counts as often as there are stages, with the requests of one such batch. What stages add to a step is here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig

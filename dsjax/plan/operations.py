@@ -3,8 +3,6 @@
 DeepGEMM's, FlashMLA's and DeepEP's are of an H800 (DeepEP over ConnectX-7, 400 Gb/s). No figure here comes from a serving benchmark.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import math

@@ -1,7 +1,5 @@
 """The Pareto front and the sweeps as pictures (matplotlib), and the front as one HTML file with its figures."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

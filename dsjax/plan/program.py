@@ -1,7 +1,5 @@
 """Which dry runs say something of a plan, and times of what a compiled program does: exchanges, sums, products beyond the model's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

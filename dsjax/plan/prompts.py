@@ -1,7 +1,5 @@
 """Prompts beside decodes in aggregated serving: which replicas wait when they get their prompts one by one."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import math

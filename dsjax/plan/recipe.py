@@ -1,7 +1,5 @@
 """The winner as something to run: commands and a recipe file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What prompts that come back find cached, by the tier that has it, for `--prefix-hit`: on the devices, in host memory, on the disk."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

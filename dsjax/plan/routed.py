@@ -4,8 +4,6 @@ As published, all of a step's computation overlaps all of its communication; dsj
 (``dsjax/model/two_batch.py``).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The search: every layout of an instance, every way to fill the cluster with it, ranked by the objective."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import gc

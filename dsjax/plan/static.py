@@ -1,7 +1,5 @@
 """The static modes: one batch, the same for every layout; prefill alone, decode alone, or one after the other."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

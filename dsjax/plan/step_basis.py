@@ -1,7 +1,5 @@
 """`StepBasis`: what a step of an instance is priced from, and what its parts ask of a layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

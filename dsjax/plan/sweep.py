@@ -1,7 +1,5 @@
 """Sensitivity: the winner, and the best replacement, as the network, the number of hosts or the users in flight change."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

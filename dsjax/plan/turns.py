@@ -4,8 +4,6 @@ It has the order of ``CompiledPass.run`` (``dsjax/engine/afd/layer_programs.py``
 before, attention, the rows' way there, the experts, shared experts meanwhile. The dry run plays compiled programs, the planner prices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Cases of what every token passes through: embedding, dense MLP, shared expert, router, norms, head."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

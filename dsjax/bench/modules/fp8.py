@@ -1,7 +1,5 @@
 """Cases of FP8: quantising activations as dispatch does, and products with FP8 weights as the model does them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Which cases a run has: every module at every size that was asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

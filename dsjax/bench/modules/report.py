@@ -1,7 +1,5 @@
 """A run as tables, and as JSON."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Cases of the routed experts: the share of one rank, with the rows that even or skewed routing sends it, and their dispatch on a mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A run: make, time and drop one case after another. An interrupt ends it and keeps the results until then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

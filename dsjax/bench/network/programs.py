@@ -1,7 +1,5 @@
 """One collective as a compiled program, over the devices that meet in it: a loop that can be timed, and an application that is checked."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

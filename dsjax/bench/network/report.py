@@ -1,7 +1,5 @@
 """A run as tables, and as JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

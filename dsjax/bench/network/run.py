@@ -1,7 +1,5 @@
 """A run: each collective over each group at each size, sampled in all processes together, and the verdict."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import socket

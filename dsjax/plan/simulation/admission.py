@@ -5,8 +5,6 @@ The rules are fields of `Engine`. `poll_steps` is SGLang's `--scheduler-recv-int
 `batch_wait_timeout_iters` with `batch_wait_max_tokens_ratio` (`_waiting_requests`).
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`Service`: a candidate's instances with their clocks, and the KV caches on their way between prefill and decode."""
 
-from __future__ import annotations
-
 import heapq
 import math
 

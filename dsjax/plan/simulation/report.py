@@ -1,7 +1,5 @@
 """`dsjax plan simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

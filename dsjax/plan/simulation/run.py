@@ -1,7 +1,5 @@
 """`simulate`: a candidate under a load, on virtual time, until enough requests have been served."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

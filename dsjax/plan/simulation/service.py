@@ -4,8 +4,6 @@
 steps by the model that plans are made with (`StepModel.step`).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

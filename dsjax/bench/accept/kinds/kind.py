@@ -1,7 +1,5 @@
 """`Measurement`: something that is measured once, and gives values that criteria are held against."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measurements that send nothing: what the server says of itself, and rows of the network's measurement (`dsjax bench network --json`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
