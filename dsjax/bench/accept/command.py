@@ -39,8 +39,8 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("dsjax accept needs aiohttp, which is not installed: pip install 'dsjax[bench]'")
     from dsjax.bench.accept.criteria import load_checklist
-    from dsjax.bench.accept.hooks import parse_hooks
     from dsjax.bench.accept.results import exit_status
+    from dsjax.bench.accept.test_bed import parse_hooks
     from dsjax.bench.serve.client import run
     from dsjax.plan.measured import read_network
 

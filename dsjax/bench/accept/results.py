@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.bench.accept.criteria import Checklist, Criterion
-from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured, Measurement, Verdict
-from dsjax.bench.accept.test_bed import TestBed
+from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.errors import UserError, why_unreadable
 
 FORMAT = "dsjax accept 1"

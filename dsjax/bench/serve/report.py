@@ -1,14 +1,20 @@
-"""Figures as text: how far a point is, a point line for line as `vllm bench serve` prints it, and the table of a sweep."""
+"""Figures as text and files: how far a point is, a point as `vllm bench serve` prints it, the table of a sweep, CSV, and a picture.
+
+Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it has them.
+"""
 
 import contextlib
+import csv
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from dsjax.bench.serve.records import RequestRecord
+from dsjax.errors import UserError
 from dsjax.progress import counting
 from dsjax.tables import table
 from dsjax.texts import filled
@@ -62,3 +68,97 @@ def point_progress(console: Console, shown: bool, title: str, total: int) -> Ite
             report(done, f"{rate:,.0f} tok/s" + (f", {failed} failed" if failed else ""))
 
         yield advance
+
+
+_REQUEST_COLUMNS = (
+    "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",
+    "chunks", "token_source", "finish_reason", "error",
+)  # fmt: skip
+
+
+def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Fields of a point's JSON with a value for each request."""
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.output_tokens if r.succeeded else 0 for r in records],
+        "ttfts": [r.ttft if r.succeeded else None for r in records],
+        "itls": [r.itls for r in records],
+        "latencies": [r.latency if r.succeeded else None for r in records],
+        "start_times": [r.start for r in records],
+        "queue_times": [r.start - r.arrival for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error or "" for r in records],
+    }
+
+
+def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
+    """One line a point: every number of its JSON. What has several values in one point is left out of all."""
+    several = {key for point in points for key, value in point.items() if isinstance(value, dict | list)}
+    rows = [{key: value for key, value in point.items() if key not in several} for point in points]
+    _write_csv(path, list(rows[0]), rows)
+
+
+def write_requests_csv(path: Path, points: Sequence[Sequence[RequestRecord]]) -> None:
+    """One line a request of each point; times after the point's start."""
+    rows = []
+    for number, records in enumerate(points):
+        for index, r in enumerate(records):
+            row = {"point": number, "request": index, "arrival_s": r.arrival, "start_s": r.start, "error": r.error}
+            row |= {"input_tokens": r.prompt_tokens, "cached_tokens": r.cached_tokens}
+            if r.succeeded:
+                row |= {"ttft_ms": r.ttft * 1e3, "e2el_ms": r.latency * 1e3, "tpot_ms": r.tpot and r.tpot * 1e3}
+                row |= {"output_tokens": r.output_tokens, "chunks": len(r.chunk_times)}
+                row |= {"token_source": r.token_source, "finish_reason": r.finish_reason}
+            rows.append(row)
+    _write_csv(path, list(_REQUEST_COLUMNS), rows)
+
+
+def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -> None:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
+    """Plot points from their JSON, each labelled with its concurrency or rate.
+
+    Raises:
+        UserError: no point has both figures, or the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure
+
+    shown = [p for p in points if p["output_throughput_per_user"] and p["output_throughput_per_device"]]
+    if not shown:
+        raise UserError(
+            "nothing to draw: a point needs answers of two tokens or more, and the number of devices (--devices where the "
+            "server has no /server_info)"
+        )
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    users = [p["output_throughput_per_user"] for p in shown]
+    devices = [p["output_throughput_per_device"] for p in shown]
+    axes.plot(users, devices, marker="o")
+    for point, x, y in zip(shown, users, devices, strict=True):
+        axes.annotate(_label(point), (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
+    axes.set_xlabel("output tokens / s / user   (1 / median TPOT)")
+    axes.set_ylabel("output tokens / s / device")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlim(0, max(users) * 1.2)
+    axes.set_ylim(0, max(devices) * 1.1)
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _label(point: dict[str, Any]) -> str:
+    if point["max_concurrency"] is not None:
+        return f"{point['max_concurrency']} at once"
+    return "all at once" if point["request_rate"] == "inf" else f"{point['request_rate']:g} req/s"

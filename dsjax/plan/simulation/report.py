@@ -9,8 +9,7 @@ from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report
-from dsjax.plan.simulation.run import loads, simulate
+from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report, loads, simulate
 from dsjax.plan.workload import Objective
 from dsjax.tables import table
 from dsjax.texts import filled

@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured
 from dsjax.bench.accept.kinds.load import LoadMeasurement
-from dsjax.bench.accept.test_bed import TestBed
+from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.bench.accept.watch import OURS
 from dsjax.top.reading import Exposition
 

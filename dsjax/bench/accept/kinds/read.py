@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured, Measurement
-from dsjax.bench.accept.test_bed import TestBed
+from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.plan.measured import SEND_RECEIVE
 
 _SAME_SIZE = 1.1
