@@ -21,6 +21,7 @@ from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, lau
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
 from dsjax.plan.question import Question
+from dsjax.texts import filled
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
@@ -117,20 +118,9 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
     """What engines with published kernels and overlaps would give beside a runnable plan, and by what; None where there is nothing."""
     if other is None:
         return None
-    layout, batches, rate = other.decode.layout, other.decode.batches_in_turn(other.batch), other.throughput
-    reasons = {
-        "DeepEP's kernels for dispatch": layout.mesh.ep_size > 1 and not layout.experts,
-        "rows that go from device to device": layout.experts,
-        "prefill and decode on instances of their own": other.mode == "separated",
-        f"{batches} micro-batches in turn" if layout.experts else "two half batches that overlap": batches > 1,
-        "experts placed by their load": layout.redundant,
-    }
-    by = ", ".join(text for text, holds in reasons.items() if holds)
-    more = "" if candidate is None else f", {rate / candidate.throughput:.2f} × as many"
-    return (
-        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate:,.0f} tokens/s "
-        f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}{', by ' if by else ''}{by}."
-    )
+    more = other.throughput / candidate.throughput if candidate else None
+    batches = other.decode.batches_in_turn(other.batch)
+    return filled("texts", "published.txt", other=other, layout=other.decode.layout, batches=batches, more=more)
 
 
 def _contradicted(candidate: Candidate) -> list[str]:
