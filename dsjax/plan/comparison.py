@@ -149,11 +149,7 @@ def _of_recipe(question: Question, file: Path) -> Candidate:
 
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
-    """Compare the first layout with each of the others.
-
-    Raises:
-        UserError, MeshError: those of `estimate`; fewer than two layouts.
-    """
+    """Compare the first layout with each of the others. Raises `UserError` or `MeshError`: those of `estimate`; fewer than two layouts."""
     if len(layouts) < 2:
         raise UserError(f"{len(layouts)} layout given, expected at least two: dsjax plan compare dp=32 dp=4,tp=8")
     candidates = tuple(with_intervals(estimate(question, layout), draws) for layout in layouts)

@@ -100,11 +100,7 @@ class DryRun:
 
 
 def read_dry_run(path: str | Path) -> DryRun:
-    """Read one file.
-
-    Raises:
-        UserError: it cannot be read, or is not what `dsjax dryrun --json` writes.
-    """
+    """Read one file. Raises `UserError`: it cannot be read, or is not what `dsjax dryrun --json` writes."""
     path = Path(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

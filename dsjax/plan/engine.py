@@ -84,11 +84,7 @@ ENGINES = tuple(_ENGINES)
 
 
 def find_engine(name: str) -> Engine:
-    """By name.
-
-    Raises:
-        UserError: no such engine.
-    """
+    """By name. Raises `UserError`: no such engine."""
     if name not in _ENGINES:
         raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
     return _ENGINES[name]

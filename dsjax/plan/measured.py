@@ -297,11 +297,7 @@ def read_network(path: str | Path, option: str = "--network") -> MeasuredNetwork
 
 
 def check_device(network: MeasuredNetwork, hardware: Hardware, cluster: str) -> None:
-    """Make sure that a file speaks of a cluster's devices.
-
-    Raises:
-        UserError: it was taken on others.
-    """
+    """Make sure that a file speaks of a cluster's devices. Raises `UserError`: it was taken on others."""
     device = network.body["device"]
     if hardware.key != device.get("hardware") and hardware.name != device.get("name"):
         raise UserError(

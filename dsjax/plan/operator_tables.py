@@ -278,11 +278,7 @@ def _users_rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
 
 
 def operator_tables(folder: str | Path | None = None) -> OperatorTables:
-    """The bundled tables, or with a user's folder over them.
-
-    Raises:
-        UserError: it is no folder, or holds none of the tables.
-    """
+    """The bundled tables, or with a user's folder over them. Raises `UserError`: it is no folder, or holds none of the tables."""
     if folder is None:
         return BUNDLED
     tables = OperatorTables(Path(os.path.expanduser(folder)))

@@ -136,11 +136,7 @@ speed: their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."
 
 
 def precision(name: str, cache: str = "auto") -> Precision:
-    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes.
-
-    Raises:
-        UserError: an unknown name of either.
-    """
+    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes. Raises `UserError`: an unknown name of either."""
     if name not in PRECISIONS:
         raise UserError(f"--precision is {name!r}, expected one of auto, {', '.join(PRECISIONS)}")
     if cache not in ("auto", "bf16", "fp8"):

@@ -214,11 +214,7 @@ def write_json_recipe(file: Path, model: str, question: Question, candidate: Can
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """A recipe that `write_json_recipe` wrote.
-
-    Raises:
-        UserError: it is no file, or no recipe.
-    """
+    """A recipe that `write_json_recipe` wrote. Raises `UserError`: it is no file, or no recipe."""
     try:
         made = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -311,11 +307,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
 
 
 def check_recipe(file: Path, engine: str) -> None:
-    """Whether a recipe of that kind can be written for an engine.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Whether a recipe of that kind can be written for an engine. Raises `UserError`: it cannot."""
     if file.suffix == ".sh" and engine not in LAUNCHED:
         raise UserError(
             f"{file} would hold the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "

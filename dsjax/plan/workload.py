@@ -348,11 +348,7 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:
-    """`0.85`: of the first draft; `0.74,0.48,0.26`: of each position.
-
-    Raises:
-        UserError: neither.
-    """
+    """`0.85`: of the first draft; `0.74,0.48,0.26`: of each position. Raises `UserError`: neither."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -84,11 +84,7 @@ class Checklist:
         return list(dict.fromkeys(m.hook for m in self.measurements.values() if hasattr(m, "hook")))
 
     def selected(self, only: str | None) -> "Checklist":
-        """The part of it that `--only` names: criteria, or measurements with all of theirs.
-
-        Raises:
-            OptionError: a word names nothing.
-        """
+        """The part of it that `--only` names: criteria, or measurements with all of theirs. Raises `OptionError`: a word names nothing."""
         if only is None:
             return self
         ids, names = {c.id for c in self.criteria}, set(self.measurements)

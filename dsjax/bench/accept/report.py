@@ -111,11 +111,7 @@ class Report:
         )
 
     def write(self, folder: Path) -> None:
-        """Write all three; the JSON, from which a run goes on, is never half written.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Write all three; the JSON, from which a run goes on, is never half written. Raises `UserError`: the folder cannot be written."""
         text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
         with writing(folder, "folder"):
             folder.mkdir(parents=True, exist_ok=True)

@@ -47,11 +47,7 @@ class Hooks:
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given: what makes this fault, and ends it"
 
     async def run(self, name: str, value: str) -> None:
-        """Run one, with its output kept for an error.
-
-        Raises:
-            NotTestedError: it ended with an error, or not in time.
-        """
+        """Run one, with its output kept for an error. Raises `NotTestedError`: it ended with an error, or not in time."""
         command = self.commands[name].replace("{value}", value)
         hook = f"--hook {name} ({command})"
         if command.startswith(_SCALE):

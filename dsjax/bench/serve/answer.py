@@ -72,11 +72,7 @@ class AnswerReader:
         self.done = False
 
     def feed(self, piece: bytes, now: float) -> None:
-        """Take bytes that were read from the socket at `now`.
-
-        Raises:
-            AnswerError: an error event, or bytes that are no such stream.
-        """
+        """Take bytes that were read from the socket at `now`. Raises `AnswerError`: an error event, or bytes that are no such stream."""
         try:
             events = self._parser.feed(piece)
         except EventStreamError as error:
@@ -91,11 +87,7 @@ class AnswerReader:
                     raise AnswerError(f"a chunk is not of OpenAI's shape: {event[:80]!r}") from error
 
     def close(self) -> None:
-        """Complete the record: the connection has nothing more.
-
-        Raises:
-            AnswerError: the answer broke off, or never began.
-        """
+        """Complete the record: the connection has nothing more. Raises `AnswerError`: the answer broke off, or never began."""
         record = self._record
         if not self.done and record.finish_reason is None:
             raise AnswerError("the stream ended before the answer did: neither [DONE] nor a finish reason came")
@@ -132,11 +124,7 @@ class AnswerReader:
 
 
 def _count(usage: dict[str, Any], name: str) -> int | None:
-    """A number of tokens; None where there is none.
-
-    Raises:
-        AnswerError: it is no such number, so that no figure can be made of it.
-    """
+    """A number of tokens; None where there is none. Raises `AnswerError`: it is no such number, so that no figure can be made of it."""
     value = usage.get(name)
     if value is not None and not (type(value) is int and 0 <= value <= _MOST_TOKENS):
         raise AnswerError(f"the usage has {name} {str(value)[:80]!r}, expected a number of tokens")

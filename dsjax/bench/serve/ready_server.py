@@ -27,11 +27,7 @@ class ReadyServer:
 
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, options: ServerOptions) -> "ReadyServer":
-        """Ask a server what it serves.
-
-        Raises:
-            UserError: no server, a refused key, no such model, or no tokenizer where one was named.
-        """
+        """Ask a server what it serves. Raises `UserError`: no server, a refused key, no such model, or no tokenizer where one was named."""
         o, url = options, server_url(options.base_url)
         facts = await ask_server(session, url, o.model, o.ready_check_timeout_sec)
         source = PromptSource.find(o.tokenizer, o.vocab_size, facts)

@@ -33,11 +33,7 @@ class ServerFacts:
 
 
 def server_url(base_url: str) -> str:
-    """A base URL without trailing slash and `/v1`, so that both ways to write it work.
-
-    Raises:
-        OptionError: it cannot be a server's.
-    """
+    """A base URL without trailing slash and `/v1`, so that both ways to write it work. Raises `OptionError`: it cannot be a server's."""
     check_url("--base-url", base_url)
     return base_url.rstrip("/").removesuffix("/v1")
 

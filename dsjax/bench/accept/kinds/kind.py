@@ -67,11 +67,7 @@ class Measurement:
         return ()
 
     async def measure(self, bed: TestBed) -> Measured:
-        """Measure it.
-
-        Raises:
-            NotTestedError: it cannot be measured here.
-        """
+        """Measure it. Raises `NotTestedError`: it cannot be measured here."""
         raise NotImplementedError
 
 
