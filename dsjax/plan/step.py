@@ -12,10 +12,9 @@ from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operator_tables import AICONFIGURATOR
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import excess, nearest, tensor_parallel_sums
-from dsjax.plan.routed import HALVES, overlapped_layers, routed_experts, windowed_layers
 from dsjax.plan.skew import STEP_INTERVAL
 from dsjax.plan.sparse import index_projections, sparse_attention
-from dsjax.plan.step_basis import StepBasis
+from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
 WAITING = "waiting for launches"
 """The part of a step with prompts in which the device waits for its kernels to be started."""

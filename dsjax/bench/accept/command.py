@@ -106,7 +106,7 @@ async def _accept(
 
 
 def _recipe(what: ListOptions) -> "Checklist":
-    from dsjax.bench.accept.predicted import predicted_checklist
+    from dsjax.bench.accept.criteria import predicted_checklist
     from dsjax.plan.recipe import read_recipe
 
     return predicted_checklist(read_recipe(Path(what.recipe)), quick=what.quick)

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from dsjax.bench.modules.ceilings import Ceilings
-from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.bench.modules.setting import Ceilings, Setting, free_memory
 from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, Times
 from dsjax.bench.processes import Agree, Results, alone
 

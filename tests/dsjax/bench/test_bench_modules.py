@@ -13,14 +13,13 @@ from typer.testing import CliRunner
 
 from dsjax.bench.modules import ceilings, routed
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.ceilings import Ceilings, hardware_of
 from dsjax.bench.modules.dense import layer_cases
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, layer_stack, one_rank_cases
 from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
 from dsjax.bench.modules.routed import draw_dispatch, route_randomly
 from dsjax.bench.modules.run import run_cases
-from dsjax.bench.modules.setting import LayerStack, make_setting
+from dsjax.bench.modules.setting import Ceilings, LayerStack, hardware_of, make_setting
 from dsjax.bench.modules.timing import Budget, PreparedCase
 from dsjax.cli import app
 from dsjax.config import load_config
