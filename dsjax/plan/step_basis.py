@@ -1,4 +1,4 @@
-"""`StepBasis`: what a step of an instance is priced from; its routed experts, the ways there and back, and what two half batches overlap.
+"""`StepBasis`: what a step of an instance is priced from; its routed experts, their ways there and back, and overlapping half batches.
 
 As published, all of a step's computation overlaps all of its communication; dsjax's own program has them window by window
 (``dsjax/model/two_batch.py``).
