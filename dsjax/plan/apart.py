@@ -81,11 +81,9 @@ class ApartStep(StepModel):
     def _in_turn(self, work: LayersWork) -> float:
         """Seconds of layers with experts. work: of one micro-batch."""
         each = {name: seconds / work.layers for name, seconds in self.parts(work).items()}
-        shared, computed, way = (
-            each.pop("shared experts", 0.0),
-            each.pop("experts"),
-            self._moves(work.tokens, work.busy),
-        )
+        shared = each.pop("shared experts", 0.0)
+        computed = each.pop("experts")
+        way = self._moves(work.tokens, work.busy)
         moved = way.there, way.back, way.launch, way.begin_there, way.begin_back
         turn = Turn(sum(each.values()), shared, self._answers(work.tokens), computed, *moved)
         return _seconds(turn, self.micro_batches if work.layers > 1 else 1, work.layers, way.one_call)

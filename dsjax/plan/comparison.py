@@ -169,10 +169,7 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
     at, kind = list(METRICS).index(metric), METRICS[metric]
     value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    by, distances = (
-        f"{len(ratios)} draws, without the model's own error",
-        {distance_of(first), distance_of(other)},
-    )
+    by, distances = (f"{len(ratios)} draws, without the model's own error", {distance_of(first), distance_of(other)})
     known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
     if known and known.high / known.low > high / low:
         by, ratios = f"how far ratios of {known.count} blind pairs were off", value * np.exp(known.errors)
@@ -197,10 +194,8 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
     model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
     sent = {"scale_up": 0.0, "network": 0.0}
     if mesh.tp_size > 1:
-        summed, near = (
-            4 * config.num_hidden_layers * tokens * config.hidden_size * BF16,
-            min(cluster.domain, mesh.tp_size),
-        )
+        summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16
+        near = min(cluster.domain, mesh.tp_size)
         sent["scale_up"] += summed * (near - 1) / near
         sent["network"] += summed / near * (1 - near / mesh.tp_size)
     ranks = instance.layout.experts or mesh.ep_size

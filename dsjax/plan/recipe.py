@@ -194,11 +194,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
                 for k in work.classes
             ],
         },
-        "objective": {
-            "ttft_s": objective.ttft,
-            "tpot_s": objective.tpot,
-            "output_tokens_per_s": objective.throughput,
-        },
+        "objective": {"ttft_s": objective.ttft, "tpot_s": objective.tpot, "output_tokens_per_s": objective.throughput},
         "services": services,
         "one_process": together,
         "expected": candidate.to_json(),
@@ -300,10 +296,7 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     if prefill != decode:
         return None
     made = _started("prefill and decode", 1, candidate.devices, together | decode)
-    return made | {
-        "weight_bytes_per_host": sum(map(host_bytes, sides)),
-        "cold_start_s": cold_start(*sides).to_json(),
-    }
+    return made | {"weight_bytes_per_host": sum(map(host_bytes, sides)), "cold_start_s": cold_start(*sides).to_json()}
 
 
 def check_recipe(file: Path, engine: str) -> None:

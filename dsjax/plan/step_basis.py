@@ -17,12 +17,7 @@ from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import Engine
 from dsjax.plan.figure import assumed, assumption
 from dsjax.plan.layout import InstanceLayout
-from dsjax.plan.network import (
-    all_reduce,
-    deepep_exchange,
-    exchanged_rows,
-    own_exchange,
-)
+from dsjax.plan.network import all_reduce, deepep_exchange, exchanged_rows, own_exchange
 from dsjax.plan.operations import H800_SMS
 from dsjax.plan.operator_tables import OperatorTables
 from dsjax.plan.precision import BF16

@@ -1,4 +1,4 @@
-"""`Setting`: the model, its number formats and the device, as all modules of a run see them; `Ceilings`: the most that the device can do."""
+"""`Setting`: the model, its number formats and the device, as all modules of a run see them; `Ceilings`: the most that a device can do."""
 
 from __future__ import annotations
 

@@ -128,10 +128,7 @@ class ServerMeasurement(Measurement):
 
     def _values(self, bed: TestBed) -> dict[str, int | None]:
         facts = bed.server.facts
-        return {
-            "max_model_len": facts.max_model_len,
-            "devices": bed.server.options.devices or facts.num_devices,
-        }
+        return {"max_model_len": facts.max_model_len, "devices": bed.server.options.devices or facts.num_devices}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +170,8 @@ class LinkMeasurement(Measurement):
         return found
 
     def _row(self, network: Mapping[str, Any]) -> dict[str, Any]:
-        where, wanted = (
-            "between hosts" if self.between_hosts else "inside a host",
-            (self.collective, self.between_hosts),
-        )
+        where = "between hosts" if self.between_hosts else "inside a host"
+        wanted = (self.collective, self.between_hosts)
         rows = [
             r for r in network["rows"] if self.group in r["group"] and (r["collective"], r["between_hosts"]) == wanted
         ]
