@@ -16,6 +16,7 @@ from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
 from dsjax.plan.precision import BF16
 from dsjax.plan.workload import Asked, PlanOptions
+from dsjax.texts import filled
 
 
 def refusal(run: DryRun, asked: Asked) -> str | None:
@@ -75,19 +76,14 @@ def usage(run: DryRun, question: Asked, weights: Mapping[InstanceLayout, int]) -
         reason = f"no layout of this plan is {layout} of {layout.devices} devices"
     if reason:
         return DryRunUsage(run, False, reason)
-    beyond = weights[layout] - run.weight_bytes
-    agree = f"to within {beyond:+,} bytes" if beyond else "to the byte"
-    if other := wire_refusal(run, question.options) or halves_refusal(run, question.options):
-        taken = f"not its exchanges and operations: {other}"
-    elif run.halves:
-        timed = f"its time, {run.timeline * 1e3:.4g} ms" if run.timeline else "no time: it has no timeline"
-        taken = f"of a step in two halves {timed}"
-    else:
-        count = sum(sent.times for sent in run.collectives)
-        sent = sum(sent.times * sent.size for sent in run.collectives)
-        taken = f"{count:g} collectives that send {sent / 1e9:.3g} GB; {sum(run.flops.values()):.3g} operations"
-    memory = f"temporaries {run.temporaries / 1e9:.2f} GB; its weights agree with the plan's {agree}"
-    return DryRunUsage(run, True, f"{memory}; {taken}")
+    sent = sum(sent.times * sent.size for sent in run.collectives)
+    about = {
+        "beyond": weights[layout] - run.weight_bytes,
+        "sent": sent,
+        "count": sum(one.times for one in run.collectives),
+    }
+    about["other"] = wire_refusal(run, question.options) or halves_refusal(run, question.options)
+    return DryRunUsage(run, True, filled("texts", "dry_run.txt", run=run, flops=sum(run.flops.values()), **about))
 
 
 def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | None:
