@@ -117,7 +117,7 @@ def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float, packed: Packe
     """
     if itemsize == FP8_BLOCK:
         return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
-    wholes = 4 * len(matrices) if itemsize < 1 and packed.has_global else 0
+    wholes = 4 * len(matrices) if itemsize < 1 and packed is not None and packed.has_global else 0
     return round(sum(k * n * itemsize for k, n in matrices)) + wholes
 
 
