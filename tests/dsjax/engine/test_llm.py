@@ -328,25 +328,6 @@ def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, poiso
     assert tokens_of(after) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("params", [greedy(8), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)])
-@pytest.mark.parametrize("engine", ["llm", "on_four"])
-def test_what_is_read_from_the_prefix_cache_changes_no_token(request, engine, params):
-    made, found = request.getfixturevalue(engine), []
-    for salt, lengths in (("one", (33,)), ("two", (20, 33)), ("three", (33, 33))):
-        for length in lengths:
-            (output,) = made.generate(
-                {"prompt_token_ids": prompt(33)["prompt_token_ids"][:length]},
-                params,
-                cache_salt=f"{salt} {params.seed}",
-                session="here",
-            )
-        found.append((output.num_cached_tokens, output.outputs[0].token_ids))
-    made.engine.flush_prefix_cache()
-    assert [cached for cached, _ in found] == [0, 20, 32]
-    assert all(tokens == found[0][1] for _, tokens in found)
-
-
 def test_priorities_order_what_waits(llm, monkeypatch):
     scheduler, pool = llm.engine.core.scheduler, llm.engine.core.scheduler.ranks[0].pool
     monkeypatch.setattr(scheduler, "config", dataclasses.replace(scheduler.config, policy="priority"))

@@ -102,28 +102,11 @@ def test_completions_are_those_of_one_process_streamed_and_whole(served, alone):
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-2]) == expected[1]
 
 
-def test_seeded_samples_with_their_log_probabilities_are_those_of_one_process(served, alone):
-    params = SamplingParams(temperature=1, seed=5, max_tokens=5, logprobs=2, n=2)
-    expected = alone.generate(PROMPTS[0], params)[0].outputs
-    choices = served.complete(prompt=PROMPTS[0], temperature=1, seed=5, max_tokens=5, logprobs=2, n=2).json()["choices"]
-    assert [choice["text"] for choice in choices] == [output.text for output in expected]
-    for choice, output in zip(choices, expected, strict=True):
-        own = [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]
-        assert choice["logprobs"]["token_logprobs"] == own
-
-
 def test_prompts_are_scored(served, alone):
     # The prompt's own tokens with their log-probabilities: another program, whose results are gathered apart.
     answer = served.complete(prompt=PROMPTS[2], max_tokens=0, echo=True, logprobs=1).json()["choices"][0]["logprobs"]
     assert answer["token_logprobs"][0] is None
     assert all(value < 0 for value in answer["token_logprobs"][1:])
-
-
-def test_grammars_are_kept(served):
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    form = {"json": schema | {"additionalProperties": False}, "disable_any_whitespace": True}
-    answer = served.complete(prompt="x", max_tokens=40, structured_outputs=form)
-    assert isinstance(json.loads(answer.json()["choices"][0]["text"])["a"], bool)
 
 
 def test_experts_are_counted_over_all_processes(served):

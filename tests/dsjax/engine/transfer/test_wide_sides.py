@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
+from listening_sockets import all_loopback, listening_addresses
 from quick_compilation import FEW_SHAPES
 from side_process import run
 from sides import Side
@@ -69,6 +70,9 @@ def test_tokens_are_those_of_one_engine_and_processes_that_leave_or_are_lost_cos
     prefill, decode, generate = sides(3, 3, "dp=3", "dp=3", backend)
     # Each prefill process keeps the chunks of its rank.
     assert generate() == expected
+    if backend == "jax":  # NIXL's UCX listens at all addresses of this host
+        for process in (*prefill.processes, *decode.processes):
+            assert all_loopback(listening_addresses(process.pid))
     counts = decode.ask()
     assert (counts["completed"], counts["given_up"], counts["used"]) == (len(PROMPTS), 0, 0)
     assert prefill.is_empty() is True
@@ -97,4 +101,7 @@ def test_tokens_are_those_of_one_engine_and_processes_that_leave_or_are_lost_cos
     assert (last["used"], last["under_way"], last["mesh"]) == (0, 0, "dp=1")
     assert last["completed"] >= after["completed"] + 2 * len(PROMPTS)
     assert prefill.is_empty() is True
-    assert [side.end()[::2] for side in (prefill, decode)] == [[0, 0]] * 2
+    codes = []
+    assert generate(lambda: codes.append(prefill.end()[::2])) == expected, "decode computes what has not come"
+    assert decode.ask()["completed"] == last["completed"]
+    assert [*codes, decode.end()[::2]] == [[0, 0]] * 2
