@@ -15,6 +15,7 @@ import httpx
 import pytest
 from listening_sockets import all_loopback, listening_addresses
 from served_group import KEY, PROMPTS, SIZES, ServedGroup
+from waits import until
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
@@ -80,14 +81,10 @@ def test_the_cluster_key_is_shown_nowhere(served):
 
 def test_each_process_shows_its_link_to_the_other(served):
     for address, labels in ((served.url, 'peer="1"'), (served.follower, 'process="1",peer="0"')):
-        deadline, found = time.monotonic() + 60, []
-        while not found:  # the first look is after a second
-            assert time.monotonic() < deadline
-            text = httpx.get(f"{address}/metrics").text
-            found = re.findall(rf"^dsjax_link_answer_seconds{{.*{labels}}} (\S+)$", text, re.MULTILINE)
-            time.sleep(0.1)
-        assert float(found[0]) > 0
-        assert re.search(rf"^dsjax_link_probes_total{{.*{labels}}} [1-9]", text, re.MULTILINE)
+        # The first look is after a second.
+        until(lambda address=address: "\ndsjax_link_answer_seconds{" in httpx.get(f"{address}/metrics").text, every=0.1)
+        assert served.metric("dsjax_link_answer_seconds", labels, address) > 0
+        assert served.metric("dsjax_link_probes_total", labels, address) >= 1
 
 
 def test_completions_are_those_of_one_process_streamed_and_whole(served, alone):
