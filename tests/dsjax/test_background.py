@@ -300,7 +300,6 @@ def fail_cache_events(monkeypatch):
     stream.scheduler = SimpleNamespace(take_page_events=lambda: [(0, "first"), (1, "second")])
     stream.planned()
     assert told == [(1, "second")]
-    pytest.importorskip("zmq")
     config = event_publisher.KvEventsConfig(enable_kv_cache_events=True, endpoint="inproc://failing")
     publisher = event_publisher.EventPublisher(config, 1)
     publisher._encoder = SimpleNamespace(encode=once(BROKEN, lambda batch: b"batch"))

@@ -410,19 +410,6 @@ def changed_mesh(run: Run) -> None:
     ))  # fmt: skip
 
 
-def failed_launch(run: Run) -> None:
-    """Launches that fail on an engine that has nothing but its pages."""
-    executor = make_executor(run, "engine", num_ranks=2)
-    engine = make_core(run, "engine", executor, make_config(executor, policy="priority"))
-    crowd = Crowd(9)
-    run.play(together(
-        crowd.arrivals(engine, 50, every=1.3),
-        {turn: [lambda: executor.failing.append(Step)] for turn in range(4, 60, 7)},
-        {10: [lambda: executor.failing.append(Copy)]},
-        {40: [lambda: engine.change(other := make_executor(run, "engine", num_ranks=3, pages_per_rank=17), make_config(other))]},
-    ))  # fmt: skip
-
-
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -439,6 +426,5 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         balancing,
         everything,
         changed_mesh,
-        failed_launch,
     )
 }

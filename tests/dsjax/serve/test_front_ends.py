@@ -17,8 +17,11 @@ import pytest
 from fake_executor import FakeExecutor
 from live_server import LiveServer, events, started, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
-from test_admin import test_a_flushed_cache_gives_no_hits, test_a_request_can_be_aborted_by_either_of_its_ids
-from test_dp_ranks import test_a_router_outside_names_the_rank_by_its_number
+from test_admin import (
+    test_a_flushed_cache_gives_no_hits,
+    test_a_request_can_be_aborted_by_either_of_its_ids,
+    test_a_router_outside_names_the_rank_by_its_number,
+)
 from test_lifecycle import (
     test_a_signal_lets_running_requests_finish_and_admits_no_more,
     test_after_the_shutdown_timeout_what_still_runs_ends_with_an_error,

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import zmq
 from event_subscriber import Subscriber, hashes_of
 from fake_executor import FakeExecutor
 from waits import until
+from zmq import auth
 
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
@@ -98,8 +100,6 @@ def test_a_page_is_followed_through_the_tiers():
 
 @pytest.fixture
 def client():
-    import zmq
-
     made = []
 
     def make(kind, endpoint=None, **options):
@@ -231,7 +231,6 @@ def test_ports_follow_the_ranks():
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path):
-    zmq = pytest.importorskip("zmq")
     with zmq.Context.instance().socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         config = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{port}", bind=True)
@@ -332,8 +331,6 @@ def is_closed(connection):
 
 def test_over_curve_a_client_with_a_known_key_reads_and_nobody_else(tmp_path, publisher, client, caplog):
     caplog.set_level("DEBUG", logger="zmq.auth")
-    zmq = pytest.importorskip("zmq")
-    auth = pytest.importorskip("zmq.auth")
     for folder in ("server", "clients", "others"):
         (tmp_path / folder).mkdir()
     public, secret = auth.create_certificates(tmp_path / "server", "events")
@@ -367,7 +364,6 @@ def test_over_curve_a_client_with_a_known_key_reads_and_nobody_else(tmp_path, pu
 
 
 def test_keys_of_curve_that_cannot_be_used_are_refused(tmp_path):
-    auth = pytest.importorskip("zmq.auth")
     public, secret = auth.create_certificates(tmp_path, "events")
     os.chmod(secret, 0o600)
     (tmp_path / "none").mkdir()
