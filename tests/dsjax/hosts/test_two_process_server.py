@@ -87,18 +87,6 @@ def test_each_process_shows_its_link_to_the_other(served):
         assert served.metric("dsjax_link_probes_total", labels, address) >= 1
 
 
-def test_completions_are_those_of_one_process_streamed_and_whole(served, alone):
-    expected = [one.outputs[0].text for one in alone.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))]
-    answer = served.complete(prompt=PROMPTS)
-    assert answer.status_code == 200, answer.text
-    assert [choice["text"] for choice in answer.json()["choices"]] == expected
-    events = [
-        line.removeprefix("data: ") for line in served.complete(prompt=PROMPTS[1], stream=True).text.split("\n\n")
-    ]
-    assert events[-2:] == ["[DONE]", ""]
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-2]) == expected[1]
-
-
 def test_prompts_are_scored(served, alone):
     # The prompt's own tokens with their log-probabilities: another program, whose results are gathered apart.
     answer = served.complete(prompt=PROMPTS[2], max_tokens=0, echo=True, logprobs=1).json()["choices"][0]["logprobs"]
