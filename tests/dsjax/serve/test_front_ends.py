@@ -216,7 +216,7 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
 
 SCRIPT = """
 import io, sys, types
-from live_server import FakeExecutor, EngineParts, SchedulerConfig, bind_shared, tiny_tokenizer
+from live_server import FakeExecutor, bind_shared
 from rich.console import Console
 from test_command_line import FACTS
 from dsjax.serve.command import serve_model
@@ -224,11 +224,10 @@ from dsjax.serve.logs import configure_logging
 
 configure_logging("error")
 executor = FakeExecutor(num_ranks=2)
-parts = EngineParts(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
 executor.warm_up = lambda progress: None
 listeners = bind_shared("127.0.0.1", 0, 1)
 print(listeners[0].getsockname()[1], flush=True)
-model = types.SimpleNamespace(parts=parts, facts=FACTS)
+model = types.SimpleNamespace(parts=executor.parts(), facts=FACTS)
 console = Console(file=io.StringIO())
 sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", front_end_listeners=listeners))
 """
