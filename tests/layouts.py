@@ -117,20 +117,19 @@ def prompts() -> list[dict]:
 
 
 class InlinePool:
-    """Lets an engine decide at once where experts should be, so that a rebalance begins at the same step each time."""
-
     def submit(self, function) -> Future:
         done = Future()
         done.set_result(function())
         return done
 
 
+def decide_at_once(llm: LLM) -> None:
+    """Have an engine decide at once where experts should be, so that a rebalance begins at the same step each time."""
+    balancer = llm.engine.core.part(ExpertBalancer)
+    if balancer is not None:
+        balancer._pool = InlinePool()
+
+
 def answer(directory: Path, *run: str, **options) -> exact.Answer:
     """As of `dsjax.cli.exact`, with experts that are moved at the same step each time."""
-
-    def decide_at_once(llm: LLM) -> None:
-        balancer = llm.engine.core.part(ExpertBalancer)
-        if balancer is not None:
-            balancer._pool = InlinePool()
-
     return exact.answer(str(directory), *run, prepare=decide_at_once, **options)
