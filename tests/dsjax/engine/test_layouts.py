@@ -30,6 +30,7 @@ PREEMPTED = {"cache_tokens": 100}  # half of what the prompts and their tokens t
 FP8_PRODUCTS = {"weights": "fp8", "activation_scheme": "dynamic"}
 FP8_CACHE = {"kv_cache_dtype": "fp8"}
 NVFP4_ROWS = {"weights": "nvfp4-bf16", "activation_scheme": "nvfp4", "redundant_experts": 4}
+INT4 = {"weights": "int4-bf16", "redundant_experts": 4}
 MXFP4_MOVING = {
     "weights": "mxfp4-bf16",
     "enable_eplb": True,
@@ -44,7 +45,7 @@ CHECKPOINTS = {
     "v3, no dense layer": {"first_k_dense_replace": 0},
     "v3.2": MODELS["v3.2"] | {"first_k_dense_replace": 0},
     "v3, wide": wide(2) | {"first_k_dense_replace": 0},  # FP8: whole blocks of 128 on each of two tp devices
-    # A block of 32 of each expert's width on each of two tp devices.
+    # NVFP4, MXFP4, INT4: a block of 32 of each expert's width on each of two tp devices.
     "v3, FP4": widths("mxfp4-bf16", 2) | {"num_hidden_layers": 2, "first_k_dense_replace": 0},
 }
 """What each model changes in ``TINY``. Without dense layers, which depend on neither MLA forms nor dispatch, a third less is compiled."""
@@ -65,6 +66,7 @@ RUNS = [
     ("v3.2", "dp=2,tp=2+ep=8", "auto", "A_CC_ME", "A_CC_ME", FP8_CACHE | MIXED | HOST_EMBEDDING | {"index_scores": "hadamard"}),
     ("v3, FP4", "dp=2", "ragged", *USUAL, MXFP4_MOVING),
     ("v3, FP4", "dp=2,tp=2", "padded", *USUAL, NVFP4_ROWS),
+    ("v3, FP4", "dp=2,tp=2", "gather", *USUAL, INT4),
 ]  # fmt: skip
 NUMBERS = (*CHANGES_NUMBERS, *FP8_PRODUCTS, *FP8_CACHE)
 """Options that one device must have too, to compute the same numbers."""
