@@ -7,8 +7,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.engine import EngineParts, LLMEngine
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import LLMEngine
 
 TOKENIZER = tiny_tokenizer()
 
@@ -21,9 +20,7 @@ def client(server):
 
 
 def engine_text(prompt, **params) -> str:
-    executor = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=8)
-    engine = LLMEngine(EngineParts(executor, TOKENIZER, config))
+    engine = LLMEngine(FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200).parts())
     engine.add_request("r", prompt, SamplingParams(**params))
     while engine.has_unfinished():
         for output in engine.step():

@@ -65,8 +65,6 @@ def making(choice: Choice) -> dict:
 @pytest.mark.parametrize("pair", EXCLUSIONS, ids=lambda pair: f"{pair.one} and {pair.other}")
 def test_choices_that_exclude_each_other_are_refused_with_the_reason(pair, monkeypatch):
     monkeypatch.setattr(combinations, "EXCLUSIONS", (pair,))  # options for one pair may break another row too
-    if pair.one is combinations.EVENTS:
-        pytest.importorskip("zmq")
     options = making(pair.other) | making(pair.one)
     if pair.one is combinations.EXPERTS_HERE:
         options |= {"afd_role": "both"}
