@@ -15,7 +15,7 @@ from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import MARKERS, MessagePiece, ToolCallParser, tool_grammar
+from dsjax.serve.tool_calls import MessagePiece, tool_grammar
 
 
 class ChatAnswer(Answer):
@@ -87,7 +87,10 @@ class ChatAnswer(Answer):
         parsed = self._section is not None or self._parses_tools
         special = parsed and any(
             token_id is not None and self._tokenizer.is_special(token_id)
-            for token_id in map(self._tokenizer.token_id, (OPEN, CLOSE, *MARKERS))
+            for token_id in map(
+                self._tokenizer.token_id,
+                (OPEN, CLOSE, *(self._serving.tool_format.markers if self._parses_tools else ())),
+            )
         )
         return self._body.sampling_params(
             max_tokens=max_tokens,
@@ -113,7 +116,7 @@ class ChatAnswer(Answer):
         tools = None
         if self._parses_tools:
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
-            tools = ToolCallParser(self._serving.tool_format, most)
+            tools = self._serving.tool_format.parser(most)
         splitter = None
         if self._section is not None:
             splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id)

@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +18,28 @@ from dsjax.engine.text.tokenizer import Tokenizer
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
-MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 _OUTPUTS_BEGIN, _OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
 _OUTPUT_BEGIN, _OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """One of DeepSeek's two ways to write a call, between `CALL_BEGIN` and `CALL_END`.
+    """How a model writes calls: markers around all calls and around each one, and what stands between them.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
     `deepseek_v31` the name, the separator and the bare arguments.
     """
 
     name: str
-    before_name: str
+    calls_begin: str = CALLS_BEGIN
+    calls_end: str = CALLS_END
+    call_begin: str = CALL_BEGIN
+    call_end: str = CALL_END
+    separator: str = SEPARATOR
+    before_name: str = ""
     after_name: str
-    after_arguments: str
-    between_calls: str
+    after_arguments: str = ""
+    between_calls: str = ""
 
     @classmethod
     def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
@@ -51,13 +56,23 @@ class ToolFormat:
             return FORMATS["deepseek_v3" if "```json" in source else "deepseek_v31"]
         return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser looks for, some of which may be special tokens."""
+        return self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator
+
+    @property
+    def openings(self) -> tuple[str, str]:
+        """Markers with which calls begin."""
+        return self.calls_begin, self.call_begin
+
     def call(self, name: str, arguments: str) -> str:
         """Write one call as text."""
-        return f"{CALL_BEGIN}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{CALL_END}"
+        return f"{self.call_begin}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{self.call_end}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Write calls of (name, arguments) as text."""
-        return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
+        return self.calls_begin + self.between_calls.join(self.call(*call) for call in calls) + self.calls_end
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what the system message says of the functions, for templates that do not say it themselves."""
@@ -70,10 +85,23 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
+    def parser(self, most: int) -> "ToolCallParser":
+        """Return a parser of one answer, which gives so many calls at most."""
+        return ToolCallParser(self, most)
+
 
 FORMATS = {
-    "deepseek_v3": ToolFormat("deepseek_v3", f"function{SEPARATOR}", "\n```json\n", "\n```", "\n"),
-    "deepseek_v31": ToolFormat("deepseek_v31", "", SEPARATOR, "", ""),
+    form.name: form
+    for form in (
+        ToolFormat(
+            name="deepseek_v3",
+            before_name=f"function{SEPARATOR}",
+            after_name="\n```json\n",
+            after_arguments="\n```",
+            between_calls="\n",
+        ),
+        ToolFormat(name="deepseek_v31", after_name=SEPARATOR),
+    )
 }
 
 
@@ -96,14 +124,22 @@ def tool_grammar(
     more = f" ({between}call)*" if several else ""
     rules = [
         "%llguidance {}",
-        f"start: {_marker(CALLS_BEGIN, tokenizer)} call{more} {_marker(CALLS_END, tokenizer)}",
+        f"start: {_marker(form.calls_begin, tokenizer)} call{more} {_marker(form.calls_end, tokenizer)}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
     ]
-    before, name_end = _texts(form.before_name, tokenizer), _texts(form.after_name, tokenizer)
+    before, name_end, after = (
+        _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
+    )
     for index, tool in enumerate(tools):
         function = tool["function"]
-        parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
-        parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
+        parts = [
+            _marker(form.call_begin, tokenizer),
+            *before,
+            json.dumps(function["name"]),
+            *name_end,
+            f"arguments_{index}",
+        ]
+        parts += [*after, _marker(form.call_end, tokenizer)]
         schema = _closed(function.get("parameters") or {"type": "object"})
         rules += [
             f"call_{index}: {' '.join(parts)}",
@@ -139,11 +175,11 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
     return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
 
-def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
+def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
     """Write a text that may hold the separator, as terminals."""
-    before, marker, after = text.partition(SEPARATOR)
+    before, marker, after = text.partition(form.separator)
     parts = [json.dumps(before)] if before else []
-    parts += [_marker(SEPARATOR, tokenizer)] if marker else []
+    parts += [_marker(marker, tokenizer)] if marker else []
     return parts + ([json.dumps(after)] if after else [])
 
 
@@ -190,6 +226,7 @@ class MessagePiece:
 class ToolCallParser:
     """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
 
+    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
     A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
     inside a call's name is dropped.
 
@@ -198,11 +235,13 @@ class ToolCallParser:
     """
 
     def __init__(self, form: ToolFormat, most: int):
-        self._most = most
-        self._fence = form.after_name.strip() if form.after_name != SEPARATOR else ""
-        self._ends = tuple(
-            dict.fromkeys((form.after_arguments + CALL_END, form.after_arguments.strip() + CALL_END, CALL_END))
-        )
+        self._form, self._most = form, most
+        self._ends = (form.call_end, form.calls_end, form.call_begin)
+        separator = re.escape(form.separator)
+        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
+        # it has matched, so that a head that is not whole yet does not match as a shorter one.
+        kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
+        self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
         self._step = self._text
         self._held = ""
         self._has_arguments = False
@@ -219,61 +258,64 @@ class ToolCallParser:
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, (CALLS_BEGIN, CALL_BEGIN))
-        if first_marker:
-            at, marker = first_marker
-            piece.content += self._held[:at]
-            self._held = self._held[at + (len(marker) if marker == CALLS_BEGIN else 0) :]
+        opening = find_first(self._held, self._form.openings)
+        if opening:
+            at, _ = opening
+            piece.content += self._take(at)
             self._step = self._between
             return True
-        keep = 0 if finished else num_undecided(self._held, (CALLS_BEGIN, CALL_BEGIN))
-        piece.content += self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        piece.content += self._take(len(self._held) - self._num_undecided(self._form.openings, finished))
         return False
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, (CALL_BEGIN, CALLS_END))
+        first_marker = find_first(self._held, (self._form.call_begin, self._form.calls_end))
         if not first_marker:
             return False
         at, marker = first_marker
-        self._held = self._held[at + len(marker) :]
-        self._step = self._name if marker == CALL_BEGIN else self._text
+        self._take(at + len(marker))
+        self._step = self._name if marker == self._form.call_begin else self._text
         return True
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, (CALL_END,))
-        name_end = find_first(self._held, (self._fence or SEPARATOR,))
-        if name_end is None or (end is not None and end[0] < name_end[0]):
-            if end is not None:  # a call without arguments' beginning: nothing to make of it
-                self._held, self._step = self._held[end[0] + len(CALL_END) :], self._between
+        end = find_first(self._held, self._ends)
+        undecided = self._num_undecided((*self._ends, self._form.separator), finished)
+        text = self._held[: end[0] if end else len(self._held) - undecided]
+        head = self._head.match(text)
+        # Arguments may be empty, and a name may end with its call, where the call is known to have ended.
+        if not head or self._form.separator not in head[0] or not (end or head.end(1) < len(text)):
+            if end:
+                self._take(end[0])
+                self._step = self._between
             return end is not None
-        at, marker = name_end
-        name = self._held[:at].rpartition(SEPARATOR)[2].strip()
-        self._held = self._held[at + len(marker) :]
+        if head.end() == len(text) and not (end or finished):
+            return False
+        self._take(head.end())
         self.num_calls += 1
         self._has_arguments = False
         self._step = self._arguments
-        head = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": ""}}
-        self._emit(piece, head)
+        function = {"name": head[1].strip(), "arguments": ""}
+        self._emit(piece, {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        if not self._has_arguments:
-            self._held = self._held.lstrip()
-        end_marker = find_first(self._held, self._ends)
-        if end_marker:
-            at, marker = end_marker
-            text, self._held = self._held[:at], self._held[at + len(marker) :]
-            if not (text or self._has_arguments):
-                text = "{}"
+        end = find_first(self._held, self._ends)
+        text = self._held[: end[0] if end else len(self._held) - self._num_undecided(self._ends, finished)]
+        arguments = text.rstrip("` \n\r\t")  # a fence's end, or what goes on later
+        self._take(len(text) if end else len(arguments))
+        if end:
             self._step = self._between
-        else:
-            keep = 0 if finished else num_undecided(self._held, self._ends)
-            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        if text:
+            arguments = arguments or ("" if self._has_arguments else "{}")
+        if arguments:
             self._has_arguments = True
-            self._emit(piece, {"function": {"arguments": text}})
-        return end_marker is not None
+            self._emit(piece, {"function": {"arguments": arguments}})
+        return end is not None
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
+        return 0 if finished else num_undecided(self._held, markers)
 
     def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
         if self.num_calls <= self._most:

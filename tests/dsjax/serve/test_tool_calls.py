@@ -83,13 +83,50 @@ def test_models_do_not_always_write_what_they_should(form, make, expected):
     assert parse(form, text, range(len(text))) == {"role": "assistant", **expected}
 
 
+HEADS = {
+    "V3.1": f"get_time{SEPARATOR}",
+    "V3": f"function{SEPARATOR}get_time\n```json\n",
+    "V3, a bare fence": f"function{SEPARATOR}get_time\n```\n",
+    "V3, half a fence": f"function{SEPARATOR}get_time\n``json\n",
+    "V3, the fence in the name's line": f"function{SEPARATOR}get_time```json",
+    "V3, no fence": f"function{SEPARATOR}get_time\n",
+    "V3, neither fence nor line break": f"function{SEPARATOR}get_time",
+    "both": f"function{SEPARATOR}get_time{SEPARATOR}",
+    "blanks": f"\n function {SEPARATOR} get_time \n\n",
+}
+TAILS = ["", "\n```", "```", "\n``", "`\n", "\n\n```\n", " "]
+
+
+@pytest.mark.parametrize("form", [V3, V31])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_arguments_are_without_markers_and_fences_however_a_call_is_written(form, head):
+    arguments = '{"code": "```\\n{` `}"}'
+    for tail, end in itertools.product(
+        TAILS, [CALL_END + CALLS_END, CALLS_END, CALL_END, "", CALL_END + "\n" + CALLS_END]
+    ):
+        text = CALLS_BEGIN + CALL_BEGIN + head + arguments + tail + end
+        expected = {"role": "assistant", "content": None, "tool_calls": [call("get_time", arguments)]}
+        assert parse(form, text) == expected, text
+        assert parse(form, text, range(len(text))) == expected, text
+
+
+@pytest.mark.parametrize("form", [V3, V31])
+def test_a_call_that_begins_before_the_last_one_has_ended_ends_it(form):
+    (first, second), third = (f"{CALL_BEGIN}{HEADS[head]}" for head in ("V3", "V3.1")), HEADS["V3, no fence"]
+    text = (
+        f"{CALLS_BEGIN}{first}{{}}\n```\n{second}{CALL_BEGIN}{third}{CALL_BEGIN}lost{CALL_BEGIN}{third}{{}}{CALLS_END}"
+    )
+    for cuts in ((), range(len(text))):
+        assert parse(form, text, cuts)["tool_calls"] == [call(*TIME)] * 4
+
+
 def test_a_call_that_is_cut_off_keeps_the_arguments_so_far():
     text = V31.calls([("f", '{"a": 1, "b')])[: -len(CALL_END + CALLS_END)]
     assert parse(V31, text)["tool_calls"] == [call("f", '{"a": 1, "b')]
 
 
 PIECES = [CALLS_BEGIN, CALL_BEGIN, CALL_END, CALLS_END, SEPARATOR]
-PIECES += ["function", "f", "\n```json\n", "\n```", "{}", " x", "<｜tool"]
+PIECES += ["function", "f", "\n```json\n", "\n```", "``", "\n", "{}", " x", "<｜tool"]
 
 
 @given(
