@@ -113,13 +113,14 @@ class ChatAnswer(Answer):
         return bool(self._body.offered_tools) and self._serving.tool_format is not None
 
     def _parser(self) -> MessageParser:
-        tools = None
+        tools, openings = None, {}
         if self._parses_tools:
+            openings = {marker: self._tokenizer.token_id(marker) for marker in self._serving.tool_format.openings}
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
             tools = self._serving.tool_format.parser(most)
         splitter = None
         if self._section is not None:
-            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id)
+            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id, openings)
         return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:

@@ -286,6 +286,27 @@ def test_tool_calls_come_apart_for_the_openai_client_streamed_and_whole(start, s
     assert len(one) == 1
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_a_call_begun_before_the_reasoning_ends_is_a_call_unless_the_reasoning_goes_on(start, special):
+    body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+    thought = {"reasoning": "let me see", "reasoning_content": "let me see"}
+    for script, text, calls in ((f"let me see\n{CALL}", None, 2), (f"let me see</think>ok{CALL}", "ok", 2)):
+        server = start(script, special=special)
+        (whole,) = server.post(CHAT, body).json()["choices"]
+        message = whole["message"]
+        assert (message["content"], len(message.pop("tool_calls")), whole["finish_reason"]) == (
+            text,
+            calls,
+            "tool_calls",
+        )
+        assert {name: message[name] for name in thought} == thought
+        streamed = together(events(server.post(CHAT, {**body, "stream": True}).text))
+        assert (streamed.get("content") or None, len(streamed["tool_calls"])) == (text, calls)
+    (draft,) = start(f"so: {CALL}, or not</think>No.", special=special).post(CHAT, body).json()["choices"]
+    assert (draft["message"]["content"], draft["finish_reason"]) == ("No.", "stop")
+    assert draft["message"]["reasoning"] == f"so: {CALL}, or not"
+
+
 def test_no_tool_is_called_when_none_may_be(start):
     server = start(f"</think>{CALL}")
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "temperature": 0}
