@@ -36,8 +36,7 @@ class ChatAnswer(Answer):
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
-        template = self._tokenizer.chat_template if self._tokenizer else None
-        return self._body.fields_without_effect(template.source if template else "")
+        return self._body.fields_without_effect(self._tokenizer.chat_template if self._tokenizer else None)
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything, render the template and queue the prompt.

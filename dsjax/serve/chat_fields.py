@@ -1,7 +1,6 @@
 """The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
 
 import json
-import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -9,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
+from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel
@@ -159,8 +159,8 @@ class PromptFields(StrictModel):
         if self.tools and len(json.dumps(self.tool_dicts())) > bounds.MAX_GRAMMAR_BYTES:
             raise ApiError(400, f"the tools take more than {bounds.MAX_GRAMMAR_BYTES:,} bytes", param="tools")
 
-    def template_variables(self, source: str) -> dict[str, Any]:
-        """Return variables for a template of this source."""
+    def template_variables(self, template: Template) -> dict[str, Any]:
+        """Return variables for a template."""
         return dict(self.chat_template_kwargs or {})
 
     def tool_dicts(self) -> list[dict[str, Any]]:
@@ -200,21 +200,21 @@ class ChatRequest(SamplingFields, PromptFields):
             reason = f"tool_choice names {choice.function.name!r}, which is none of the tools"
             raise ApiError(400, reason, param="tool_choice")
 
-    def template_variables(self, source: str) -> dict[str, Any]:
+    def template_variables(self, template: Template) -> dict[str, Any]:
         """Return variables for a template: those given, and what `reasoning_effort` means to it."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             for name in THINKING_SWITCHES:
-                if names(source, name):
+                if template.reads(name):
                     variables.setdefault(name, self.reasoning_effort != "none")
-            if names(source, "reasoning_effort"):
+            if template.reads("reasoning_effort"):
                 variables.setdefault("reasoning_effort", self.reasoning_effort)
         return variables
 
-    def fields_without_effect(self, source: str) -> list[str]:
+    def fields_without_effect(self, template: Template | None) -> list[str]:
         """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
-        read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
+        read = template is not None and any(map(template.reads, (*THINKING_SWITCHES, "reasoning_effort")))
         return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
 
     @property
@@ -260,8 +260,3 @@ class ChatRequest(SamplingFields, PromptFields):
                 raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
             return None
         return self.top_logprobs or 0
-
-
-def names(source: str, variable: str) -> bool:
-    """Say whether a template reads a variable."""
-    return re.search(rf"\b{variable}\b", source) is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.chat_fields import ChatMessage, PromptFields, names
+from dsjax.serve.chat_fields import ChatMessage, PromptFields
 from dsjax.serve.errors import ApiError
 from dsjax.serve.tool_calls import ToolFormat, tool_outputs
 
@@ -39,15 +39,15 @@ def render_prompt(
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-    source = tokenizer.chat_template.source
-    variables = fields.template_variables(source)
+    template = tokenizer.chat_template
+    variables = fields.template_variables(template)
     reserved = sorted(_RESERVED_VARIABLES & variables.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
-    messages = _messages(fields.messages, names(source, "tool_calls"), form)
-    if tools and not names(source, "tools"):
+    messages = _messages(fields.messages, template.reads("tool_calls"), form)
+    if tools and not template.reads("tools"):
         messages = _with_description(messages, tools, form)
-    text = tokenizer.chat_template.render(
+    text = template.render(
         messages,
         add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
         **({"tools": list(tools)} if tools else {}),

@@ -32,7 +32,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
 ]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Values that ask for what happens anyway; others are answered with a warning.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
