@@ -15,7 +15,7 @@ from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import MessagePiece, tool_grammar
+from dsjax.serve.tool_calls import MessagePiece
 
 
 class ChatAnswer(Answer):
@@ -72,11 +72,7 @@ class ChatAnswer(Answer):
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
         several = body.tool_choice == "required" and body.parallel_tool_calls is not False
         compact = self._serving.options.disable_any_whitespace
-        return {
-            "grammar": tool_grammar(
-                self._serving.tool_format, forced, self._tokenizer, several=several, compact=compact
-            )
-        }
+        return {"grammar": self._serving.tool_format.grammar(forced, self._tokenizer, several=several, compact=compact)}
 
     def _params(
         self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None

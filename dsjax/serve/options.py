@@ -38,8 +38,8 @@ class HttpOptions(Checked):
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are written; auto looks at the model's template",
-        choices=("auto", "deepseek_v3", "deepseek_v31", "none"),
+        "How tool calls are written; auto looks at the model's template or prompt encoder",
+        choices=("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "none"),
     )
     disable_any_whitespace: bool = option(
         False, "Structured output has no blanks between JSON's parts, unless a request says otherwise.", switch=True

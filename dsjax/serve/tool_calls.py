@@ -27,7 +27,8 @@ class ToolFormat:
     """How a model writes calls: markers around all calls and around each one, and what stands between them.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
-    `deepseek_v31` the name, the separator and the bare arguments.
+    `deepseek_v31` the name, the separator and the bare arguments; `kimi_k2` the same with other markers, and with the call's number behind
+    its name (`functions.NAME:0`), which together are the call's id.
     """
 
     name: str
@@ -40,21 +41,7 @@ class ToolFormat:
     after_name: str
     after_arguments: str = ""
     between_calls: str = ""
-
-    @classmethod
-    def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
-        """Return the format of this name; None for `none`, and for a model without tokenizer.
-
-        `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
-        """
-        if name == "none" or tokenizer is None:
-            return None
-        if name != "auto":
-            return FORMATS[name]
-        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        if SEPARATOR in source:
-            return FORMATS["deepseek_v3" if "```json" in source else "deepseek_v31"]
-        return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
+    numbers_calls: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -66,13 +53,20 @@ class ToolFormat:
         """Markers with which calls begin."""
         return self.calls_begin, self.call_begin
 
-    def call(self, name: str, arguments: str) -> str:
-        """Write one call as text."""
+    def call(self, name: str, arguments: str, number: int = 0) -> str:
+        """Write one call as text. number: its place in the answer."""
+        name += f":{number}" if self.numbers_calls else ""
         return f"{self.call_begin}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{self.call_end}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Write calls of (name, arguments) as text."""
-        return self.calls_begin + self.between_calls.join(self.call(*call) for call in calls) + self.calls_end
+        texts = [self.call(*call, number) for number, call in enumerate(calls)]
+        return self.calls_begin + self.between_calls.join(texts) + self.calls_end
+
+    def identified(self, written: str) -> tuple[str, str]:
+        """Return the id and the name of a call that is headed so."""
+        match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
+        return (written, match[1]) if match else (f"call_{uuid.uuid4().hex[:24]}", written)
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what the system message says of the functions, for templates that do not say it themselves."""
@@ -84,6 +78,12 @@ class ToolFormat:
         example = self.calls([("tool_name", '{"argument": "value"}')])
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
+
+    def grammar(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+    ) -> str:
+        """Write the grammar of calls: see `tool_grammar`."""
+        return tool_grammar(self, tools, tokenizer, several=several, compact=compact)
 
     def parser(self, most: int) -> "ToolCallParser":
         """Return a parser of one answer, which gives so many calls at most."""
@@ -101,6 +101,17 @@ FORMATS = {
             between_calls="\n",
         ),
         ToolFormat(name="deepseek_v31", after_name=SEPARATOR),
+        ToolFormat(
+            name="kimi_k2",
+            calls_begin="<|tool_calls_section_begin|>",
+            calls_end="<|tool_calls_section_end|>",
+            call_begin="<|tool_call_begin|>",
+            call_end="<|tool_call_end|>",
+            separator="<|tool_call_argument_begin|>",
+            before_name="functions.",
+            after_name="<|tool_call_argument_begin|>",
+            numbers_calls=True,
+        ),
     )
 }
 
@@ -136,11 +147,12 @@ def tool_grammar(
             _marker(form.call_begin, tokenizer),
             *before,
             json.dumps(function["name"]),
+            *(['":" /[0-9]+/'] if form.numbers_calls else []),
             *name_end,
             f"arguments_{index}",
         ]
         parts += [*after, _marker(form.call_end, tokenizer)]
-        schema = _closed(function.get("parameters") or {"type": "object"})
+        schema = closed_schema(function.get("parameters") or {"type": "object"})
         rules += [
             f"call_{index}: {' '.join(parts)}",
             f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
@@ -148,22 +160,24 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _closed(schema: Any) -> Any:
+def closed_schema(schema: Any) -> Any:
     """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
     on with them for ever.
     """
     if isinstance(schema, list):
-        return [_closed(each) for each in schema]
+        return [closed_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {}
     for name, value in schema.items():
         if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            closed[name] = {key: _closed(each) for key, each in value.items()}  # the user's names, not JSON Schema's
+            closed[name] = {
+                key: closed_schema(each) for key, each in value.items()
+            }  # the user's names, not JSON Schema's
         else:
-            closed[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
+            closed[name] = value if name in ("enum", "const", "default", "examples") else closed_schema(value)
     composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if isinstance(schema.get("properties"), dict) and not composed:
         closed["additionalProperties"] = False
@@ -293,8 +307,8 @@ class ToolCallParser:
         self.num_calls += 1
         self._has_arguments = False
         self._step = self._arguments
-        function = {"name": head[1].strip(), "arguments": ""}
-        self._emit(piece, {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        call_id, name = self._form.identified(head[1].strip())
+        self._emit(piece, {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:

@@ -13,7 +13,6 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.structured import GrammarCompiler
-from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.message_parser import MessageParser
 from dsjax.serve.tool_calls import (
     CALL_BEGIN,
@@ -22,12 +21,13 @@ from dsjax.serve.tool_calls import (
     CALLS_END,
     FORMATS,
     SEPARATOR,
+    MessagePiece,
     ToolCallParser,
     ToolFormat,
     tool_grammar,
 )
 
-V3, V31 = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"]
+V3, V31, KIMI = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"], FORMATS["kimi_k2"]
 WEATHER, TIME = ("get_weather", '{"city": "Köln"}'), ("get_time", "{}")
 
 
@@ -148,18 +148,6 @@ def test_deltas_have_the_name_first_and_arguments_as_they_come():
     assert "".join(delta["function"]["arguments"] for delta in deltas) == WEATHER[1]
 
 
-def choose(name: str, template: str) -> ToolFormat | None:
-    return ToolFormat.choose(name, Tokenizer(tiny_tokenizer()._backend, {"chat_template": template}))
-
-
-def test_auto_takes_the_format_that_the_template_writes():
-    assert choose("auto", f"{{{{ '{SEPARATOR}' }}}}") is V31
-    assert choose("auto", f"{{{{ '{SEPARATOR} ```json' }}}}") is V3
-    assert choose("auto", "{{ 1 }}") is None, "the tiny tokenizer has no token for it"
-    assert choose("deepseek_v3", "{{ 1 }}") is V3
-    assert choose("none", f"{{{{ '{SEPARATOR}' }}}}") is None
-
-
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"function": {"name": "get", "parameters": SCHEMA}}, {"function": {"name": "put"}}]
 GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
@@ -215,3 +203,32 @@ def test_forced_arguments_hold_what_the_schema_names_unless_it_says_otherwise():
         constraint = compiler.compile(StructuredOutputs(grammar=grammar))
         tokens = tokenizer.encode(form.calls([("f", text)]), add_special_tokens=False)
         assert all(constraint.take(token) is None for token in tokens) is expected, (schema, text)
+
+
+def test_kimi_s_calls_keep_the_ids_that_the_model_gives_them():
+    text = "I look." + KIMI.calls([WEATHER, TIME])
+    assert text == (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Köln"}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>"
+    )
+    expected = [
+        {"id": "functions.get_weather:0", **call(*WEATHER)},
+        {"id": "functions.get_time:1", **call(*TIME)},
+    ]
+    for cut in range(len(text)):
+        parser = KIMI.parser(8)
+        pieces = [parser.push(text[:cut]), parser.push(text[cut:], finished=True)]
+        piece = MessagePiece(content="", tool_calls=[delta for each in pieces for delta in each.tool_calls])
+        assert "".join(each.content for each in pieces) == "I look."
+        assert piece.message()["tool_calls"] == expected
+
+
+def test_a_call_of_kimi_without_a_number_gets_an_id():
+    (head, _) = KIMI.parser(8).push(KIMI.call("f", "{}").replace("functions.f:0", "f"), finished=True).tool_calls
+    assert (head["id"][:5], head["function"]["name"]) == ("call_", "f")
+
+
+def test_kimi_s_forced_calls_are_numbered():
+    assert takes(TOKENIZERS["text"], KIMI, KIMI.calls([GET, PUT]))
+    assert not takes(TOKENIZERS["text"], KIMI, KIMI.calls([GET]).replace("get:0", "get"))
