@@ -215,6 +215,7 @@ class SamplingFields(GuidedFields, OpenAIFields):
     min_p: float | None = 0.0
     repetition_penalty: float | None = 1.0
     min_tokens: Count | None = 0
+    thinking_token_budget: Count | None = Field(None, description="most tokens of reasoning")
     stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: Integers | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=bounds.MAX_BAD_WORDS)] | None = None
