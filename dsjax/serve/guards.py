@@ -385,6 +385,19 @@ class StrictRoute(APIRoute):
         return handle
 
 
+class HeadRequests(Guard):
+    """Has HEAD answered as GET; the server leaves the body out."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+        await self._app(as_get, receive, send)
+        scope["route"] = as_get.get("route")  # under which it is counted
+
+
 class UsualRequests(Guard):
     """The last before the routes. It calls the endpoint of a usual request itself, without FastAPI.
 
