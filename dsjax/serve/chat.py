@@ -1,5 +1,6 @@
 """`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
+import dataclasses
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import SamplingParams
@@ -169,18 +170,20 @@ class ChatAnswer(Answer):
         for completion in output.outputs:
             refuse_failed(completion)
             parser = self._parsers[completion.index]
+            num_before = parser.reasoning_tokens
             piece = parser.push(completion.text, completion.finished, completion.token_ids)
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             if as_events and self._only_text_changes and not completion.finished and piece.is_one_text:
                 chunks.append(self._text_event(completion.index, piece))
                 continue
-            choice = self._chunk(completion, parser, piece.delta())
-            if choice is None:
-                continue
-            chunks.append(self._chunk_of(choice))
-            if self._body.return_token_ids and not self._prompt_is_sent:
-                chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
-                self._prompt_is_sent = True
+            for part, one in _by_kind(completion, piece, parser.reasoning_tokens - num_before):
+                choice = self._chunk(part, parser, one.delta())
+                if choice is None:
+                    continue
+                chunks.append(self._chunk_of(choice))
+                if self._body.return_token_ids and not self._prompt_is_sent:
+                    chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
+                    self._prompt_is_sent = True
         return chunks
 
     def _text_event(self, index: int, piece: MessagePiece) -> bytes:
@@ -221,6 +224,24 @@ class ChatAnswer(Answer):
     def _one(self, token_id: int, one: Logprob) -> dict[str, Any]:
         text = list(self._tokenizer.token_bytes(token_id))
         return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
+
+
+def _by_kind(
+    completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
+) -> list[tuple[CompletionOutput, MessagePiece]]:
+    """Part the reasoning from what follows, each with its tokens: clients expect one kind in a chunk.
+
+    num_reasoning: how many of the completion's tokens are reasoning.
+    """
+    if not (piece.reasoning and (piece.content or piece.tool_calls)):
+        return [(completion, piece)]
+    at, scores = max(0, num_reasoning), completion.logprobs
+    first = {"token_ids": completion.token_ids[:at], "logprobs": scores and scores[:at], "finish_reason": None}
+    rest = {"token_ids": completion.token_ids[at:], "logprobs": scores and scores[at:]}
+    return [
+        (dataclasses.replace(completion, **first), MessagePiece(reasoning=piece.reasoning)),
+        (dataclasses.replace(completion, **rest), dataclasses.replace(piece, reasoning="")),
+    ]
 
 
 def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:
