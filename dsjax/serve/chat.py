@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any
 
-from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams, StructuredOutputs
 from dsjax.engine.request_streams import INLINE_LENGTH, OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
-from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.chat_fields import ChatRequest, ToolChoice
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
@@ -63,22 +63,23 @@ class ChatAnswer(Answer):
         return stream
 
     def _form(self) -> dict[str, Any] | None:
-        """Choose the form that the answer must have: one asked for, or that of the tool calls that must come."""
-        body = self._body
+        """Choose the form that the answer must have: tool calls that must come, or the form asked for, or calls instead of it."""
+        body, tool_format = self._body, self._serving.tool_format
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
-        if not forced:
-            return form
-        if form is not None:
-            raise ApiError(400, "tool_choice and a form of the text exclude each other; give one", param="tool_choice")
-        if self._tokenizer is None or self._serving.tool_format is None:
+        if forced and (self._tokenizer is None or tool_format is None):
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
-        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        compact = self._serving.options.disable_any_whitespace
-        return {
-            "grammar": tool_grammar(
-                self._serving.tool_format, forced, self._tokenizer, several=several, compact=compact
-            )
-        }
+        tools = forced or (body.offered_tools if form is not None and tool_format is not None else [])
+        if not tools:
+            return form
+        grammar = tool_grammar(
+            tool_format,
+            tools,
+            self._tokenizer,
+            several=not isinstance(body.tool_choice, ToolChoice) and body.parallel_tool_calls is not False,
+            compact=self._serving.options.disable_any_whitespace,
+            instead=None if forced else StructuredOutputs(**form),
+        )
+        return {"grammar": grammar}
 
     def _params(
         self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None

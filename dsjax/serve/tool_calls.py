@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
-from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS, lark_text
 from dsjax.engine.text.tokenizer import Tokenizer
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -111,13 +112,21 @@ def tool_outputs(contents: Sequence[str]) -> str:
 
 
 def tool_grammar(
-    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    several: bool,
+    compact: bool = False,
+    instead: StructuredOutputs | None = None,
 ) -> str:
     """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
 
-    compact: arguments have no blanks between JSON's parts.
-
     Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
+
+    Args:
+        compact: arguments have no blanks between JSON's parts.
+        instead: the form of an answer without calls, which may come instead.
     """
     options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
@@ -125,22 +134,18 @@ def tool_grammar(
     rules = [
         "%llguidance {}",
         f"start: {_marker(form.calls_begin, tokenizer)} call{more} {_marker(form.calls_end, tokenizer)}",
-        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
     ]
+    if instead is not None:
+        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     before, name_end, after = (
         _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
     )
     for index, tool in enumerate(tools):
         function = tool["function"]
-        parts = [
-            _marker(form.call_begin, tokenizer),
-            *before,
-            json.dumps(function["name"]),
-            *name_end,
-            f"arguments_{index}",
-        ]
-        parts += [*after, _marker(form.call_end, tokenizer)]
-        schema = _closed(function.get("parameters") or {"type": "object"})
+        parts = [_marker(form.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
+        parts += [f"arguments_{index}", *after, _marker(form.call_end, tokenizer)]
+        schema = _closed({"type": "object", "properties": {}} | (function.get("parameters") or {}))
         rules += [
             f"call_{index}: {' '.join(parts)}",
             f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
@@ -152,7 +157,7 @@ def _closed(schema: Any) -> Any:
     """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
-    on with them for ever.
+    on with them for ever. An object inside that names no properties may hold any.
     """
     if isinstance(schema, list):
         return [_closed(each) for each in schema]

@@ -315,7 +315,41 @@ def test_no_tool_is_called_when_none_may_be(start):
     assert "get_weather" in message["content"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+ANSWER = {"type": "object", "properties": {"so": {"enum": ["yes"]}}, "required": ["so"], "additionalProperties": False}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
+
+
+@pytest.mark.parametrize("form", [FORM, {"response_format": {"type": "json_object"}}, {"guided_json": ANSWER}])
+def test_with_a_form_a_model_may_call_tools_or_answer_in_the_form(start, form):
+    body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 200, **form}
+    called = start(f"let me see</think>{CALL}").post(CHAT, body).json()["choices"][0]
+    assert (called["finish_reason"], len(called["message"]["tool_calls"])) == ("tool_calls", 2)
+    server = start('let me see</think>{"so": "yes"}')
+    answered = server.post(CHAT, body).json()["choices"][0]
+    assert (answered["finish_reason"], answered["message"]["content"]) == ("stop", '{"so": "yes"}')
+    forced = server.post(CHAT, {**body, "tool_choice": NAMED_TIME}).json()["choices"][0]
+    assert forced["message"]["tool_calls"][0]["function"]["name"] == "get_time", "a forced call drops the form"
+    none = start(f"</think>{CALL}").post(CHAT, {**body, "tool_choice": "none"}).json()["choices"][0]
+    assert none["message"]["content"].startswith("{")
+
+
+def test_with_a_form_a_model_that_would_rather_talk_does_one_of_both(start):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 200, **FORM}
+    choice = start("let me see</think>I would rather talk.").post(CHAT, body).json()["choices"][0]
+    if choice["finish_reason"] == "stop":
+        assert json.loads(choice["message"]["content"]) == {"so": "yes"}
+    else:
+        assert choice["finish_reason"] == "tool_calls"
+        assert {json.dumps(call["function"]) for call in choice["message"]["tool_calls"]} == {
+            '{"name": "f", "arguments": "{}"}'
+        }
+
+
+NAMED_TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED_TIME])
 def test_a_call_is_forced_by_a_grammar_and_streamed_even_by_a_model_that_would_rather_talk(start, monkeypatch, choice):
     import openai
 
