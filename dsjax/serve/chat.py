@@ -86,19 +86,14 @@ class ChatAnswer(Answer):
     ) -> SamplingParams:
         reasoning = self._serving.reasoning if self._body.separate_reasoning is not False else None
         self._section = None if reasoning is None else reasoning.start_of(prompt.text, prompt.unfinished)
-        parsed = self._section is not None or self._parses_tools
-        special = parsed and any(
-            token_id is not None and self._tokenizer.is_special(token_id)
-            for token_id in map(
-                self._tokenizer.token_id,
-                (OPEN, CLOSE, *(self._serving.tool_format.markers if self._parses_tools else ())),
-            )
-        )
+        markers = [] if self._section is None else [OPEN, CLOSE]
+        markers += self._serving.tool_format.markers if self._parses_tools else []
+        ids = map(self._tokenizer.token_id, markers)
         return self._body.sampling_params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=self._body.prompt_logprobs,
-            keep_special_tokens=special,
+            kept_special_tokens=[token_id for token_id in ids if token_id is not None],
             form=form,
             form_after=self._form_after(prompt),
         )

@@ -244,7 +244,6 @@ class SamplingFields(GuidedFields, OpenAIFields):
     def sampling_params(
         self,
         *,
-        keep_special_tokens: bool = False,
         form: dict[str, Any] | None = None,
         form_after: int | None = None,
         **given: Any,
@@ -252,17 +251,14 @@ class SamplingFields(GuidedFields, OpenAIFields):
         """Make the engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
 
         Args:
-            keep_special_tokens: the text is read by a parser, which looks for markers that are special tokens.
             form: of the text, as a keyword argument of `StructuredOutputs`.
             form_after: the token after which the form binds.
-            given: `max_tokens`, `logprobs` and `prompt_logprobs`, which the API's endpoints have in different ways.
+            given: other fields, which the API's endpoints have in different ways.
 
         Raises:
             SamplingError: a value out of range.
         """
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if keep_special_tokens:
-            fields["skip_special_tokens"] = False
         return SamplingParams(
             **fields,
             **given,

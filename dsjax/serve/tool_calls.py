@@ -263,14 +263,17 @@ class ToolCallParser:
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        opening = find_first(self._held, self._form.openings)
-        if opening:
-            at, _ = opening
-            piece.content += self._take(at)
+        first_marker = find_first(self._held, self._form.markers)
+        if not first_marker:
+            piece.content += self._take(len(self._held) - self._num_undecided(self._form.markers, finished))
+            return False
+        at, marker = first_marker
+        piece.content += self._take(at)
+        if marker in self._form.openings:
             self._step = self._between
-            return True
-        piece.content += self._take(len(self._held) - self._num_undecided(self._form.openings, finished))
-        return False
+        else:  # it belongs to no call
+            self._take(len(marker))
+        return True
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, (self._form.call_begin, self._form.calls_end))

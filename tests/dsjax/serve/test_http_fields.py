@@ -286,6 +286,21 @@ def test_tool_calls_come_apart_for_the_openai_client_streamed_and_whole(start, s
     assert len(one) == 1
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_special_tokens_are_left_out_of_the_content_where_tool_markers_are_special(start, tools, skip):
+    stray = "<｜begin▁of▁sentence｜>"
+    script = f"why</think>I{stray} look.{CALL}"
+    body = {"messages": MESSAGES, "tools": tools, "temperature": 0, "skip_special_tokens": skip}
+    message = start(script, special=True).post(CHAT, body).json()["choices"][0]["message"]
+    text = f"I{'' if skip else stray} look."
+    if tools:
+        assert (message["content"], len(message["tool_calls"])) == (text, 2)
+    else:
+        assert message["content"].startswith(text)
+        assert ("<｜" in message["content"]) is not skip
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_a_call_begun_before_the_reasoning_ends_is_a_call_unless_the_reasoning_goes_on(start, special):
     body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}

@@ -73,6 +73,7 @@ def test_v3_writes_a_fenced_block_and_v31_bare_arguments():
         (lambda form: form.calls([WEATHER]) + " done", {"content": " done", "tool_calls": [call(*WEATHER)]}),
         (lambda form: CALLS_BEGIN + CALL_BEGIN + "broken" + CALL_END + CALLS_END, {"content": ""}),
         (lambda form: CALLS_BEGIN, {"content": ""}),
+        (lambda form: f"a{CALL_END}b{SEPARATOR}{CALLS_END}c", {"content": "abc"}),
         (lambda form: form.calls([("f", "not JSON")]), {"content": None, "tool_calls": [call("f", "not JSON")]}),
         (lambda form: form.calls([("f", "")]), {"content": None, "tool_calls": [call("f", "{}")]}),
     ],
