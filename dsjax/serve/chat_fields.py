@@ -215,7 +215,13 @@ class ChatRequest(SamplingFields, PromptFields):
         """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
         read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
-        return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
+        if self.reasoning_effort is not None and not read:
+            unused_fields.append("reasoning_effort")
+        if unread := [name for name in self.chat_template_kwargs or () if not names(source, name)]:
+            # The names go into a header: few, short, and such that a template could read them.
+            shown = [name for name in unread if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
+            unused_fields += [f"chat_template_kwargs.{name}" for name in shown] or ["chat_template_kwargs"]
+        return unused_fields
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -264,4 +270,4 @@ class ChatRequest(SamplingFields, PromptFields):
 
 def names(source: str, variable: str) -> bool:
     """Say whether a template reads a variable."""
-    return re.search(rf"\b{variable}\b", source) is not None
+    return re.search(rf"\b{re.escape(variable)}\b", source) is not None

@@ -44,6 +44,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
+_MOST_LOGGED = 256  # some of the names are the client's own
 _logged: set[str] = set()
 
 
@@ -95,7 +96,7 @@ def warning_headers(names: list[str]) -> dict[str, str]:
     """Make a `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
-    new = [name for name in names if name not in _logged]
+    new = [name for name in names if name not in _logged and len(_logged) < _MOST_LOGGED]
     if new:
         _logged.update(new)
         logger.warning("requests have %s, without effect on this server; further ones are not logged", ", ".join(new))

@@ -213,6 +213,22 @@ def test_reasoning_can_be_turned_off_left_out_or_left_in_the_content(start, scri
     assert "warning" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({"thinking": False}, []),
+        ({"thinkin": False, "thinking": False}, ["chat_template_kwargs.thinkin"]),
+        ({"a\r\nb: c": 1, "(": 2}, ["chat_template_kwargs"]),
+        ({f"v{index}": 1 for index in range(20)}, [f"chat_template_kwargs.v{index}" for index in range(8)]),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_named_in_a_warning(start, variables, names):
+    body = {"messages": MESSAGES, "temperature": 0, "chat_template_kwargs": variables}
+    answer = start("</think>ok").post(CHAT, body)
+    warning = f'299 dsjax "without effect on this server: {", ".join(names)}"' if names else None
+    assert (answer.status_code, answer.headers.get("warning")) == (200, warning)
+
+
 def test_both_names_of_reasoning_are_taken_on_input(start):
     server = start()
     for name in ("reasoning", "reasoning_content"):
