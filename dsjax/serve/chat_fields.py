@@ -148,8 +148,15 @@ class PromptFields(StrictModel):
 
     def check_prompt_fields(self) -> None:
         """Raise for messages and tools that contradict each other or are too large."""
+        called: set[str | None] = set()
         for index, message in enumerate(self.messages):
             message.check(index)
+            called.update(call.id for call in message.tool_calls or ())
+            # Either side may be without an id.
+            known = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
+            if message.role == "tool" and not known:
+                reason = f"messages[{index}]: found a tool's answer to {message.tool_call_id!r}, which no message before it calls"
+                raise ApiError(400, reason, param="messages")
         if self.continue_final_message and self.add_generation_prompt:
             reason = "continue_final_message and add_generation_prompt exclude each other; give one"
             raise ApiError(400, reason, param="continue_final_message")

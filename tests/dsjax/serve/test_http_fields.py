@@ -425,6 +425,22 @@ def test_calls_and_answers_of_tools_are_taken_on_input(start):
     assert chat["usage"]["prompt_tokens"] == answer["count"]
 
 
+@pytest.mark.parametrize(
+    ("given", "answered", "status"),
+    [("a", "a", 200), ("a", None, 200), (None, "a", 200), ("a", "b", 400), ("", None, 400), ("", "a", 400)],
+)
+def test_a_tool_s_answer_belongs_to_a_call(start, given, answered, status):
+    calls = [{"id": given, "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": None if given == "" else calls}
+    history = [*MESSAGES, called, {"role": "tool", "tool_call_id": answered, "content": "noon"}]
+    for path in (CHAT, "/tokenize"):
+        answer = start("</think>ok").post(path, {"messages": history})
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["param"] == "messages"
+            assert f"messages[2]: found a tool's answer to {answered!r}" in answer.json()["error"]["message"]
+
+
 def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):
     tokenizer = tool_tokenizer("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}<｜Assistant｜>")
     server = start_server(tokenizer=tokenizer, executor=ScriptedExecutor(tokenizer, CALL), eos=(tokenizer.eos_id,))
