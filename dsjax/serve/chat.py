@@ -1,15 +1,16 @@
 """`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
+import dataclasses
 from typing import Any
 
-from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams, StructuredOutputs
 from dsjax.engine.request_streams import INLINE_LENGTH, OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
-from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.chat_fields import ChatRequest, ToolChoice
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
@@ -61,37 +62,36 @@ class ChatAnswer(Answer):
         return stream
 
     def _form(self) -> dict[str, Any] | None:
-        """Choose the form that the answer must have: one asked for, or that of the tool calls that must come."""
-        body = self._body
+        """Choose the form that the answer must have: tool calls that must come, or the form asked for, or calls instead of it."""
+        body, tool_format = self._body, self._serving.tool_format
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
-        if not forced:
-            return form
-        if form is not None:
-            raise ApiError(400, "tool_choice and a form of the text exclude each other; give one", param="tool_choice")
-        if self._tokenizer is None or self._serving.tool_format is None:
+        if forced and (self._tokenizer is None or tool_format is None):
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
-        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        compact = self._serving.options.disable_any_whitespace
-        return {"grammar": self._serving.tool_format.grammar(forced, self._tokenizer, several=several, compact=compact)}
+        tools = forced or (body.offered_tools if form is not None and tool_format is not None else [])
+        if not tools:
+            return form
+        grammar = tool_format.grammar(
+            tools,
+            self._tokenizer,
+            several=not isinstance(body.tool_choice, ToolChoice) and body.parallel_tool_calls is not False,
+            compact=self._serving.options.disable_any_whitespace,
+            instead=None if forced else StructuredOutputs(**form),
+        )
+        return {"grammar": grammar}
 
     def _params(
         self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None
     ) -> SamplingParams:
         reasoning = self._serving.reasoning if self._body.separate_reasoning is not False else None
         self._section = None if reasoning is None else reasoning.start_of(prompt.text, prompt.unfinished)
-        parsed = self._section is not None or self._parses_tools
-        special = parsed and any(
-            token_id is not None and self._tokenizer.is_special(token_id)
-            for token_id in map(
-                self._tokenizer.token_id,
-                (OPEN, CLOSE, *(self._serving.tool_format.markers if self._parses_tools else ())),
-            )
-        )
+        markers = [] if self._section is None else [OPEN, CLOSE]
+        markers += self._serving.tool_format.markers if self._parses_tools else []
+        ids = map(self._tokenizer.token_id, markers)
         return self._body.sampling_params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=self._body.prompt_logprobs,
-            keep_special_tokens=special,
+            kept_special_tokens=[token_id for token_id in ids if token_id is not None],
             form=form,
             form_after=self._form_after(prompt),
         )
@@ -164,18 +164,20 @@ class ChatAnswer(Answer):
         for completion in output.outputs:
             refuse_failed(completion)
             parser = self._parsers[completion.index]
+            num_before = parser.reasoning_tokens
             piece = parser.push(completion.text, completion.finished, completion.token_ids)
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             if as_events and self._only_text_changes and not completion.finished and piece.is_one_text:
                 chunks.append(self._text_event(completion.index, piece))
                 continue
-            choice = self._chunk(completion, parser, piece.delta())
-            if choice is None:
-                continue
-            chunks.append(self._chunk_of(choice))
-            if self._body.return_token_ids and not self._prompt_is_sent:
-                chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
-                self._prompt_is_sent = True
+            for part, one in _by_kind(completion, piece, parser.reasoning_tokens - num_before):
+                choice = self._chunk(part, parser, one.delta())
+                if choice is None:
+                    continue
+                chunks.append(self._chunk_of(choice))
+                if self._body.return_token_ids and not self._prompt_is_sent:
+                    chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
+                    self._prompt_is_sent = True
         return chunks
 
     def _text_event(self, index: int, piece: MessagePiece) -> bytes:
@@ -216,6 +218,24 @@ class ChatAnswer(Answer):
     def _one(self, token_id: int, one: Logprob) -> dict[str, Any]:
         text = list(self._tokenizer.token_bytes(token_id))
         return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
+
+
+def _by_kind(
+    completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
+) -> list[tuple[CompletionOutput, MessagePiece]]:
+    """Part the reasoning from what follows, each with its tokens: clients expect one kind in a chunk.
+
+    num_reasoning: how many of the completion's tokens are reasoning.
+    """
+    if not (piece.reasoning and (piece.content or piece.tool_calls)):
+        return [(completion, piece)]
+    at, scores = max(0, num_reasoning), completion.logprobs
+    first = {"token_ids": completion.token_ids[:at], "logprobs": scores and scores[:at], "finish_reason": None}
+    rest = {"token_ids": completion.token_ids[at:], "logprobs": scores and scores[at:]}
+    return [
+        (dataclasses.replace(completion, **first), MessagePiece(reasoning=piece.reasoning)),
+        (dataclasses.replace(completion, **rest), dataclasses.replace(piece, reasoning="")),
+    ]
 
 
 def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:

@@ -148,8 +148,15 @@ class PromptFields(StrictModel):
 
     def check_prompt_fields(self) -> None:
         """Raise for messages and tools that contradict each other or are too large."""
+        called: set[str | None] = set()
         for index, message in enumerate(self.messages):
             message.check(index)
+            called.update(call.id for call in message.tool_calls or ())
+            # Either side may be without an id.
+            known = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
+            if message.role == "tool" and not known:
+                reason = f"messages[{index}]: found a tool's answer to {message.tool_call_id!r}, which no message before it calls"
+                raise ApiError(400, reason, param="messages")
         if self.continue_final_message and self.add_generation_prompt:
             reason = "continue_final_message and add_generation_prompt exclude each other; give one"
             raise ApiError(400, reason, param="continue_final_message")
@@ -215,7 +222,14 @@ class ChatRequest(SamplingFields, PromptFields):
         """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
         read = template is not None and any(map(template.reads, (*THINKING_SWITCHES, "reasoning_effort")))
-        return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
+        if self.reasoning_effort is not None and not read:
+            unused_fields.append("reasoning_effort")
+        variables = self.chat_template_kwargs or ()
+        if unread := [name for name in variables if template is None or not template.reads(name)]:
+            # The names go into a header: few, short, and such that a template could read them.
+            shown = [name for name in unread if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
+            unused_fields += [f"chat_template_kwargs.{name}" for name in shown] or ["chat_template_kwargs"]
+        return unused_fields
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

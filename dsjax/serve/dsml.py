@@ -18,11 +18,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import MessagePiece, closed_schema
+from dsjax.serve.tool_calls import MessagePiece, closed_schema, head_rules
 
 _INVOKE, _INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 _PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
@@ -49,9 +50,15 @@ class DsmlFormat:
         return DsmlParser(self._encoder.block, most)
 
     def grammar(
-        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        several: bool,
+        compact: bool = False,
+        instead: StructuredOutputs | None = None,
     ) -> str:
-        """Write the grammar of calls, as `ToolFormat.grammar` does.
+        """Write the grammar of calls, as `tool_grammar` does.
 
         Each property of a function's schema is a parameter, in the schema's order. A string whose schema says more than its type is written
         as JSON, so that the schema binds. A schema that is more than a list of properties takes all arguments as one JSON object.
@@ -96,10 +103,9 @@ class DsmlFormat:
             else:
                 parts.append(as_json(schema) + r' "\n"')
             rules.append(f"call_{index}: {' '.join(parts)} {invoke_end}")
-        calls = " | ".join(f"call_{index}" for index in range(len(tools)))
         begin, end = written(f"\n\n<{DSML}{self._encoder.block}>\n"), written(f"</{DSML}{self._encoder.block}>")
-        start = f"start: {begin} call{'+' if several else ''} {end}"
-        return "\n".join(["%llguidance {}", start, f"call: {calls}", *rules]) + "\n"
+        head = head_rules(f"{begin} call{'+' if several else ''} {end}", len(tools), instead)
+        return "\n".join([*head, *rules]) + "\n"
 
 
 DSML_FORMATS = {
@@ -140,11 +146,14 @@ class DsmlParser:
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        begun = find_first(self._held, self._openings)
-        piece.content += self._take(begun[0] if begun else len(self._held) - self._undecided(self._openings, finished))
-        if begun:
+        markers = (*self._openings, *self._ends)
+        found = find_first(self._held, markers)
+        piece.content += self._take(found[0] if found else len(self._held) - self._undecided(markers, finished))
+        if found and found[1] in self._openings:
             self._step = self._between
-        return begun is not None
+        elif found:  # it belongs to no call
+            self._take(len(found[1]))
+        return found is not None
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
         found = find_first(self._held, (_INVOKE, self._end))

@@ -262,8 +262,14 @@ class ResponsesRequest(OpenAIFields):
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        called = set()
         for item in items:
             match item:
+                case CallOutputItem() if item.call_id not in called:
+                    reason = (
+                        f"input: found the output of the call {item.call_id!r}, which no function_call before it makes"
+                    )
+                    raise ApiError(400, reason, param="input")
                 case CallOutputItem():
                     messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
                 case MessageItem(role="assistant"):
@@ -275,6 +281,7 @@ class ResponsesRequest(OpenAIFields):
                     turn = _turn(messages, has="reasoning_content")
                     turn["reasoning_content"] = text_of(item.content or item.summary)
                 case CallItem():
+                    called.add(item.call_id)
                     function = {"name": item.name, "arguments": item.arguments}
                     calls = _turn(messages).setdefault("tool_calls", [])
                     calls.append({"id": item.call_id, "type": "function", "function": function})

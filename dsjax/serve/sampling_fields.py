@@ -44,6 +44,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
+_MOST_LOGGED = 256  # some of the names are the client's own
 _logged: set[str] = set()
 
 
@@ -95,7 +96,7 @@ def warning_headers(names: list[str]) -> dict[str, str]:
     """Make a `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
-    new = [name for name in names if name not in _logged]
+    new = [name for name in names if name not in _logged and len(_logged) < _MOST_LOGGED]
     if new:
         _logged.update(new)
         logger.warning("requests have %s, without effect on this server; further ones are not logged", ", ".join(new))
@@ -245,7 +246,6 @@ class SamplingFields(GuidedFields, OpenAIFields):
     def sampling_params(
         self,
         *,
-        keep_special_tokens: bool = False,
         form: dict[str, Any] | None = None,
         form_after: int | None = None,
         **given: Any,
@@ -253,17 +253,14 @@ class SamplingFields(GuidedFields, OpenAIFields):
         """Make the engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
 
         Args:
-            keep_special_tokens: the text is read by a parser, which looks for markers that are special tokens.
             form: of the text, as a keyword argument of `StructuredOutputs`.
             form_after: the token after which the form binds.
-            given: `max_tokens`, `logprobs` and `prompt_logprobs`, which the API's endpoints have in different ways.
+            given: other fields, which the API's endpoints have in different ways.
 
         Raises:
             SamplingError: a value out of range.
         """
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if keep_special_tokens:
-            fields["skip_special_tokens"] = False
         return SamplingParams(
             **fields,
             **given,

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
-from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS, lark_text
 from dsjax.engine.text.tokenizer import Tokenizer
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -79,11 +80,9 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
-    def grammar(
-        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
-    ) -> str:
-        """Write the grammar of calls: see `tool_grammar`."""
-        return tool_grammar(self, tools, tokenizer, several=several, compact=compact)
+    def grammar(self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any) -> str:
+        """Write the grammar of calls: see `tool_grammar`, which has the options."""
+        return tool_grammar(self, tools, tokenizer, **options)
 
     def parser(self, most: int) -> "ToolCallParser":
         """Return a parser of one answer, which gives so many calls at most."""
@@ -122,37 +121,36 @@ def tool_outputs(contents: Sequence[str]) -> str:
 
 
 def tool_grammar(
-    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    several: bool,
+    compact: bool = False,
+    instead: StructuredOutputs | None = None,
 ) -> str:
     """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
 
-    compact: arguments have no blanks between JSON's parts.
-
     Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
+
+    Args:
+        compact: arguments have no blanks between JSON's parts.
+        instead: the form of an answer without calls, which may come instead.
     """
     options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
-    more = f" ({between}call)*" if several else ""
-    rules = [
-        "%llguidance {}",
-        f"start: {_marker(form.calls_begin, tokenizer)} call{more} {_marker(form.calls_end, tokenizer)}",
-        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
-    ]
+    calls = f"call ({between}call)*" if several else "call"
+    begin, end = _marker(form.calls_begin, tokenizer), _marker(form.calls_end, tokenizer)
+    rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
     before, name_end, after = (
         _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
     )
+    name_end = ['":" /[0-9]+/', *name_end] if form.numbers_calls else name_end
     for index, tool in enumerate(tools):
         function = tool["function"]
-        parts = [
-            _marker(form.call_begin, tokenizer),
-            *before,
-            json.dumps(function["name"]),
-            *(['":" /[0-9]+/'] if form.numbers_calls else []),
-            *name_end,
-            f"arguments_{index}",
-        ]
-        parts += [*after, _marker(form.call_end, tokenizer)]
-        schema = closed_schema(function.get("parameters") or {"type": "object"})
+        parts = [_marker(form.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
+        parts += [f"arguments_{index}", *after, _marker(form.call_end, tokenizer)]
+        schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
         rules += [
             f"call_{index}: {' '.join(parts)}",
             f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
@@ -160,11 +158,19 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
+def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:
+    """Write the first rules of a grammar of calls. start: of an answer with calls; count: of the rules `call_0`, `call_1`, …"""
+    rules = ["%llguidance {}", f"start: {start}"]
+    if instead is not None:
+        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
+    return [*rules, "call: " + " | ".join(f"call_{index}" for index in range(count))]
+
+
 def closed_schema(schema: Any) -> Any:
     """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
-    on with them for ever.
+    on with them for ever. An object inside that names no properties may hold any.
     """
     if isinstance(schema, list):
         return [closed_schema(each) for each in schema]
@@ -272,14 +278,17 @@ class ToolCallParser:
     # Each state takes what it can from `_held` and says whether the next state may go on.
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        opening = find_first(self._held, self._form.openings)
-        if opening:
-            at, _ = opening
-            piece.content += self._take(at)
+        first_marker = find_first(self._held, self._form.markers)
+        if not first_marker:
+            piece.content += self._take(len(self._held) - self._num_undecided(self._form.markers, finished))
+            return False
+        at, marker = first_marker
+        piece.content += self._take(at)
+        if marker in self._form.openings:
             self._step = self._between
-            return True
-        piece.content += self._take(len(self._held) - self._num_undecided(self._form.openings, finished))
-        return False
+        else:  # it belongs to no call
+            self._take(len(marker))
+        return True
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, (self._form.call_begin, self._form.calls_end))

@@ -74,6 +74,7 @@ class SamplingParams:
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         output_kind: what each output holds: all so far, this step's addition, or the finished result alone.
+        kept_special_tokens: special tokens that stay in the text where others are left out: markers that a parser of the text reads.
     """
 
     n: int = 1
@@ -101,11 +102,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = field(default=OutputKind.CUMULATIVE)
+    kept_special_tokens: Sequence[int] = ()
 
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "kept_special_tokens"):
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))

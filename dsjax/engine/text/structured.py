@@ -188,6 +188,15 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_lark(outputs.grammar)
 
 
+def lark_text(outputs: StructuredOutputs) -> str:
+    """The grammar in llguidance's dialect of Lark, to stand in a larger one."""
+    text = grammar_text(outputs)
+    if not text.startswith("{"):
+        return text
+    (grammar,) = json.loads(text)["grammars"]
+    return grammar["lark_grammar"] or f"start: %json {json.dumps(grammar['json_schema'])}"
+
+
 def _first_line(message: str) -> str:
     """What llguidance says, in a line. Of an expression it says the reason in a later one, behind the expression itself."""
     lines = message.strip().splitlines() or ["unknown reason"]

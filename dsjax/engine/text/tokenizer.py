@@ -278,7 +278,7 @@ class ChatTemplate:
 
     def reads(self, variable: str) -> bool:
         """Whether the template reads a variable or a field of this name."""
-        return re.search(rf"\b{variable}\b", self.source) is not None
+        return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
 
     def writes(self, text: str) -> bool:
         """Whether the template has this text, e.g. ``</think>``."""

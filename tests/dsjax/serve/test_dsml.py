@@ -75,6 +75,7 @@ def test_what_the_encoder_writes_the_parser_reads_at_every_cut(form):
         ("no call", "no call", []),
         ("a < b, <｜DS", "a < b, <｜DS", []),
         (block(), "", []),
+        (f"a{END}b</{DSML}invoke>", "ab", []),
         ("x\n\n" + block(invoke("f")) + "\n\ny", "x\n\ny", [("f", "{}")]),
         (block(f'<{DSML}invoke name="f"/>\n', invoke("g")), None, [("f", "{}"), ("g", "{}")]),
         (invoke("f", parameter("a", "1")), None, [("f", '{"a": "1"}')]),
@@ -209,6 +210,15 @@ def test_the_grammar_binds_the_schema(special, call, taken):
     assert (complete and constraint.take(tokenizer.eos_id) is None) is taken
     if taken:
         assert len(calls_of(parse(text))) == 1
+
+
+def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call():
+    tokenizer, instead = dsml_tokenizer(special=True), StructuredOutputs(json={"type": "array"})
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    for text, taken in (("[1]", True), ("\n\n" + block(invoke("g", '{"a": 1}')), True), ("{}", False)):
+        grammar = V32.grammar([{"function": OPEN}], tokenizer, several=True, instead=instead)
+        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+        assert all(constraint.take(id) is None for id in tokenizer.encode(text, add_special_tokens=False)) is taken
 
 
 @pytest.fixture(scope="module", params=DSML_FORMATS)

@@ -235,7 +235,6 @@ CHATS = [
     ("parameters that are no schema", chat(tools=[tool(parameters={"type": "thing"})], tool_choice="required"), 400),
     ("a choice of another tool", chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400),
     ("an unknown choice", chat(tools=[TOOL], tool_choice="maybe"), 422),
-    ("a choice and a form", chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400),
     ("a limit of 0 of completions", {"messages": MESSAGES, "max_completion_tokens": 0}, 400),
     ("fewer top_logprobs than none", chat(logprobs=True, top_logprobs=-1), 400),
     ("too many top_logprobs", chat(logprobs=True, top_logprobs=21), 400),

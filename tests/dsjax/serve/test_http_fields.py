@@ -225,6 +225,22 @@ def test_reasoning_ends_when_its_budget_is_used(start, stream):
     assert server.post(CHAT, {**body, "thinking_token_budget": -1}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({"thinking": False}, []),
+        ({"thinkin": False, "thinking": False}, ["chat_template_kwargs.thinkin"]),
+        ({"a\r\nb: c": 1, "(": 2}, ["chat_template_kwargs"]),
+        ({f"v{index}": 1 for index in range(20)}, [f"chat_template_kwargs.v{index}" for index in range(8)]),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_named_in_a_warning(start, variables, names):
+    body = {"messages": MESSAGES, "temperature": 0, "chat_template_kwargs": variables}
+    answer = start("</think>ok").post(CHAT, body)
+    warning = f'299 dsjax "without effect on this server: {", ".join(names)}"' if names else None
+    assert (answer.status_code, answer.headers.get("warning")) == (200, warning)
+
+
 def test_both_names_of_reasoning_are_taken_on_input(start):
     server = start()
     for name in ("reasoning", "reasoning_content"):
@@ -298,6 +314,21 @@ def test_tool_calls_come_apart_for_the_openai_client_streamed_and_whole(start, s
     assert len(one) == 1
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_special_tokens_are_left_out_of_the_content_where_tool_markers_are_special(start, tools, skip):
+    stray = "<｜begin▁of▁sentence｜>"
+    script = f"why</think>I{stray} look.{CALL}"
+    body = {"messages": MESSAGES, "tools": tools, "temperature": 0, "skip_special_tokens": skip}
+    message = start(script, special=True).post(CHAT, body).json()["choices"][0]["message"]
+    text = f"I{'' if skip else stray} look."
+    if tools:
+        assert (message["content"], len(message["tool_calls"])) == (text, 2)
+    else:
+        assert message["content"].startswith(text)
+        assert ("<｜" in message["content"]) is not skip
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_a_call_begun_before_the_reasoning_ends_is_a_call_unless_the_reasoning_goes_on(start, special):
     body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
@@ -327,7 +358,41 @@ def test_no_tool_is_called_when_none_may_be(start):
     assert "get_weather" in message["content"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+ANSWER = {"type": "object", "properties": {"so": {"enum": ["yes"]}}, "required": ["so"], "additionalProperties": False}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
+
+
+@pytest.mark.parametrize("form", [FORM, {"response_format": {"type": "json_object"}}, {"guided_json": ANSWER}])
+def test_with_a_form_a_model_may_call_tools_or_answer_in_the_form(start, form):
+    body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 200, **form}
+    called = start(f"let me see</think>{CALL}").post(CHAT, body).json()["choices"][0]
+    assert (called["finish_reason"], len(called["message"]["tool_calls"])) == ("tool_calls", 2)
+    server = start('let me see</think>{"so": "yes"}')
+    answered = server.post(CHAT, body).json()["choices"][0]
+    assert (answered["finish_reason"], answered["message"]["content"]) == ("stop", '{"so": "yes"}')
+    forced = server.post(CHAT, {**body, "tool_choice": NAMED_TIME}).json()["choices"][0]
+    assert forced["message"]["tool_calls"][0]["function"]["name"] == "get_time", "a forced call drops the form"
+    none = start(f"</think>{CALL}").post(CHAT, {**body, "tool_choice": "none"}).json()["choices"][0]
+    assert none["message"]["content"].startswith("{")
+
+
+def test_with_a_form_a_model_that_would_rather_talk_does_one_of_both(start):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 200, **FORM}
+    choice = start("let me see</think>I would rather talk.").post(CHAT, body).json()["choices"][0]
+    if choice["finish_reason"] == "stop":
+        assert json.loads(choice["message"]["content"]) == {"so": "yes"}
+    else:
+        assert choice["finish_reason"] == "tool_calls"
+        assert {json.dumps(call["function"]) for call in choice["message"]["tool_calls"]} == {
+            '{"name": "f", "arguments": "{}"}'
+        }
+
+
+NAMED_TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED_TIME])
 def test_a_call_is_forced_by_a_grammar_and_streamed_even_by_a_model_that_would_rather_talk(start, monkeypatch, choice):
     import openai
 
@@ -370,6 +435,22 @@ def test_calls_and_answers_of_tools_are_taken_on_input(start):
         assert expected in text
     chat = server.post(CHAT, {"messages": history, "tools": TOOLS, "temperature": 0}).json()
     assert chat["usage"]["prompt_tokens"] == answer["count"]
+
+
+@pytest.mark.parametrize(
+    ("given", "answered", "status"),
+    [("a", "a", 200), ("a", None, 200), (None, "a", 200), ("a", "b", 400), ("", None, 400), ("", "a", 400)],
+)
+def test_a_tool_s_answer_belongs_to_a_call(start, given, answered, status):
+    calls = [{"id": given, "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": None if given == "" else calls}
+    history = [*MESSAGES, called, {"role": "tool", "tool_call_id": answered, "content": "noon"}]
+    for path in (CHAT, "/tokenize"):
+        answer = start("</think>ok").post(path, {"messages": history})
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["param"] == "messages"
+            assert f"messages[2]: found a tool's answer to {answered!r}" in answer.json()["error"]["message"]
 
 
 def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):

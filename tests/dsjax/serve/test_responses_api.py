@@ -138,6 +138,7 @@ def test_what_changes_nothing_is_named_in_a_warning_and_nothing_is_stored(start,
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}
 FUNCTION_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "5"}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,8 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "c", "name": "f", "argument
         (400, "", {"modalities": ["audio"]}),
         (400, "", {"input": []}),
         (400, "", {"input": [IMAGE]}),
+        (400, "the output of the call 'd'", {"input": [FUNCTION_CALL, {**OUTPUT, "call_id": "d"}]}),
+        (400, "the output of the call 'c'", {"input": [OUTPUT, FUNCTION_CALL]}),
         (400, "4097 messages", {"input": [{"role": "user", "content": "h"}] * 4096, "instructions": "be brief"}),
         (400, "129 function calls", {"input": [FUNCTION_CALL] * 129}),
         (422, "input.0: expected a message, function_call, ", {"input": [{"type": "item_reference", "id": "msg_1"}]}),

@@ -73,6 +73,7 @@ def test_v3_writes_a_fenced_block_and_v31_bare_arguments():
         (lambda form: form.calls([WEATHER]) + " done", {"content": " done", "tool_calls": [call(*WEATHER)]}),
         (lambda form: CALLS_BEGIN + CALL_BEGIN + "broken" + CALL_END + CALLS_END, {"content": ""}),
         (lambda form: CALLS_BEGIN, {"content": ""}),
+        (lambda form: f"a{CALL_END}b{SEPARATOR}{CALLS_END}c", {"content": "abc"}),
         (lambda form: form.calls([("f", "not JSON")]), {"content": None, "tool_calls": [call("f", "not JSON")]}),
         (lambda form: form.calls([("f", "")]), {"content": None, "tool_calls": [call("f", "{}")]}),
     ],
@@ -150,13 +151,13 @@ def test_deltas_have_the_name_first_and_arguments_as_they_come():
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"function": {"name": "get", "parameters": SCHEMA}}, {"function": {"name": "put"}}]
-GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
+GET, PUT = ("get", '{"a": 5}'), ("put", "{}")
 TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(special=True), "text": tiny_tokenizer()}
 
 
-def takes(tokenizer, form: ToolFormat, text: str, several: bool = True, compact: bool = False) -> bool:
+def takes(tokenizer, form: ToolFormat, text: str, tools=TOOLS, several: bool = True, **options) -> bool:
     """Whether the grammar takes every token of the text, and may then end."""
-    grammar = tool_grammar(form, TOOLS, tokenizer, several=several, compact=compact)
+    grammar = tool_grammar(form, tools, tokenizer, several=several, **options)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     constraint = compiler.compile(StructuredOutputs(grammar=grammar))
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -191,18 +192,50 @@ def test_arguments_have_one_blank_or_none_between_their_parts(form):
 def test_forced_arguments_hold_what_the_schema_names_unless_it_says_otherwise():
     closed = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
     opened = {**closed, "additionalProperties": True}
+    inner = {"type": "object", "properties": {"a": {"type": "object"}}}
     tokenizer, form = TOKENIZERS["tokens"], FORMATS["deepseek_v31"]
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     for schema, text, expected in (
         (closed, '{"a": {"b": 1}}', True),
         (closed, '{"a": {}, "c": 1}', False),
         (closed, '{"a": {"c": 1}}', False),
         (opened, '{"a": {}, "c": 1}', True),
+        (inner, '{"a": {"c": 1}}', True),
     ):
-        grammar = tool_grammar(form, [{"function": {"name": "f", "parameters": schema}}], tokenizer, several=False)
-        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
-        tokens = tokenizer.encode(form.calls([("f", text)]), add_special_tokens=False)
-        assert all(constraint.take(token) is None for token in tokens) is expected, (schema, text)
+        tools = [{"function": {"name": "f", "parameters": schema}}]
+        assert takes(tokenizer, form, form.calls([("f", text)]), tools) is expected, (schema, text)
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_is_called_with_an_empty_object(schema):
+    tokenizer, form = TOKENIZERS["tokens"], FORMATS["deepseek_v31"]
+    tools = [{"function": {"name": "f", "parameters": schema}}]
+    assert takes(tokenizer, form, form.calls([("f", "{}")]), tools)
+    assert not takes(tokenizer, form, form.calls([("f", '{"a": 1}')]), tools)
+    opened = [
+        {"function": {"name": "f", "parameters": {"type": "object", "additionalProperties": {"type": "integer"}}}}
+    ]
+    assert takes(tokenizer, form, form.calls([("f", '{"a": 1}')]), opened)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ({"json": {"type": "object", "properties": {"so": {"type": "integer"}}, "required": ["so"]}}, '{"so": 5}'),
+        ({"json_object": True}, '{"so": {"call": []}}'),
+        ({"regex": r"so/\d+"}, "so/12"),
+        ({"choice": ["so", "no"]}, "so"),
+        ({"grammar": 'start: call\ncall: "so" TEXT\nTEXT: /[0-9]+/'}, "so12"),
+    ],
+    ids=str,
+)
+def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call(tokenizer, outputs, text):
+    form, instead = FORMATS["deepseek_v3"], StructuredOutputs(**outputs)
+    assert takes(tokenizer, form, text, instead=instead)
+    assert takes(tokenizer, form, form.calls([GET, PUT]), instead=instead)
+    for wrong in ("no", text + form.calls([GET]), form.calls([GET]) + text, form.calls([("get", "{}")])):
+        assert ("choice" in outputs and wrong == "no") is takes(tokenizer, form, wrong, instead=instead), wrong
+    assert not takes(tokenizer, form, text)
 
 
 def test_kimi_s_calls_keep_the_ids_that_the_model_gives_them():
