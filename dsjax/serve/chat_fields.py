@@ -11,7 +11,7 @@ from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
 from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, for_header
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -133,6 +133,12 @@ class ToolChoice(StrictModel):
     function: ChosenFunction
 
 
+class ThinkingSwitch(StrictModel):
+    """DeepSeek's `thinking`; `adaptive`, Anthropic's, is the model's own way to reason, which is to do so."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 THINKING_SWITCHES = ("thinking", "enable_thinking")
 """Variables by which templates turn reasoning on or off: DeepSeek-V3.1's, and that of others."""
 
@@ -190,6 +196,9 @@ class ChatRequest(SamplingFields, PromptFields):
         None,
         description="none turns thinking off where the template has a switch for it; templates may also read the word",
     )
+    thinking: ThinkingSwitch | None = Field(
+        None, description="DeepSeek's: turns reasoning on or off, whatever the effort"
+    )
     functions: list[Any] | None = Field(None, description="older name of tools; refused")
     function_call: Any = Field(None, description="older name of tool_choice; refused")
 
@@ -210,25 +219,25 @@ class ChatRequest(SamplingFields, PromptFields):
     def template_variables(self, template: Template) -> dict[str, Any]:
         """Return variables for a template: those given, and what `reasoning_effort` means to it."""
         variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            for name in THINKING_SWITCHES:
-                if template.reads(name):
-                    variables.setdefault(name, self.reasoning_effort != "none")
-            if template.reads("reasoning_effort"):
-                variables.setdefault("reasoning_effort", self.reasoning_effort)
+        switch, effort = self.thinking and self.thinking.type, self.reasoning_effort
+        if switch is not None or effort is not None:
+            thinks = effort != "none" if switch is None else switch != "disabled"
+            variables = {name: thinks for name in THINKING_SWITCHES if template.reads(name)} | variables
+        if effort is not None and template.reads("reasoning_effort"):
+            variables.setdefault("reasoning_effort", effort)
         return variables
 
     def fields_without_effect(self, template: Template | None) -> list[str]:
         """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
-        read = template is not None and any(map(template.reads, (*THINKING_SWITCHES, "reasoning_effort")))
-        if self.reasoning_effort is not None and not read:
+        switches = template is not None and any(map(template.reads, THINKING_SWITCHES))
+        if self.reasoning_effort is not None and not (switches or (template and template.reads("reasoning_effort"))):
             unused_fields.append("reasoning_effort")
+        if self.thinking is not None and not switches:
+            unused_fields.append("thinking")
         variables = self.chat_template_kwargs or ()
         if unread := [name for name in variables if template is None or not template.reads(name)]:
-            # The names go into a header: few, short, and such that a template could read them.
-            shown = [name for name in unread if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
-            unused_fields += [f"chat_template_kwargs.{name}" for name in shown] or ["chat_template_kwargs"]
+            unused_fields += [f"chat_template_kwargs.{name}" for name in for_header(unread)] or ["chat_template_kwargs"]
         return unused_fields
 
     @property

@@ -23,7 +23,7 @@ from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import MessagePiece, closed_schema, head_rules
+from dsjax.serve.tool_calls import CallParser, MessagePiece, closed_schema, head_rules
 
 _INVOKE, _INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 _PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
@@ -113,42 +113,25 @@ DSML_FORMATS = {
 }
 
 
-class DsmlParser:
+class DsmlParser(CallParser):
     """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
 
     Arguments become one JSON object. Text parameters are given as they come, JSON ones when they are whole: what a model marks as JSON
     and is none becomes a string. A call whose body is a JSON object instead of parameters is read too. What is cut off inside a tag is
-    dropped; a parameter whose tag cannot be read is left out.
-
-    Args:
-        block: name of the tag around all calls.
-        most: how many calls are given; later ones are dropped.
+    dropped; a parameter whose tag cannot be read is left out. block: name of the tag around all calls.
     """
 
     def __init__(self, block: str, most: int):
+        super().__init__(most)
         begin, self._end = f"<{DSML}{block}>", f"</{DSML}{block}>"
         self._openings = (f"\n\n{begin}", begin, f"\n\n{_INVOKE}", _INVOKE)
         self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # of a value; models leave some out
-        self._most = most
-        self._step = self._text
-        self._held = ""
         self._num_parameters = 0
-        self.num_calls = 0
-
-    def push(self, text: str, finished: bool = False) -> MessagePiece:
-        """Add text; with `finished` nothing is held back any more."""
-        self._held += text
-        piece = MessagePiece()
-        while self._step(piece, finished):
-            pass
-        return piece
-
-    # Each state takes what it can from `_held` and says whether the next state may go on.
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
         markers = (*self._openings, *self._ends)
         found = find_first(self._held, markers)
-        piece.content += self._take(found[0] if found else len(self._held) - self._undecided(markers, finished))
+        piece.content += self._take(found[0] if found else len(self._held) - self._num_undecided(markers, finished))
         if found and found[1] in self._openings:
             self._step = self._between
         elif found:  # it belongs to no call
@@ -195,7 +178,7 @@ class DsmlParser:
 
     def _whole_arguments(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, (_INVOKE_END, _INVOKE, self._end))
-        undecided = self._undecided((_INVOKE_END, _INVOKE, self._end), finished)
+        undecided = self._num_undecided((_INVOKE_END, _INVOKE, self._end), finished)
         text = self._held[: end[0] if end else len(self._held) - undecided]
         arguments = text.rstrip()
         self._take(len(text) if end else len(arguments))
@@ -222,7 +205,7 @@ class DsmlParser:
 
     def _text_value(self, piece: MessagePiece, finished: bool) -> bool:
         end = find_first(self._held, self._ends)
-        text = self._take(end[0] if end else len(self._held) - self._undecided(self._ends, finished))
+        text = self._take(end[0] if end else len(self._held) - self._num_undecided(self._ends, finished))
         self._add(piece, _json(text)[1:-1] + ('"' if end else ""))
         return self._end_value(end)
 
@@ -245,13 +228,6 @@ class DsmlParser:
         self._add(piece, "}" if self._num_parameters else "{}")
         self._step = self._between
 
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        return taken
-
-    def _undecided(self, markers: Sequence[str], finished: bool) -> int:
-        return 0 if finished else num_undecided(self._held, markers)
-
     def _add(self, piece: MessagePiece, arguments: str) -> None:
         """Add to the arguments of the call: in a piece each call has one delta."""
         last = piece.tool_calls[-1] if piece.tool_calls else None
@@ -259,10 +235,6 @@ class DsmlParser:
             last["function"]["arguments"] += arguments
         elif arguments:
             self._emit(piece, {"function": {"arguments": arguments}})
-
-    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
-        if self.num_calls <= self._most:
-            piece.tool_calls.append({"index": self.num_calls - 1, **delta})
 
 
 def _json(value: str) -> str:

@@ -48,6 +48,12 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Make the JSON body of an error as Anthropic's clients read it."""
+    kind = "api_error" if error.type == "server_error" else error.type
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Make what the client is sent for an exception. One that nobody foresaw is a 500 without details."""
     match error:

@@ -255,7 +255,9 @@ class Keys(Guard):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an allowed request on."""
-        given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
+        headers = Headers(scope=scope)
+        given = _given_key(headers.get("authorization", ""), scope["method"])
+        given = given or headers.get("x-api-key", "").encode()  # Anthropic's clients
         scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
         refusal = self._refusal(scope, given)
         await (self._app if refusal is None else error_response(scope, refusal))(scope, receive, send)

@@ -92,6 +92,11 @@ class OpenAIFields(StrictModel):
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
+def for_header(names: list[str]) -> list[str]:
+    """Keep of names that a client chose those that can be told in a header: some, and only short identifiers."""
+    return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
+
+
 def warning_headers(names: list[str]) -> dict[str, str]:
     """Make a `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:

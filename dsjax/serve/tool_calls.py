@@ -7,6 +7,7 @@
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,28 +244,19 @@ class MessagePiece:
         return body
 
 
-class ToolCallParser:
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+class CallParser(ABC):
+    """Takes an answer's text piece by piece, in states; `_step` is the state's method.
 
-    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
-    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
-    inside a call's name is dropped.
+    A state takes what it can from `_held` and says whether the next state may go on.
 
     Args:
         most: how many calls are given; later ones are dropped.
     """
 
-    def __init__(self, form: ToolFormat, most: int):
-        self._form, self._most = form, most
-        self._ends = (form.call_end, form.calls_end, form.call_begin)
-        separator = re.escape(form.separator)
-        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
-        # it has matched, so that a head that is not whole yet does not match as a shorter one.
-        kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
-        self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
+    def __init__(self, most: int):
+        self._most = most
         self._step = self._text
         self._held = ""
-        self._has_arguments = False
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
@@ -275,7 +267,40 @@ class ToolCallParser:
             pass
         return piece
 
-    # Each state takes what it can from `_held` and says whether the next state may go on.
+    @abstractmethod
+    def _text(self, piece: MessagePiece, finished: bool) -> bool:
+        """The first state."""
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
+        return 0 if finished else num_undecided(self._held, markers)
+
+    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
+        if self.num_calls <= self._most:
+            piece.tool_calls.append({"index": self.num_calls - 1, **delta})
+
+
+class ToolCallParser(CallParser):
+    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+
+    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
+    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
+    inside a call's name is dropped.
+    """
+
+    def __init__(self, form: ToolFormat, most: int):
+        super().__init__(most)
+        self._form = form
+        self._ends = (form.call_end, form.calls_end, form.call_begin)
+        separator = re.escape(form.separator)
+        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
+        # it has matched, so that a head that is not whole yet does not match as a shorter one.
+        kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
+        self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
+        self._has_arguments = False
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, self._form.markers)
@@ -332,14 +357,3 @@ class ToolCallParser:
             self._has_arguments = True
             self._emit(piece, {"function": {"arguments": arguments}})
         return end is not None
-
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        return taken
-
-    def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
-        return 0 if finished else num_undecided(self._held, markers)
-
-    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
-        if self.num_calls <= self._most:
-            piece.tool_calls.append({"index": self.num_calls - 1, **delta})
