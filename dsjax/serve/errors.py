@@ -49,9 +49,10 @@ class ApiError(HTTPException):
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Make the JSON body of an error as Anthropic's clients read it."""
-    kind = "api_error" if error.type == "server_error" else error.type
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    """Make the JSON body of an error as Anthropic's clients read it, who know fewer fields."""
+    body = error.body()
+    body["error"]["type"] = "api_error" if error.type == "server_error" else error.type
+    return {"type": "error", **body}
 
 
 def to_api_error(error: Exception) -> ApiError:
