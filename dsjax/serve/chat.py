@@ -170,8 +170,8 @@ class ChatAnswer(Answer):
             if as_events and self._only_text_changes and not completion.finished and piece.is_one_text:
                 chunks.append(self._text_event(completion.index, piece))
                 continue
-            for part, one in _by_kind(completion, piece, parser.reasoning_tokens - num_before):
-                choice = self._chunk(part, parser, one.delta())
+            for part, delta in _by_delta(completion, piece, parser.reasoning_tokens - num_before):
+                choice = self._chunk(part, parser, delta)
                 if choice is None:
                     continue
                 chunks.append(self._chunk_of(choice))
@@ -220,22 +220,21 @@ class ChatAnswer(Answer):
         return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
 
 
-def _by_kind(
+def _by_delta(
     completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
-) -> list[tuple[CompletionOutput, MessagePiece]]:
-    """Part the reasoning from what follows, each with its tokens: clients expect one kind in a chunk.
-
-    num_reasoning: how many of the completion's tokens are reasoning.
-    """
-    if not (piece.reasoning and (piece.content or piece.tool_calls)):
-        return [(completion, piece)]
-    at, scores = max(0, num_reasoning), completion.logprobs
-    first = {"token_ids": completion.token_ids[:at], "logprobs": scores and scores[:at], "finish_reason": None}
+) -> list[tuple[CompletionOutput, dict[str, Any]]]:
+    """Pair each delta with its tokens: those of the reasoning, of which there are `num_reasoning`, and the others with the last delta."""
+    *first, last = piece.deltas()
+    if not first:
+        return [(completion, last)]
+    at, scores = max(0, num_reasoning) if piece.reasoning else 0, completion.logprobs
+    parts = []
+    for delta in first:
+        end = at if "reasoning" in delta else 0
+        tokens = {"token_ids": completion.token_ids[:end], "logprobs": scores and scores[:end]}
+        parts.append((dataclasses.replace(completion, finish_reason=None, **tokens), delta))
     rest = {"token_ids": completion.token_ids[at:], "logprobs": scores and scores[at:]}
-    return [
-        (dataclasses.replace(completion, **first), MessagePiece(reasoning=piece.reasoning)),
-        (dataclasses.replace(completion, **rest), dataclasses.replace(piece, reasoning="")),
-    ]
+    return [*parts, (dataclasses.replace(completion, **rest), last)]
 
 
 def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:

@@ -229,11 +229,7 @@ class DsmlParser(CallParser):
         self._step = self._between
 
     def _add(self, piece: MessagePiece, arguments: str) -> None:
-        """Add to the arguments of the call: in a piece each call has one delta."""
-        last = piece.tool_calls[-1] if piece.tool_calls else None
-        if last and last["index"] == self.num_calls - 1:
-            last["function"]["arguments"] += arguments
-        elif arguments:
+        if arguments:
             self._emit(piece, {"function": {"arguments": arguments}})
 
 

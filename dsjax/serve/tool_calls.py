@@ -217,16 +217,14 @@ class MessagePiece:
         """Whether it is content or reasoning, and nothing else."""
         return not self.tool_calls and bool(self.content) != bool(self.reasoning)
 
-    def delta(self) -> dict[str, Any]:
-        """Make a chunk's delta."""
-        body: dict[str, Any] = {}
+    def deltas(self) -> list[dict[str, Any]]:
+        """Make the deltas of chunks, one for each kind of text and each call: some clients read no more of one. At least one."""
+        deltas: list[dict[str, Any]] = []
         if self.reasoning:
-            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+            deltas.append({"reasoning_content": self.reasoning, "reasoning": self.reasoning})
         if self.content:
-            body["content"] = self.content
-        if self.tool_calls:
-            body["tool_calls"] = self.tool_calls
-        return body
+            deltas.append({"content": self.content})
+        return deltas + [{"tool_calls": [call]} for call in self.tool_calls] or [{}]
 
     def message(self) -> dict[str, Any]:
         """Make a whole message: the deltas of a call are put together."""
@@ -279,8 +277,11 @@ class CallParser(ABC):
         return 0 if finished else num_undecided(self._held, markers)
 
     def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
-        if self.num_calls <= self._most:
-            piece.tool_calls.append({"index": self.num_calls - 1, **delta})
+        index = self.num_calls - 1
+        if piece.tool_calls and piece.tool_calls[-1]["index"] == index:
+            piece.tool_calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+        elif self.num_calls <= self._most:
+            piece.tool_calls.append({"index": index, **delta})
 
 
 class ToolCallParser(CallParser):

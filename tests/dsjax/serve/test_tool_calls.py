@@ -142,11 +142,22 @@ def test_cuts_change_nothing(form, text, cuts):
 def test_deltas_have_the_name_first_and_arguments_as_they_come():
     parser = ToolCallParser(V31, 8)
     text = V31.calls([WEATHER])
-    deltas = [delta for character in text for delta in parser.push(character).tool_calls]
-    assert deltas[0]["function"] == {"name": "get_weather", "arguments": ""}
+    pieces = [parser.push(character).deltas() for character in text]
+    deltas = [call for parts in pieces for delta in parts for call in delta.get("tool_calls", ())]
+    assert deltas[0]["function"] == {"name": "get_weather", "arguments": "{"}
     assert len(deltas) > 5
     assert all(set(delta) == {"index", "function"} for delta in deltas[1:])
     assert "".join(delta["function"]["arguments"] for delta in deltas) == WEATHER[1]
+
+
+def test_a_delta_has_one_kind_of_text_or_one_call():
+    deltas = ToolCallParser(V31, 8).push("I look." + V31.calls([WEATHER, TIME])).deltas()
+    assert [sorted(delta) for delta in deltas] == [["content"], ["tool_calls"], ["tool_calls"]]
+    calls = [call for delta in deltas[1:] for call in delta["tool_calls"]]
+    assert [(call["index"], call["function"]) for call in calls] == [
+        (0, {"name": WEATHER[0], "arguments": WEATHER[1]}),
+        (1, {"name": TIME[0], "arguments": TIME[1]}),
+    ]
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
