@@ -339,7 +339,7 @@ class Aborted(TypedDict):
 
 
 _MEANINGS = {
-    400: "not JSON, or a value that cannot be",
+    400: "not JSON, fields that are not those of the schema, or a value that cannot be",
     401: "no valid key",
     403: "admin endpoints are closed",
     404: "no such model, or no such path",
@@ -347,7 +347,6 @@ _MEANINGS = {
     408: "the request did not arrive in time",
     409: "what is asked for is being done already",
     413: "the body is too large",
-    422: "fields that are not those of the schema",
     429: "too much waits",
     500: "the engine failed",
     503: "warming up, or shutting down",

@@ -155,8 +155,8 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "c", "name": "f", "argument
         (400, "", {"input": [IMAGE]}),
         (400, "4097 messages", {"input": [{"role": "user", "content": "h"}] * 4096, "instructions": "be brief"}),
         (400, "129 function calls", {"input": [FUNCTION_CALL] * 129}),
-        (422, "input.0: expected a message, function_call, ", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
-        *((422, "", {"request_id": wrong}) for wrong in ("a\r\nSet-Cookie: b=c", "漢", "a b", "i" * 129, "")),
+        (400, "input.0: expected a message, function_call, ", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        *((400, "", {"request_id": wrong}) for wrong in ("a\r\nSet-Cookie: b=c", "漢", "a b", "i" * 129, "")),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_field_named(start, status, said, fields):
