@@ -3,7 +3,6 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -45,7 +44,6 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
     for make_routes in (tokenizer_routes, status_routes, admin_routes):
         app.include_router(make_routes(serving))
     create_page_routes(app)
-    _leave_out_422(app)
     if serving.metrics is not None:
         create_metrics_routes(app, serving)
     # The last one added is the first to see a request: its id, its key, its body.
@@ -58,22 +56,6 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
     if serving.metrics is not None:
         app.add_middleware(ResponseCounts, metrics=serving.metrics)
     return app
-
-
-def _leave_out_422(app: FastAPI) -> None:
-    """Take out of the OpenAPI schema what FastAPI says of mistakes in a body; `errors` describes what is sent."""
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = describe()
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schema["components"]["schemas"].pop(name, None)
-        return schema
-
-    app.openapi = openapi
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

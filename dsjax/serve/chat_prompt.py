@@ -54,12 +54,12 @@ def render_prompt(
         messages = _with_description(messages, tools, form)
     text = tokenizer.chat_template.render(
         messages,
-        add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
+        add_generation_prompt=not fields.goes_on and fields.add_generation_prompt is not False,
         **({"tools": list(tools)} if tools else {}),
         **variables,
     )
     unfinished = None
-    if fields.continue_final_message:
+    if fields.goes_on:
         unfinished = messages[-1]["content"] or ""
         text = _cut_after(text, unfinished)
     return ChatPrompt(text, tokenizer.encode(text, add_special_tokens=False), unfinished)

@@ -61,7 +61,12 @@ def test_the_schema_describes_every_answer(server):
         (COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "temperature": 0, "logprobs": 1}, {}, True),
         (COMPLETIONS, {"prompt": "ab", "max_tokens": 3, "temperature": 0, "stream": True}, {}, True),
         (CHAT, {"messages": MESSAGES, "max_tokens": 3, "temperature": 0}, {"X-Session-Affinity": "mine"}, True),
-        ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "temperature": 0, "store": False}, {}, True),
+        (
+            "/v1/responses",
+            {"model": "tiny", "input": "hi", "max_output_tokens": 3, "temperature": 0, "store": False},
+            {},
+            True,
+        ),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "model": "nobody"}, {}, True),
         (COMPLETIONS, {"prompt": "a", "n": 0}, {}, True),
         (COMPLETIONS, {"prompt": "a"}, {"X-Data-Parallel-Rank": "7000"}, True),
