@@ -60,7 +60,8 @@ class SamplingParams:
         logit_bias: token id to a number, in [-100, 100], added to its logit.
         allowed_token_ids: only these tokens may be taken; None: all.
         bad_words: strings whose tokens are never made in a row: the last is held back after the others.
-        seed: same seed, same text, whatever else runs; None draws one from the engine's seed.
+        seed: same seed and prompt, same text, whatever else runs; different prompts with one seed share their noise. None and -1: one is
+            drawn from the engine's seed.
         stop: strings that end the text, wherever token boundaries lie.
         stop_token_ids: tokens that end the text, beside the model's end-of-sequence tokens.
         ignore_eos: continue past the model's end-of-sequence tokens.

@@ -101,8 +101,8 @@ class InputProcessor:
         else:
             self.config.check_fits(len(token_ids), max_tokens)
         rules = self.make_rules(params, stop_ids, token_ids)
-        if params.seed is not None:  # 64 bits folded into 32; seeds below 2**32 stay as they are
-            seed = (params.seed ^ ((params.seed % 2**64) >> 32)) & 0xFFFFFFFF
+        if params.seed is not None:
+            seed = params.seed
         base_seed = self.draw_seed() if seed is None else seed
         others = options
         if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
@@ -114,7 +114,7 @@ class InputProcessor:
                 num_prompt_tokens=len(token_ids),
                 params=params,
                 max_tokens=max_tokens,
-                seed=(base_seed + index) % 2**32,
+                seed=(base_seed + index) % 2**64,
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
                 options=options if index == 0 else others,

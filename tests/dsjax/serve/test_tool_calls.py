@@ -269,7 +269,7 @@ def test_kimi_s_calls_keep_the_ids_that_the_model_gives_them():
 
 
 def test_a_call_of_kimi_without_a_number_gets_an_id():
-    (head, _) = KIMI.parser(8).push(KIMI.call("f", "{}").replace("functions.f:0", "f"), finished=True).tool_calls
+    (head,) = KIMI.parser(8).push(KIMI.call("f", "{}").replace("functions.f:0", "f"), finished=True).tool_calls
     assert (head["id"][:5], head["function"]["name"]) == ("call_", "f")
 
 

@@ -50,6 +50,19 @@ def test_token_ids_of_the_model_s_tokenizer_are_taken_as_they_are_unless_the_mod
     assert prepared.completions[0].token_ids is not ids, "to which the tokens that are made are added"
 
 
+def test_a_seed_is_taken_whole_and_completions_count_on_from_it():
+    inputs = InputProcessor(None, FakeExecutor().config, V)
+
+    def seeds(seed, n=1):
+        prepared = inputs.prepare("a", {"prompt_token_ids": [1]}, SamplingParams(seed=seed, n=n))
+        return [one.seed for one in prepared.completions]
+
+    collided = [1, -2, 2**32, 2**32 - 2, -(2**63), 2**63 - 1, 5, ~5]
+    assert [seeds(seed) for seed in collided] == [[seed % 2**64] for seed in collided]
+    assert seeds(-3, n=4) == [2**64 - 3, 2**64 - 2, 2**64 - 1, 0]
+    assert seeds(-2, n=1) == seeds(-3, n=2)[1:]
+
+
 def test_a_request_without_rules_has_none_and_completions_do_not_share_theirs():
     inputs = InputProcessor(tiny_tokenizer(), FakeExecutor().config, V, (1,))
     assert inputs.make_rules(SamplingParams(n=2, temperature=0.5, top_p=0.9)) == [None, None]

@@ -23,7 +23,7 @@ from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.text.input_processor import EncodedPrompt, Prompt
+from dsjax.engine.text.input_processor import Prompt
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.errors import UserError
 from sharding.mesh import MeshSpec
@@ -219,23 +219,33 @@ class LLM:
         messages: Sequence[dict] | Sequence[Sequence[dict]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, rendered with the model's chat template.
+        """Answer one conversation, or several, prepared as ``/v1/chat/completions`` prepares them.
 
-        messages: dicts with ``role`` and ``content``. chat_template_kwargs: variables for the template (``thinking``).
+        messages: OpenAI's: dicts with ``role`` and ``content``, ``tool_calls``, ``tool_call_id``. add_generation_prompt: whether the model
+        begins an answer; default: unless continue_final_message, with which it goes on inside the last message. tools: that the model may
+        call, as OpenAI writes them; the text has its calls as the model writes them. chat_template_kwargs: variables for the template
+        (``thinking``).
 
         Raises:
-            UserError: a model without a chat template, or messages that are none, or that it refuses.
+            UserError: a model without a chat template, or messages and tools that cannot be.
         """
+        from dsjax.serve.chat_prompt import conversation_prompt
+
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise UserError(f"model {self.args.model!r} has no chat template; use generate()")
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise UserError(f"chat_template_kwargs is {chat_template_kwargs!r}, expected a dict")
-        variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        texts = [self.tokenizer.chat_template.render(one, **variables) for one in _conversations(messages)]
-        prompts = [EncodedPrompt(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        fields = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        conversations = _conversations(messages)
+        prompts = [conversation_prompt(self.tokenizer, messages=one, **fields) for one in conversations]
         return self.generate(prompts, sampling_params)
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -319,16 +329,9 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
     return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in given]
 
 
-def _conversations(messages: object) -> list[list[Mapping]]:
-    """Make a list of conversations of one or several; refuse what is no message: a chat template would leave it out without a word."""
+def _conversations(messages: object) -> list[list]:
+    """Make a list of conversations of one or several."""
     wanted = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
     given = _listed("messages", messages, f"{wanted}, or a list of such lists")
-    conversations = [given] if given and isinstance(given[0], Mapping) else given
-    conversations = [_listed("a conversation", each, wanted) for each in conversations]
-    for conversation in conversations:
-        if not conversation:
-            raise UserError(f"a conversation is empty, expected {wanted}")
-        for message in conversation:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise UserError(f"found the message {message!r}, expected a dict with a role, and with content")
-    return conversations
+    conversations = [given] if not given or isinstance(given[0], Mapping) else given
+    return [_listed("a conversation", each, wanted) for each in conversations]
