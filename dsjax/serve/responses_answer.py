@@ -133,8 +133,8 @@ class ResponsesAnswer:
     def __init__(self, serving: Serving, body: ResponsesRequest, request_id: str):
         self.id = f"resp-{request_id}"
         self._body = body
-        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
         self._model = serving.check_model(body.model)
+        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
         self._created = int(time.time())
         self._items = OutputItems()
         self._sequence = 0
