@@ -245,8 +245,8 @@ class RetoldAnswer(StreamedAnswer):
 
     def __init__(self, serving: Serving, body: Any, answer_id: str, request_id: str):
         self.id, self._body = answer_id, body
-        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
         self._model = serving.check_model(body.model)
+        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything and queue the prompt, as the chat answer does.

@@ -139,11 +139,8 @@ class ResponsesAnswer(RetoldAnswer):
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
-        ours = ("store", "metadata")
-        return [
-            *self._body.without_effect(),
-            *(n for n in self._chat.without_effect() if n not in (*ours, *self._body.without_effect())),
-        ]
+        own = self._body.without_effect()
+        return own + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *own)]
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything and queue the prompt, as the chat answer does.

@@ -1,11 +1,12 @@
 """`InputProcessor`: prompts and parameters, checked and turned into requests and their logits' rules, before anything reaches a device."""
 
+import copy
 import random
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams, plain
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -91,6 +92,7 @@ class InputProcessor:
             AdmissionError: more tokens than model or cache hold.
         """
         text, token_ids = self._tokens(prompt)
+        params = copy.copy(params)  # the caller may change them
         if params.stop and self._tokenizer is None:
             raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
@@ -190,6 +192,8 @@ class InputProcessor:
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
         for position, token_id in enumerate(() if is_ours and self._own_ids_fit else token_ids):
+            if type(token_id) is not int:
+                token_id = token_ids[position] = plain(token_id)
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(

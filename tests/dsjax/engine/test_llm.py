@@ -256,8 +256,20 @@ def test_calls_of_several_threads_take_turns(llm):
     assert (scored.result()[0] == logits).all()
 
 
+def test_prompts_come_as_they_do_to_vllm_and_progress_is_shown_where_it_is_asked_for(llm, capsys):
+    ids = prompt(5)["prompt_token_ids"]
+    expected = tokens_of(llm.generate({"prompt_token_ids": ids}, greedy(np.int64(3))))
+    for given in (ids, np.array(ids), [ids], np.array([ids])):
+        assert tokens_of(llm.generate(given, greedy(3), priority=[np.int64(1)])) == expected
+    assert capsys.readouterr().err == ""
+    llm.generate([ids, ids], greedy(3), use_tqdm=True)
+    assert "prompts: 2 of 2 (100%)" in capsys.readouterr().err
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
 def test_nothing_is_computed_after_a_shutdown(checkpoint):
-    made = load(checkpoint)
+    with load(checkpoint) as made:
+        made.close()
     made.shutdown()
     made.shutdown()
     for call in (
