@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from dsjax.checkpoint.assemble import Tensor
-from dsjax.checkpoint.check import settle_mtp
-from dsjax.checkpoint.errors import CheckpointError
+from dsjax.checkpoint.check import settle_head, settle_mtp
+from dsjax.checkpoint.errors import CheckpointError, check_pulled
 from dsjax.checkpoint.fp4_tensors import Found, as_wanted, stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
-from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameters import Weights
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint. Headers were read, values were not."""
+    """An opened checkpoint. Headers were read, values were not (but for a tied model's head)."""
 
     directory: Path
     kind: Literal["hf", "orbax", "memory"]
     config: ModelConfig
-    """The configuration of what is there: without MTP modules where the files hold none."""
+    """The configuration of what is there: without MTP modules where the files hold none, untied where the head differs."""
     tensors: Mapping[str, Tensor]
     """Hugging Face name → tensor."""
     specs: Mapping[str, TensorSpec]
@@ -87,6 +86,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(directory, ["is no directory" if directory.exists() else "does not exist"])
+    check_pulled(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(directory, [f"has no config.json; {_LOOKED_FOR}"])
     if (directory / MANIFEST_NAME).exists():
@@ -108,6 +108,7 @@ def _open_orbax(directory: Path) -> Checkpoint:
 def _open_hf(directory: Path) -> Checkpoint:
     folder = SafetensorsFolder(directory)
     config = settle_mtp(directory, load_config(directory), [*folder, *folder.unreadable])
+    config = settle_head(directory, config, folder)
     return Checkpoint(
         directory,
         "hf",

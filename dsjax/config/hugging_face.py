@@ -52,7 +52,7 @@ def _read_alike(config: Any) -> tuple[list[str], list[str]]:
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
-    raw = _without_aliases(raw)
+    raw = without_aliases(raw)
     must, optional = _read_alike(config)
     fields = {name: required(raw, name) for name in must}
     fields |= _ROUTER_DEFAULTS.get(fields["model_type"], {}) if isinstance(fields["model_type"], str) else {}
@@ -79,8 +79,8 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read fields that are given by another name. Raises where both names are there with different values."""
+def without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read fields that are given by another name, under the name used here. Raises where both names are there with different values."""
     named = {key: value for key, value in raw.items() if key not in _ALIASES}
     for alias, name in _ALIASES.items():
         value, given = raw.get(alias), named.get(name)

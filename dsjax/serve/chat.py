@@ -131,7 +131,7 @@ class ChatAnswer(Answer):
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             choice: ChatChoice = {
                 "index": completion.index,
-                "message": message,
+                "message": message | {"refusal": None, "annotations": []},
                 "logprobs": self._logprobs(completion),
                 **_end(completion, parser),
             }
@@ -149,7 +149,8 @@ class ChatAnswer(Answer):
     def first_chunks(self) -> list[ChatResponse]:
         """Give the first chunk of each choice, which tells its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
-        return [self._chunk_of(_delta(index, {"role": "assistant", "content": ""})) for index in range(self._body.n)]
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return [self._chunk_of(_delta(index, first)) for index in range(self._body.n)]
 
     def chunks_of(
         self, prompt_index: int, output: RequestOutput, *, as_events: bool = True

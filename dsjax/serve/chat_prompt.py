@@ -4,9 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.errors import UserError
 from dsjax.serve.chat_fields import ChatMessage, PromptFields, names
-from dsjax.serve.errors import ApiError
+from dsjax.serve.errors import ApiError, to_api_error
 from dsjax.serve.tool_calls import ToolFormat, tool_outputs
 
 _RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
@@ -49,15 +54,32 @@ def render_prompt(
         messages = _with_description(messages, tools, form)
     text = tokenizer.chat_template.render(
         messages,
-        add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
+        add_generation_prompt=not fields.goes_on and fields.add_generation_prompt is not False,
         **({"tools": list(tools)} if tools else {}),
         **variables,
     )
     unfinished = None
-    if fields.continue_final_message:
+    if fields.goes_on:
         unfinished = messages[-1]["content"] or ""
         text = _cut_after(text, unfinished)
     return ChatPrompt(text, tokenizer.encode(text, add_special_tokens=False), unfinished)
+
+
+def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
+    """Make the prompt of a conversation given in Python, as `/v1/chat/completions` makes it. fields: those of `PromptFields`.
+
+    Raises:
+        UserError: messages or tools that cannot be.
+    """
+    try:
+        body = PromptFields.model_validate(fields)
+        body.check_prompt_fields()
+        prompt = render_prompt(tokenizer, body, body.tool_dicts(), ToolFormat.choose("auto", tokenizer))
+        return EncodedPrompt(prompt.token_ids)
+    except ValidationError as error:
+        raise UserError(to_api_error(RequestValidationError(error.errors(), body=fields)).message) from error
+    except ApiError as error:
+        raise UserError(error.message) from error
 
 
 def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: ToolFormat | None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from dsjax.serve.options import (
 )
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
     from dsjax.serve.metrics import Metrics
 
 
@@ -127,7 +127,7 @@ def serve(
 
         Headless(group_options, options).serve(args, listener, console)
         return
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
 
     model = LLM(**dataclasses.asdict(args), show_progress=True)
     names = tuple(served_model_name or ()) or (args.model,)

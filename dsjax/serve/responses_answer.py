@@ -12,7 +12,7 @@ from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
-from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
+from dsjax.serve.responses_request import ResponsesRequest
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -222,7 +222,7 @@ class ResponsesAnswer:
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         body = self._body
         form = body.text.format if body.text and body.text.format else None
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
+        choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
         return {
             "id": self.id,
             "object": "response",
@@ -231,6 +231,7 @@ class ResponsesAnswer:
             "status": status,
             "background": False,
             "error": None,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -239,6 +240,7 @@ class ResponsesAnswer:
             "model": self._model,
             "output": [] if status == "in_progress" else [_copy(item) for item in self._items.items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": body.presence_penalty or 0.0,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},

@@ -195,26 +195,31 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(False, description="send the usage so far with every chunk")
 
 
-class SamplingFields(GuidedFields, OpenAIFields):
+class DrawFields(StrictModel):
+    """How tokens are drawn, and which text ends them: what all three APIs have."""
+
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: Count | None = 0
+    min_p: float | None = 0.0
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+
+
+class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
     n: Annotated[Count | None, AfterValidator(lambda n: 1 if n is None else n)] = 1
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
     logit_bias: Annotated[dict[str, float], Field(max_length=bounds.MAX_BIASES)] | None = Field(
         None, description="token id to what is added to its logit"
     )
 
-    top_k: Count | None = 0
-    min_p: float | None = 0.0
-    repetition_penalty: float | None = 1.0
     min_tokens: Count | None = 0
     stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: Integers | None = None

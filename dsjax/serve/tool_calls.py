@@ -13,6 +13,7 @@ from typing import Any
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
+from dsjax.engine.text.json_schema import each_schema, enforceable
 from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS, lark_text
 from dsjax.engine.text.tokenizer import Tokenizer
 
@@ -159,20 +160,13 @@ def _closed(schema: Any) -> Any:
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
     on with them for ever. An object inside that names no properties may hold any.
     """
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {}
-    for name, value in schema.items():
-        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            closed[name] = {key: _closed(each) for key, each in value.items()}  # the user's names, not JSON Schema's
-        else:
-            closed[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
-    composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-    if isinstance(schema.get("properties"), dict) and not composed:
-        closed["additionalProperties"] = False
-    return closed
+
+    def close(inner: dict[str, Any]) -> dict[str, Any]:
+        composed = inner.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+        open_ended = isinstance(inner.get("properties"), dict) and not composed
+        return inner | {"additionalProperties": False} if open_ended else inner
+
+    return enforceable(each_schema(schema, close))
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:

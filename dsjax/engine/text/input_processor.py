@@ -1,11 +1,12 @@
 """`InputProcessor`: prompts and parameters, checked and turned into requests and their logits' rules, before anything reaches a device."""
 
+import copy
 import random
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams, plain
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
@@ -90,6 +91,7 @@ class InputProcessor:
             AdmissionError: more tokens than model or cache hold.
         """
         text, token_ids = self._tokens(prompt)
+        params = copy.copy(params)  # the caller may change them
         if params.stop and self._tokenizer is None:
             raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
@@ -100,8 +102,8 @@ class InputProcessor:
         else:
             self.config.check_fits(len(token_ids), max_tokens)
         rules = self.make_rules(params, stop_ids)
-        if params.seed is not None:  # 64 bits folded into 32; seeds below 2**32 stay as they are
-            seed = (params.seed ^ ((params.seed % 2**64) >> 32)) & 0xFFFFFFFF
+        if params.seed is not None:
+            seed = params.seed
         base_seed = self.draw_seed() if seed is None else seed
         others = options
         if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
@@ -113,7 +115,7 @@ class InputProcessor:
                 num_prompt_tokens=len(token_ids),
                 params=params,
                 max_tokens=max_tokens,
-                seed=(base_seed + index) % 2**32,
+                seed=(base_seed + index) % 2**64,
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
                 options=options if index == 0 else others,
@@ -175,6 +177,8 @@ class InputProcessor:
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
         for position, token_id in enumerate(() if is_ours and self._own_ids_fit else token_ids):
+            if type(token_id) is not int:
+                token_id = token_ids[position] = plain(token_id)
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(

@@ -53,14 +53,14 @@ def openai_routes(serving: Serving) -> APIRouter:
     """Make the routes under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
     stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
-    generating = {200: stream, **errors(422, 429, 500, 503)}
+    generating = {200: stream, **errors(429, 500, 503)}
 
     @router.get("/models", responses=errors())
     async def models() -> ModelList:
         """List the served names."""
         return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
 
-    @router.get("/models/{name:path}", responses=errors(422))
+    @router.get("/models/{name:path}", responses=errors())
     async def model(name: str) -> ModelCard:
         """Describe one served name."""
         return _card(serving, serving.check_model(name))

@@ -152,7 +152,7 @@ def test_generate_writes_prompts_and_continuations_in_order_and_says_which_faile
 
 def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
     engine = LLMEngine(make_parts())
-    monkeypatch.setattr("dsjax.engine.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
+    monkeypatch.setattr("dsjax.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
     failed = {0: "the values are not finite"}
     monkeypatch.setattr("dsjax.cli.generate.write_continuations", lambda *_, **__: failed)
     result = CliRunner().invoke(app, ["generate", "--prompt", "x"])

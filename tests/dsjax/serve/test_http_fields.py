@@ -10,6 +10,7 @@ from dsjax.serve.tool_calls import FORMATS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+ALWAYS = {"role": "assistant", "refusal": None, "annotations": []}
 TOOLS = [
     {
         "type": "function",
@@ -191,7 +192,7 @@ def test_reasoning_comes_apart_streamed_and_whole(start):
     server = start("\nwhy so\n</think>\n\nbecause")
     body = {"messages": MESSAGES, "temperature": 0}
     message = server.post(CHAT, body).json()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "because", "reasoning": "why so", "reasoning_content": "why so"}
+    assert message == {"content": "because", "reasoning": "why so", "reasoning_content": "why so", **ALWAYS}
     streamed = together(events(server.post(CHAT, {**body, "stream": True}).text))
     assert streamed == {"content": "because", "reasoning": "why so", "reasoning_content": "why so"}
 
@@ -209,7 +210,7 @@ def test_reasoning_comes_apart_streamed_and_whole(start):
 )
 def test_reasoning_can_be_turned_off_left_out_or_left_in_the_content(start, script, fields, options, message):
     answer = start(script, **options).post(CHAT, {"messages": MESSAGES, "temperature": 0, **fields})
-    assert answer.json()["choices"][0]["message"] == {"role": "assistant", **message}
+    assert answer.json()["choices"][0]["message"] == {**message, **ALWAYS}
     assert "warning" not in answer.headers
 
 
@@ -465,6 +466,29 @@ def test_the_final_message_can_be_continued(start):
     assert answer["usage"]["prompt_tokens"] == len(ids)
     both = server.post(CHAT, {**options, "add_generation_prompt": True})
     assert both.status_code == 400
+    prefix = [*MESSAGES, {**history[-1], "prefix": True}]
+    assert server.post("/tokenize", {"messages": prefix}).json()["tokens"] == ids, "as DeepSeek's API has it"
+    for wrong in ([*prefix, *MESSAGES], [{**MESSAGES[0], "prefix": True}]):
+        answer = server.post(CHAT, {"messages": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_stream_begins_with_the_role_and_no_refusal(start):
+    first, *_ = events(start("</think>a").post(CHAT, {"messages": MESSAGES, "stream": True}).text)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_alone_one_may_or_must_be_called(start, mode):
+    server = start("</think>I would rather talk." if mode == "required" else f"</think>{CALL}")
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    message = server.post(CHAT, {**asked, "max_tokens": 60}).json()["choices"][0]["message"]
+    if mode == "required":
+        assert {call["function"]["name"] for call in message["tool_calls"]} == {"get_time"}
+    allowed["tools"][0]["function"]["name"] = "get_money"
+    assert "'get_money', which is none of the tools" in server.post(CHAT, asked).json()["error"]["message"]
 
 
 def test_tokenize_and_detokenize_are_each_other_s_inverse(start):
@@ -581,7 +605,7 @@ WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": WRONG}
     ],
 )
 def test_a_form_that_cannot_be_is_named_as_it_was_asked_for(start, path, fields, param):
-    prompt = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": MESSAGES}}.get(path, {"input": "a"})
+    prompt = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": MESSAGES}}.get(path, {"model": "tiny", "input": "a"})
     answer = start().post(path, {**prompt, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
