@@ -16,7 +16,7 @@ from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import MessagePiece, tool_grammar
+from dsjax.serve.tool_calls import MessagePiece
 
 
 class ChatAnswer(Answer):
@@ -37,8 +37,7 @@ class ChatAnswer(Answer):
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
-        template = self._tokenizer.chat_template if self._tokenizer else None
-        return self._body.fields_without_effect(template.source if template else "")
+        return self._body.fields_without_effect(self._tokenizer.chat_template if self._tokenizer else None)
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything, render the template and queue the prompt.
@@ -71,8 +70,7 @@ class ChatAnswer(Answer):
         tools = forced or (body.offered_tools if form is not None and tool_format is not None else [])
         if not tools:
             return form
-        grammar = tool_grammar(
-            tool_format,
+        grammar = tool_format.grammar(
             tools,
             self._tokenizer,
             several=not isinstance(body.tool_choice, ToolChoice) and body.parallel_tool_calls is not False,

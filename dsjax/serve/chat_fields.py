@@ -1,7 +1,6 @@
 """The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
 
 import json
-import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -9,9 +8,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
+from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, for_header
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -136,6 +136,12 @@ class ToolChoice(StrictModel):
     function: ChosenFunction
 
 
+class ThinkingSwitch(StrictModel):
+    """DeepSeek's `thinking`; `adaptive`, Anthropic's, is the model's own way to reason, which is to do so."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class AllowedTools(StrictModel):
     """Some of the tools, and whether one of them must be called."""
 
@@ -190,8 +196,8 @@ class PromptFields(StrictModel):
         """Whether the answer goes on inside the last message."""
         return bool(self.continue_final_message or self.messages[-1].prefix)
 
-    def template_variables(self, source: str) -> dict[str, Any]:
-        """Return variables for a template of this source."""
+    def template_variables(self, template: Template) -> dict[str, Any]:
+        """Return variables for a template."""
         return dict(self.chat_template_kwargs or {})
 
     def tool_dicts(self, named: Collection[str] | None = None) -> list[dict[str, Any]]:
@@ -215,6 +221,9 @@ class ChatRequest(SamplingFields, PromptFields):
         None,
         description="none turns thinking off where the template has a switch for it; templates may also read the word",
     )
+    thinking: ThinkingSwitch | None = Field(
+        None, description="DeepSeek's: turns reasoning on or off, whatever the effort"
+    )
     functions: list[Any] | None = Field(None, description="older name of tools; refused")
     function_call: Any = Field(None, description="older name of tool_choice; refused")
 
@@ -231,27 +240,28 @@ class ChatRequest(SamplingFields, PromptFields):
         if unknown := sorted((self._choice[1] or set()) - {tool.function.name for tool in self.tools or ()}):
             raise ApiError(400, f"tool_choice names {unknown[0]!r}, which is none of the tools", param="tool_choice")
 
-    def template_variables(self, source: str) -> dict[str, Any]:
+    def template_variables(self, template: Template) -> dict[str, Any]:
         """Return variables for a template: those given, and what `reasoning_effort` means to it."""
         variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            for name in THINKING_SWITCHES:
-                if names(source, name):
-                    variables.setdefault(name, self.reasoning_effort != "none")
-            if names(source, "reasoning_effort"):
-                variables.setdefault("reasoning_effort", self.reasoning_effort)
+        switch, effort = self.thinking and self.thinking.type, self.reasoning_effort
+        if switch is not None or effort is not None:
+            thinks = effort != "none" if switch is None else switch != "disabled"
+            variables = {name: thinks for name in THINKING_SWITCHES if template.reads(name)} | variables
+        if effort is not None and template.reads("reasoning_effort"):
+            variables.setdefault("reasoning_effort", effort)
         return variables
 
-    def fields_without_effect(self, source: str) -> list[str]:
+    def fields_without_effect(self, template: Template | None) -> list[str]:
         """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
-        read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
-        if self.reasoning_effort is not None and not read:
+        switches = template is not None and any(map(template.reads, THINKING_SWITCHES))
+        if self.reasoning_effort is not None and not (switches or (template and template.reads("reasoning_effort"))):
             unused_fields.append("reasoning_effort")
-        if unread := [name for name in self.chat_template_kwargs or () if not names(source, name)]:
-            # The names go into a header: few, short, and such that a template could read them.
-            shown = [name for name in unread if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
-            unused_fields += [f"chat_template_kwargs.{name}" for name in shown] or ["chat_template_kwargs"]
+        if self.thinking is not None and not switches:
+            unused_fields.append("thinking")
+        variables = self.chat_template_kwargs or ()
+        if unread := [name for name in variables if template is None or not template.reads(name)]:
+            unused_fields += [f"chat_template_kwargs.{name}" for name in for_header(unread)] or ["chat_template_kwargs"]
         return unused_fields
 
     @property
@@ -305,8 +315,3 @@ class ChatRequest(SamplingFields, PromptFields):
                 raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
             return None
         return self.top_logprobs or 0
-
-
-def names(source: str, variable: str) -> bool:
-    """Say whether a template reads a variable."""
-    return re.search(rf"\b{re.escape(variable)}\b", source) is not None

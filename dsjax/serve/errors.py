@@ -48,6 +48,13 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Make the JSON body of an error as Anthropic's clients read it, who know fewer fields."""
+    body = error.body()
+    body["error"]["type"] = "api_error" if error.type == "server_error" else error.type
+    return {"type": "error", **body}
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Make what the client is sent for an exception. One that nobody foresaw is a 500 without details."""
     match error:

@@ -136,7 +136,7 @@ class ReasoningParser:
             return None
         close = tokenizer.token_id(CLOSE)
         template = tokenizer.chat_template
-        if name == "auto" and (close is None or template is None or CLOSE not in template.source):
+        if name == "auto" and (close is None or template is None or not template.writes(CLOSE)):
             return None
         return cls(close, always=name == "deepseek_r1")
 

@@ -259,8 +259,8 @@ class ResponsesAnswer:
         }
 
 
-class ResponsesEvents(EventStream):
-    """Named events, without `[DONE]` at their end, as this API has them."""
+class NamedEvents(EventStream):
+    """Named events, without `[DONE]` at their end, as this API and Anthropic's have them."""
 
     _END = b""
 

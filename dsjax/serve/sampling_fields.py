@@ -32,7 +32,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
 ]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Values that ask for what happens anyway; others are answered with a warning.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -90,6 +90,11 @@ class OpenAIFields(StrictModel):
         """Name the fields that were given a value which changes nothing here."""
         given = ((name, getattr(self, name)) for name in _WITHOUT_EFFECT)
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
+
+
+def for_header(names: list[str]) -> list[str]:
+    """Keep of names that a client chose those that can be told in a header: some, and only short identifiers."""
+    return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
 
 
 def warning_headers(names: list[str]) -> dict[str, str]:
@@ -221,6 +226,7 @@ class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     )
 
     min_tokens: Count | None = 0
+    thinking_token_budget: Count | None = Field(None, description="most tokens of reasoning")
     stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: Integers | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=bounds.MAX_BAD_WORDS)] | None = None

@@ -57,6 +57,8 @@ class Server(uvicorn.Server):
         before_routes: see `create_app`.
     """
 
+    _for_clients = True
+
     def __init__(
         self,
         serving: Serving,
@@ -93,6 +95,7 @@ class Server(uvicorn.Server):
             ),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            **(serving.options.tls if self._for_clients else {}),
         )
         super().__init__(config)
 

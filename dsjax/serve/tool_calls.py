@@ -7,6 +7,7 @@
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,8 @@ class ToolFormat:
     """How a model writes calls: markers around all calls and around each one, and what stands between them.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
-    `deepseek_v31` the name, the separator and the bare arguments.
+    `deepseek_v31` the name, the separator and the bare arguments; `kimi_k2` the same with other markers, and with the call's number behind
+    its name (`functions.NAME:0`), which together are the call's id.
     """
 
     name: str
@@ -42,21 +44,7 @@ class ToolFormat:
     after_name: str
     after_arguments: str = ""
     between_calls: str = ""
-
-    @classmethod
-    def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
-        """Return the format of this name; None for `none`, and for a model without tokenizer.
-
-        `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
-        """
-        if name == "none" or tokenizer is None:
-            return None
-        if name != "auto":
-            return FORMATS[name]
-        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        if SEPARATOR in source:
-            return FORMATS["deepseek_v3" if "```json" in source else "deepseek_v31"]
-        return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
+    numbers_calls: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -68,13 +56,20 @@ class ToolFormat:
         """Markers with which calls begin."""
         return self.calls_begin, self.call_begin
 
-    def call(self, name: str, arguments: str) -> str:
-        """Write one call as text."""
+    def call(self, name: str, arguments: str, number: int = 0) -> str:
+        """Write one call as text. number: its place in the answer."""
+        name += f":{number}" if self.numbers_calls else ""
         return f"{self.call_begin}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{self.call_end}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Write calls of (name, arguments) as text."""
-        return self.calls_begin + self.between_calls.join(self.call(*call) for call in calls) + self.calls_end
+        texts = [self.call(*call, number) for number, call in enumerate(calls)]
+        return self.calls_begin + self.between_calls.join(texts) + self.calls_end
+
+    def identified(self, written: str) -> tuple[str, str]:
+        """Return the id and the name of a call that is headed so."""
+        match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
+        return (written, match[1]) if match else (f"call_{uuid.uuid4().hex[:24]}", written)
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what the system message says of the functions, for templates that do not say it themselves."""
@@ -86,6 +81,10 @@ class ToolFormat:
         example = self.calls([("tool_name", '{"argument": "value"}')])
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any) -> str:
+        """Write the grammar of calls: see `tool_grammar`, which has the options."""
+        return tool_grammar(self, tools, tokenizer, **options)
 
     def parser(self, most: int) -> "ToolCallParser":
         """Return a parser of one answer, which gives so many calls at most."""
@@ -103,6 +102,17 @@ FORMATS = {
             between_calls="\n",
         ),
         ToolFormat(name="deepseek_v31", after_name=SEPARATOR),
+        ToolFormat(
+            name="kimi_k2",
+            calls_begin="<|tool_calls_section_begin|>",
+            calls_end="<|tool_calls_section_end|>",
+            call_begin="<|tool_call_begin|>",
+            call_end="<|tool_call_end|>",
+            separator="<|tool_call_argument_begin|>",
+            before_name="functions.",
+            after_name="<|tool_call_argument_begin|>",
+            numbers_calls=True,
+        ),
     )
 }
 
@@ -131,22 +141,18 @@ def tool_grammar(
     """
     options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
-    more = f" ({between}call)*" if several else ""
-    rules = [
-        "%llguidance {}",
-        f"start: {_marker(form.calls_begin, tokenizer)} call{more} {_marker(form.calls_end, tokenizer)}",
-    ]
-    if instead is not None:
-        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    calls = f"call ({between}call)*" if several else "call"
+    begin, end = _marker(form.calls_begin, tokenizer), _marker(form.calls_end, tokenizer)
+    rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
     before, name_end, after = (
         _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
     )
+    name_end = ['":" /[0-9]+/', *name_end] if form.numbers_calls else name_end
     for index, tool in enumerate(tools):
         function = tool["function"]
         parts = [_marker(form.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
         parts += [f"arguments_{index}", *after, _marker(form.call_end, tokenizer)]
-        schema = _closed({"type": "object", "properties": {}} | (function.get("parameters") or {}))
+        schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
         rules += [
             f"call_{index}: {' '.join(parts)}",
             f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
@@ -154,7 +160,15 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _closed(schema: Any) -> Any:
+def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:
+    """Write the first rules of a grammar of calls. start: of an answer with calls; count: of the rules `call_0`, `call_1`, …"""
+    rules = ["%llguidance {}", f"start: {start}"]
+    if instead is not None:
+        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
+    return [*rules, "call: " + " | ".join(f"call_{index}" for index in range(count))]
+
+
+def closed_schema(schema: Any) -> Any:
     """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
@@ -220,28 +234,19 @@ class MessagePiece:
         return body
 
 
-class ToolCallParser:
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+class CallParser(ABC):
+    """Takes an answer's text piece by piece, in states; `_step` is the state's method.
 
-    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
-    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
-    inside a call's name is dropped.
+    A state takes what it can from `_held` and says whether the next state may go on.
 
     Args:
         most: how many calls are given; later ones are dropped.
     """
 
-    def __init__(self, form: ToolFormat, most: int):
-        self._form, self._most = form, most
-        self._ends = (form.call_end, form.calls_end, form.call_begin)
-        separator = re.escape(form.separator)
-        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
-        # it has matched, so that a head that is not whole yet does not match as a shorter one.
-        kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
-        self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
+    def __init__(self, most: int):
+        self._most = most
         self._step = self._text
         self._held = ""
-        self._has_arguments = False
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
@@ -252,7 +257,43 @@ class ToolCallParser:
             pass
         return piece
 
-    # Each state takes what it can from `_held` and says whether the next state may go on.
+    @abstractmethod
+    def _text(self, piece: MessagePiece, finished: bool) -> bool:
+        """The first state."""
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
+        return 0 if finished else num_undecided(self._held, markers)
+
+    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
+        index = self.num_calls - 1
+        if piece.tool_calls and piece.tool_calls[-1]["index"] == index:
+            piece.tool_calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+        elif self.num_calls <= self._most:
+            piece.tool_calls.append({"index": index, **delta})
+
+
+class ToolCallParser(CallParser):
+    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+
+    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
+    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
+    inside a call's name is dropped.
+    """
+
+    def __init__(self, form: ToolFormat, most: int):
+        super().__init__(most)
+        self._form = form
+        self._ends = (form.call_end, form.calls_end, form.call_begin)
+        separator = re.escape(form.separator)
+        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
+        # it has matched, so that a head that is not whole yet does not match as a shorter one.
+        kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
+        self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
+        self._has_arguments = False
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
         first_marker = find_first(self._held, self._form.markers)
@@ -293,8 +334,8 @@ class ToolCallParser:
         self.num_calls += 1
         self._has_arguments = False
         self._step = self._arguments
-        function = {"name": head[1].strip(), "arguments": ""}
-        self._emit(piece, {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        call_id, name = self._form.identified(head[1].strip())
+        self._emit(piece, {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
@@ -309,17 +350,3 @@ class ToolCallParser:
             self._has_arguments = True
             self._emit(piece, {"function": {"arguments": arguments}})
         return end is not None
-
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        return taken
-
-    def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
-        return 0 if finished else num_undecided(self._held, markers)
-
-    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
-        index = self.num_calls - 1
-        if piece.tool_calls and piece.tool_calls[-1]["index"] == index:
-            piece.tool_calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
-        elif self.num_calls <= self._most:
-            piece.tool_calls.append({"index": index, **delta})

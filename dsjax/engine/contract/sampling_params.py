@@ -31,6 +31,7 @@ _INTEGERS = {
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, None),
     "min_tokens": (0, None),
+    "thinking_token_budget": (0, None),
 }
 _INTEGERS |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
 
@@ -72,6 +73,7 @@ class SamplingParams:
         ignore_eos: continue past the model's end-of-sequence tokens.
         max_tokens: most tokens to produce; None: as many as model and cache hold.
         min_tokens: before this many tokens no end-of-sequence token, stop token or stop string counts.
+        thinking_token_budget: most tokens between `<think>` and `</think>`, which then follows; None: as many as the model makes.
         logprobs: for each token its log-probability and that of so many most probable ones (0 to 20); None: none.
         prompt_logprobs: the same for each token of the prompt but the first.
         structured_outputs: the form that the text must have; None: any.
@@ -96,6 +98,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
+    thinking_token_budget: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     _: KW_ONLY

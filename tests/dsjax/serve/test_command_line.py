@@ -258,7 +258,7 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
         FACTS, mesh_shape=dict(zip(("dp", "ep", "tp"), shape, strict=True)), num_devices=devices
     )
     show_facts(console, facts)
-    show_url(console, "127.0.0.1", 8123, ("demo",))
+    show_url(console, "http://127.0.0.1:8123", ("demo",))
     text = console.file.getvalue()
     for expected in (
         "dp=4,tp=8",

@@ -367,7 +367,7 @@ HEADERS = [
     ("GET", C, {}, b"", 405),
     ("PUT", C, JSON, GOOD, 405),
     ("HEAD", C, {}, b"", 405),
-    ("OPTIONS", C, {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}, b"", 405),
+    ("OPTIONS", C, {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}, b"", 204),
     ("BREW", "/health", {}, b"", 400),
     ("GET", "/v1/models/../../etc/passwd", {}, b"", 404),
     ("GET", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", {}, b"", 404),

@@ -214,6 +214,18 @@ def test_reasoning_can_be_turned_off_left_out_or_left_in_the_content(start, scri
     assert "warning" not in answer.headers
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_ends_when_its_budget_is_used(start, stream):
+    server = start("123456789")
+    body = {"messages": MESSAGES, "temperature": 0, "thinking_token_budget": 3, "stream": stream}
+    answer = server.post(CHAT, body)
+    message = together(events(answer.text)) if stream else answer.json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("123", "56789")
+    without = server.post(CHAT, {**body, "chat_template_kwargs": {"thinking": False}, "stream": False}).json()
+    assert without["choices"][0]["message"]["content"] == "123456789"
+    assert server.post(CHAT, {**body, "thinking_token_budget": -1}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("variables", "names"),
     [

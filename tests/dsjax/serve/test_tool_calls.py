@@ -13,7 +13,6 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.structured import GrammarCompiler
-from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.message_parser import MessageParser
 from dsjax.serve.tool_calls import (
     CALL_BEGIN,
@@ -22,12 +21,13 @@ from dsjax.serve.tool_calls import (
     CALLS_END,
     FORMATS,
     SEPARATOR,
+    MessagePiece,
     ToolCallParser,
     ToolFormat,
     tool_grammar,
 )
 
-V3, V31 = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"]
+V3, V31, KIMI = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"], FORMATS["kimi_k2"]
 WEATHER, TIME = ("get_weather", '{"city": "Köln"}'), ("get_time", "{}")
 
 
@@ -160,18 +160,6 @@ def test_a_delta_has_one_kind_of_text_or_one_call():
     ]
 
 
-def choose(name: str, template: str) -> ToolFormat | None:
-    return ToolFormat.choose(name, Tokenizer(tiny_tokenizer()._backend, {"chat_template": template}))
-
-
-def test_auto_takes_the_format_that_the_template_writes():
-    assert choose("auto", f"{{{{ '{SEPARATOR}' }}}}") is V31
-    assert choose("auto", f"{{{{ '{SEPARATOR} ```json' }}}}") is V3
-    assert choose("auto", "{{ 1 }}") is None, "the tiny tokenizer has no token for it"
-    assert choose("deepseek_v3", "{{ 1 }}") is V3
-    assert choose("none", f"{{{{ '{SEPARATOR}' }}}}") is None
-
-
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"function": {"name": "get", "parameters": SCHEMA}}, {"function": {"name": "put"}}]
 GET, PUT = ("get", '{"a": 5}'), ("put", "{}")
@@ -259,3 +247,32 @@ def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call(tokenizer, o
     for wrong in ("no", text + form.calls([GET]), form.calls([GET]) + text, form.calls([("get", "{}")])):
         assert ("choice" in outputs and wrong == "no") is takes(tokenizer, form, wrong, instead=instead), wrong
     assert not takes(tokenizer, form, text)
+
+
+def test_kimi_s_calls_keep_the_ids_that_the_model_gives_them():
+    text = "I look." + KIMI.calls([WEATHER, TIME])
+    assert text == (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Köln"}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>"
+    )
+    expected = [
+        {"id": "functions.get_weather:0", **call(*WEATHER)},
+        {"id": "functions.get_time:1", **call(*TIME)},
+    ]
+    for cut in range(len(text)):
+        parser = KIMI.parser(8)
+        pieces = [parser.push(text[:cut]), parser.push(text[cut:], finished=True)]
+        piece = MessagePiece(content="", tool_calls=[delta for each in pieces for delta in each.tool_calls])
+        assert "".join(each.content for each in pieces) == "I look."
+        assert piece.message()["tool_calls"] == expected
+
+
+def test_a_call_of_kimi_without_a_number_gets_an_id():
+    (head,) = KIMI.parser(8).push(KIMI.call("f", "{}").replace("functions.f:0", "f"), finished=True).tool_calls
+    assert (head["id"][:5], head["function"]["name"]) == ("call_", "f")
+
+
+def test_kimi_s_forced_calls_are_numbered():
+    assert takes(TOKENIZERS["text"], KIMI, KIMI.calls([GET, PUT]))
+    assert not takes(TOKENIZERS["text"], KIMI, KIMI.calls([GET]).replace("get:0", "get"))

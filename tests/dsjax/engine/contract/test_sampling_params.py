@@ -16,6 +16,7 @@ WRONG = {
     "seed": (2**63,),
     "max_tokens": (0,),
     "min_tokens": (17,),
+    "thinking_token_budget": (-1, 1.5),
     "logprobs": (21, -1),
     "prompt_logprobs": (21,),
     "stop": ([""], [5], 5),
