@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("", "dsjax/engine", "dsjax/serve")]
 
-MODEL = "deepseek-r1"
-"""A name by which suites know that the model reasons."""
+MODELS = ("deepseek-r1", "claude-3-5")
+"""Names by which suites know that the model reasons."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,10 +20,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.asyncio_mode = "auto"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Expect what langchain itself gets wrong: its suite lets no test be overridden."""
+    reason = "langchain-core merges a stream's reasoning and its first tool call, as both have the index 0"
+    for item in items:
+        if item.nodeid.endswith("TestReasoner::test_tool_calling[model1]"):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
 @pytest.fixture(scope="session")
 def url():
     """Address of the API."""
     from obedient_model import obedient_server
 
-    with obedient_server(MODEL) as server:
+    with obedient_server(MODELS) as server:
         yield f"{server.url}/v1"

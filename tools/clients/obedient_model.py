@@ -9,7 +9,7 @@ import functools
 import json
 import re
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,10 @@ class ObedientExecutor(ScriptedExecutor):
 
     def _sample(self, rank: int, slot: Any, count: int, position: int = 0) -> int:
         context = self._context(rank, slot, count)
-        begin = count - context[::-1].index(self._tokenizer.token_id("<｜Assistant｜>"))
+        assistant = self._tokenizer.token_id("<｜Assistant｜>")
+        if assistant not in context:  # a text to go on with
+            return self._tokenizer.token_id("a")
+        begin = count - context[::-1].index(assistant)
         opening, said = context[begin], context[begin + 1 :]
         allowed = functools.partial(self._allows, slot, position)
         for answer in self._answers(tuple(context[:begin]), opening):
@@ -66,8 +69,8 @@ class ObedientExecutor(ScriptedExecutor):
 
 
 @contextlib.contextmanager
-def obedient_server(model_name: str) -> Iterator[LiveServer]:
-    """Serve this model under a name."""
+def obedient_server(names: Sequence[str]) -> Iterator[LiveServer]:
+    """Serve this model under these names."""
     read = ChatRequest.template_variables
 
     def with_form(request: ChatRequest, *given: Any) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def obedient_server(model_name: str) -> Iterator[LiveServer]:
         unittest.mock.patch.object(ChatRequest, "template_variables", with_form),
         LiveServer(tokenizer=tokenizer, executor=ObedientExecutor(tokenizer), eos=(tokenizer.eos_id,)) as live,
     ):
-        live.serving.model_names = (model_name,)
+        live.serving.model_names = names
         yield live
 
 

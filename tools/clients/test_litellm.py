@@ -4,7 +4,10 @@ import litellm
 import pytest
 
 HI = [{"role": "user", "content": "hi"}]
-FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+FUNCTION = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
 
 
 @pytest.fixture
