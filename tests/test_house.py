@@ -14,7 +14,7 @@ from dsjax.engine.program_cache import identity
 ROOT = Path(__file__).parents[1]
 
 HOUSE = (
-    ("dsjax.serve", "dsjax.dynamo", "dsjax.bench", "dsjax.top", "dsjax.cli"),
+    ("dsjax.serve", "dsjax.dynamo", "dsjax.bench", "dsjax.top", "dsjax.cli", "dsjax.llm"),
     ("dsjax.plan", "dsjax.dryrun"),
     ("dsjax.engine",),
     ("dsjax.hosts",),
@@ -111,7 +111,7 @@ def test_the_programs_rooms_import_only_what_is_below_them():
 
 def test_names_of_compiled_programs_leave_out_what_is_above_the_engine_and_no_more():
     above = [package for packages in HOUSE[: HOUSE.index(("dsjax.engine",))] for package in packages]
-    assert {f"dsjax.{room}" for room in identity._ABOVE} == set(above)
+    assert {f"dsjax.{room.removesuffix('.py')}" for room in identity._ABOVE} == set(above)
 
 
 def imports_of(packages: tuple[str, ...]) -> dict[str, set[str]]:

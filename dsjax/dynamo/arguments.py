@@ -217,6 +217,10 @@ def _prepare(
     from dsjax.dynamo.worker import Options
     from dsjax.engine.text.tokenizer import Tokenizer
 
+    for name in ("tokenizer", "tokenizer_mode", "chat_template"):
+        if getattr(args, name) != getattr(EngineArgs, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for dsjax serve; Dynamo's frontend has the tokenizer, and writes the prompts")
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))
     # Frontends read the tokenizer and the template: from the same path, or from the hub where the model came from there.

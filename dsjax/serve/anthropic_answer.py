@@ -4,11 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.engine.request_streams import OutputStream
-from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.anthropic_request import MessagesRequest
-from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.chat import RetoldAnswer
 from dsjax.serve.errors import ApiError, anthropic_body
 from dsjax.serve.serving import Serving
 
@@ -70,14 +68,11 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-class MessagesAnswer:
+class MessagesAnswer(RetoldAnswer):
     """One request on its way: a chat answer, told in the words of this API."""
 
     def __init__(self, serving: Serving, body: MessagesRequest, request_id: str):
-        self.id = f"msg_{request_id}"
-        self._body = body
-        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
-        self._model = serving.check_model(body.model)
+        super().__init__(serving, body, f"msg_{request_id}", request_id)
         self._content = ContentBlocks()
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
 
@@ -85,28 +80,10 @@ class MessagesAnswer:
         """Fields of the request that change nothing here."""
         return self._body.without_effect() + [_NAMES.get(name, name) for name in self._chat.without_effect()]
 
-    async def start(self, place: RequestOptions) -> OutputStream:
-        """Check everything and queue the prompt, as the chat answer does.
-
-        Raises:
-            ApiError, UserError: nothing was queued.
-        """
-        return await self._chat.start(place)
-
-    async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """Wait until all is done, and give the message."""
-        (choice,) = (await self._chat.whole(stream))["choices"]
-        message = choice["message"]
-        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
-        self._content.push({**message, "tool_calls": calls})
-        self._note_end(choice)
-        self._content.finish()
-        return self._message()
-
     def first_chunks(self) -> list[Event]:
         """Give the message without its content."""
         self._chat.first_chunks()
-        return [{"type": "message_start", "message": self._message()}]
+        return [{"type": "message_start", "message": self._built()}]
 
     def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
         """Give the events of one output.
@@ -136,7 +113,7 @@ class MessagesAnswer:
             if isinstance(choice.get("stop_reason"), str):
                 self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
 
-    def _message(self) -> dict[str, Any]:
+    def _built(self) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "container": None}
         return {**head, "content": self._content.blocks, **self._end, "usage": self._usage()}
 

@@ -3,11 +3,13 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
 from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, refuse_other_kinds, text_or_list
+from dsjax.serve.errors import to_api_error
 from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, for_header
 
 _NEEDED = {
@@ -117,7 +119,11 @@ class TokenCountRequest(StrictModel):
         return for_header([name for name in given if name not in ("cache_control", "metadata")])
 
     def to_chat(self, **more: Any) -> ChatRequest:
-        """Make the chat request that means the same. more: its other fields."""
+        """Make the chat request that means the same. more: its other fields.
+
+        Raises:
+            ApiError: more messages, or calls in one turn, than a conversation may have.
+        """
         choice, config, thinking = self.tool_choice, self.output_config or OutputConfig(), self.thinking
         if choice is not None and choice.type == "tool":
             more["tool_choice"] = {"type": "function", "function": {"name": choice.name or "unnamed"}}
@@ -128,18 +134,23 @@ class TokenCountRequest(StrictModel):
         if thinking is not None:
             more |= {"thinking": {"type": thinking.type}, "thinking_token_budget": thinking.budget_tokens}
             more["include_reasoning"] = thinking.display != "omitted"
-        last = self.messages[-1]
-        return ChatRequest.model_validate(
-            {
-                "model": self.model,
-                "messages": self._messages(),
-                "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-                "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-                "reasoning_effort": config.effort,
-                "continue_final_message": last.role == "assistant" and bool(_text(last.content)),
-                **more,
-            }
-        )
+        messages = self._messages()
+        last = messages[-1]
+        chat = {
+            "model": self.model,
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "reasoning_effort": config.effort,
+            "continue_final_message": last["role"] == "assistant"
+            and bool(last["content"])
+            and "tool_calls" not in last,
+            **more,
+        }
+        try:
+            return ChatRequest.model_validate(chat)
+        except ValidationError as error:  # bounds of a whole conversation
+            raise to_api_error(RequestValidationError(error.errors(), body=chat)) from error
 
     def _messages(self) -> list[dict[str, Any]]:
         messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
 import dataclasses
+from abc import abstractmethod
 from typing import Any
 
 from dsjax.engine.contract.sampling_params import SamplingParams, StructuredOutputs
@@ -12,6 +13,7 @@ from dsjax.serve import bounds
 from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
 from dsjax.serve.chat_fields import ChatRequest, ToolChoice
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
+from dsjax.serve.connections import StreamedAnswer
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
@@ -236,6 +238,35 @@ def _by_delta(
         parts.append((dataclasses.replace(completion, finish_reason=None, **tokens), delta))
     rest = {"token_ids": completion.token_ids[at:], "logprobs": scores and scores[at:]}
     return [*parts, (dataclasses.replace(completion, **rest), last)]
+
+
+class RetoldAnswer(StreamedAnswer):
+    """A chat answer, told in the words of another API."""
+
+    def __init__(self, serving: Serving, body: Any, answer_id: str, request_id: str):
+        self.id, self._body = answer_id, body
+        self._model = serving.check_model(body.model)
+        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
+
+    async def start(self, place: RequestOptions) -> OutputStream:
+        """Check everything and queue the prompt, as the chat answer does.
+
+        Raises:
+            ApiError, UserError: nothing was queued.
+        """
+        return await self._chat.start(place)
+
+    async def whole(self, stream: OutputStream) -> dict[str, Any]:
+        """Wait until all is done, and give the whole answer: what its events build."""
+        self.first_chunks()
+        async for index, output in stream:
+            self.chunks_of(index, output)
+        self.last_chunks()
+        return self._built()
+
+    @abstractmethod
+    def _built(self) -> dict[str, Any]:
+        """Give the answer as far as it has come."""
 
 
 def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:

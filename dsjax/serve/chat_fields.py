@@ -79,9 +79,7 @@ class ChatMessage(StrictModel):
     reasoning: str | None = Field(None, description="another name of reasoning_content")
     tool_calls: Annotated[list[ToolCall], Field(max_length=bounds.MAX_TOOL_CALLS)] | None = None
     tool_call_id: Name | None = None
-    prefix: bool | None = Field(
-        None, description="DeepSeek's: go on inside this message, which is the last and the assistant's"
-    )
+    prefix: bool | None = Field(None, description="DeepSeek's: go on inside this, the last message")
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None

@@ -98,13 +98,13 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
-    thinking_token_budget: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     _: KW_ONLY
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
+    thinking_token_budget: int | None = None
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True

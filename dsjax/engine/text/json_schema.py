@@ -114,7 +114,7 @@ def _as_any_of(schema: dict[str, Any], root: Any) -> dict[str, Any]:
                 return schema
         seen.append((kinds, texts))
     branches = [
-        {**branch, "required": [*_texts(branch.get("required")), tag]} if tag in texts else branch
+        {**branch, "required": [*sorted(_texts(branch.get("required"))), tag]} if tag in texts else branch
         for branch, (_, texts) in zip(schema["oneOf"], seen, strict=True)
     ]
     return {name: value for name, value in schema.items() if name != "oneOf"} | {"anyOf": branches}

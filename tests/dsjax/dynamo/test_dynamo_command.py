@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 from with_dynamo import WITH_DYNAMO
 
-from dsjax.dynamo.arguments import DEADLINE, DRAIN, TOOL_CALL_PARSERS, allow_shutdown, choose_parsers, runtime_config
+from dsjax.dynamo.arguments import (
+    DEADLINE,
+    DRAIN,
+    TOOL_CALL_PARSERS,
+    allow_shutdown,
+    choose_parsers,
+    parse,
+    runtime_config,
+)
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
 from dsjax.serve.tool_formats import TOOL_FORMATS
@@ -41,6 +49,13 @@ def test_dynamo_has_a_parser_for_each_of_our_formats():
 
     assert TOOL_CALL_PARSERS.keys() == TOOL_FORMATS.keys()
     assert set(TOOL_CALL_PARSERS.values()) <= set(get_tool_parser_names())
+
+
+@WITH_DYNAMO
+@pytest.mark.parametrize("option", ["--tokenizer=.", "--tokenizer-mode=hf", "--chat-template=a.jinja"])
+def test_what_the_frontend_does_is_no_option_of_a_worker(option):
+    with pytest.raises(UserError, match=rf"{option.partition('=')[0]} is for dsjax serve"):
+        parse(["--model", "demo", option])
 
 
 def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():

@@ -13,6 +13,7 @@ BODY = {"model": "tiny", "max_tokens": 200, "messages": [HELLO], "temperature": 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 CALL = FORMATS["deepseek_v31"].calls([("weather", '{"city": "Bonn"}'), ("weather", '{"city": "Ulm"}')])
+USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bonn"}}
 HISTORY = [
     HELLO,
     {
@@ -20,7 +21,7 @@ HISTORY = [
         "content": [
             {"type": "thinking", "thinking": "Look.", "signature": "none"},
             {"type": "text", "text": "One moment."},
-            {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bonn"}},
+            USE,
         ],
     },
     {
@@ -214,6 +215,7 @@ def test_fields_without_effect_are_named_in_a_warning(start):
         ({"messages": HISTORY[:1] + HISTORY[2:]}, 400, "which no message before it calls"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "custom"),
         ({"tool_choice": {"type": "any"}}, 400, "tool_choice wants tools"),
+        ({"messages": [{"role": "assistant", "content": [USE] * 200}, HELLO]}, 400, "at most 128 items"),
     ],
 )
 def test_errors_have_anthropic_s_shape(start, more, status, words):

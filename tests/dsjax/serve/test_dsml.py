@@ -15,9 +15,10 @@ from scripted_executor import ScriptedExecutor
 from tiny_tokenizer import CONFIG, tiny_backend
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
-from dsjax.engine.text.prompt_encoder import DSML
+from dsjax.engine.text.prompt_encoder import DSML, ENCODERS
 from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.serve.chat_prompt import conversation_prompt
 from dsjax.serve.dsml import DSML_FORMATS, DsmlParser
 from dsjax.serve.message_parser import MessageParser, ReasoningSplitter, Section
 from dsjax.serve.tool_calls import MessagePiece
@@ -278,3 +279,14 @@ def test_a_forced_call_is_one(chat):
     choice = client.chat.completions.create(**asked, tool_choice="required", max_tokens=300, temperature=0).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls[0].function.arguments == '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize("name", DSML_FORMATS)
+def test_a_conversation_given_in_python_has_the_same_prompt(name):
+    tokenizer = Tokenizer(
+        dsml_tokenizer(special=True)._backend, {**CONFIG, "chat_template": None, "prompt_encoder": name}
+    )
+    tools = [{"type": "function", "function": WEATHER_TOOL}]
+    given = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"thinking": True}}
+    prompt = tokenizer.decode(conversation_prompt(tokenizer, **given).token_ids, skip_special_tokens=False)
+    assert prompt == ENCODERS[name]().render(MESSAGES, tools=tools, thinking=True)

@@ -33,6 +33,25 @@ def test_a_field_that_is_null_is_a_field_left_out(server, path, schema, body):
     assert given.json()["choices"] == left_out.json()["choices"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "n": 0}),
+        (COMPLETIONS, {"prompt": "a", "stream": True}),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0, "previous_response_id": "resp_1"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": MESSAGES}),
+        ("/detokenize", {"tokens": [-1]}),
+    ],
+)
+def test_every_route_says_first_that_a_model_is_not_there(server, path, body):
+    answer = server.post(path, {"model": "nobody", **body})
+    assert answer.status_code == 404, answer.text
+    assert answer.json() == server.get("/v1/models/nobody").json()
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
 def test_content_in_parts_is_joined(server):
     parts = [{"type": "text", "text": "hi"}]
     whole, in_parts = (
