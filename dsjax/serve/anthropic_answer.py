@@ -13,6 +13,10 @@ from dsjax.serve.serving import Serving
 Event = dict[str, Any]
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_EMPTY_BLOCKS = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": "", "citations": None},
+}
 _NAMES = {"reasoning_effort": "output_config.effort"}
 
 
@@ -31,15 +35,14 @@ class ContentBlocks:
         for kind, text in (("thinking", delta.get("reasoning_content")), ("text", delta.get("content"))):
             if text:
                 if not self._is_open or self.blocks[-1]["type"] != kind:
-                    events += self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+                    events += self._begin(dict(_EMPTY_BLOCKS[kind]))
                 self.blocks[-1][kind] += text
                 events.append(self._delta({"type": f"{kind}_delta", kind: text}))
         for call in delta.get("tool_calls") or ():
             if call["index"] != self._call:
                 self._call = call["index"]
-                events += self._begin(
-                    {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
-                )
+                block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                events += self._begin({**block, "caller": {"type": "direct"}})
             if arguments := call["function"].get("arguments"):
                 self._arguments += arguments
                 events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
@@ -71,7 +74,7 @@ class MessagesAnswer(RetoldAnswer):
     def __init__(self, serving: Serving, body: MessagesRequest, request_id: str):
         super().__init__(serving, body, f"msg_{request_id}", request_id)
         self._content = ContentBlocks()
-        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
@@ -108,10 +111,10 @@ class MessagesAnswer(RetoldAnswer):
         if choice["finish_reason"] is not None:
             self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
             if isinstance(choice.get("stop_reason"), str):
-                self._end = {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+                self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
 
     def _built(self) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "container": None}
         return {**head, "content": self._content.blocks, **self._end, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
@@ -120,9 +123,14 @@ class MessagesAnswer(RetoldAnswer):
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation": None,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
+            "inference_geo": None,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+            "server_tool_use": None,
+            "service_tier": "standard",
         }
 
 

@@ -228,16 +228,14 @@ def _by_delta(
 ) -> list[tuple[CompletionOutput, dict[str, Any]]]:
     """Pair each delta with its tokens: those of the reasoning, of which there are `num_reasoning`, and the others with the last delta."""
     *first, last = piece.deltas()
-    if not first:
-        return [(completion, last)]
-    at, scores = max(0, num_reasoning) if piece.reasoning else 0, completion.logprobs
     parts = []
     for delta in first:
-        end = at if "reasoning" in delta else 0
-        tokens = {"token_ids": completion.token_ids[:end], "logprobs": scores and scores[:end]}
-        parts.append((dataclasses.replace(completion, finish_reason=None, **tokens), delta))
-    rest = {"token_ids": completion.token_ids[at:], "logprobs": scores and scores[at:]}
-    return [*parts, (dataclasses.replace(completion, **rest), last)]
+        at = max(0, num_reasoning) if "reasoning" in delta else 0
+        ids, scores = completion.token_ids, completion.logprobs
+        before = {"token_ids": ids[:at], "logprobs": scores and scores[:at], "finish_reason": None}
+        parts.append((dataclasses.replace(completion, **before), delta))
+        completion = dataclasses.replace(completion, token_ids=ids[at:], logprobs=scores and scores[at:])
+    return [*parts, (completion, last)]
 
 
 class RetoldAnswer(StreamedAnswer):
