@@ -1,4 +1,4 @@
-"""``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request.
+"""``dsjax.LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request.
 
 These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and `device/slots.py` too.
 """
@@ -251,8 +251,20 @@ def test_calls_of_several_threads_take_turns(llm):
     assert (scored.result()[0] == logits).all()
 
 
+def test_prompts_come_as_they_do_to_vllm_and_progress_is_shown_where_it_is_asked_for(llm, capsys):
+    ids = prompt(5)["prompt_token_ids"]
+    expected = tokens_of(llm.generate({"prompt_token_ids": ids}, greedy(np.int64(3))))
+    for given in (ids, np.array(ids), [ids], np.array([ids])):
+        assert tokens_of(llm.generate(given, greedy(3), priority=[np.int64(1)])) == expected
+    assert capsys.readouterr().err == ""
+    llm.generate([ids, ids], greedy(3), use_tqdm=True)
+    assert "prompts: 2 of 2 (100%)" in capsys.readouterr().err
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
 def test_nothing_is_computed_after_a_shutdown(checkpoint):
-    made = load(checkpoint)
+    with load(checkpoint) as made:
+        made.close()
     made.shutdown()
     made.shutdown()
     for call in (
@@ -290,18 +302,36 @@ def test_what_is_no_prompt_parameter_or_sequence_is_told(llm, call, message):
         call(llm)
 
 
+TOOL = {"type": "function", "function": {"name": "look_up"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
         ("hi", {}, "messages is 'hi', expected a list of messages such as"),
         (["hi"], {}, "a conversation is 'hi', expected a list of messages"),
-        ([[]], {}, "a conversation is empty"),
-        ([{"content": "hi"}], {}, "found the message {'content': 'hi'}, expected a dict with a role"),
-        ([], {"chat_template_kwargs": 5}, "chat_template_kwargs is 5, expected a dict"),
+        ([], {}, "messages: List should have at least 1 item"),
+        ([[]], {}, "messages: List should have at least 1 item"),
+        ([{"content": "hi"}], {}, "messages.0.role: Field required"),
+        ([{"role": "critic", "content": "hi"}], {}, "messages.0.role: Input should be 'system', 'developer', 'user'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            "a part of type image_url, but this model reads text",
+        ),
+        ([{"role": "user", "content": "hi", "colour": 1}], {}, "messages.0.colour: unknown field"),
+        ([{"role": "user", "tool_calls": []}], {}, "found no content, expected text"),
+        (
+            [{"role": "user", "content": "hi"}],
+            {"chat_template_kwargs": 5},
+            "chat_template_kwargs: Input should be a valid",
+        ),
+        ([{"role": "user", "content": "hi"}], {"tools": [TOOL, TOOL]}, "two tools have the same name"),
     ],
 )
 def test_what_is_no_message_is_told(llm, monkeypatch, messages, options, message):
-    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=ChatTemplate("no message looks like this")))
+    template = ChatTemplate("no message looks like this")
+    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=template, token_id=lambda text: None))
     with pytest.raises(UserError, match=message):
         llm.chat(messages, greedy(), **options)
 
@@ -381,7 +411,8 @@ def test_chat_continues_the_rendered_conversation(llm, monkeypatch):
         assert not add_special_tokens, "the template writes them"
         return [2 + ord(character) % 90 for character in text]
 
-    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=ChatTemplate(template), encode=encode))
+    tokenizer = SimpleNamespace(chat_template=ChatTemplate(template), encode=encode, token_id=lambda text: None)
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
     messages = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(messages, greedy())
     (same,) = llm.generate({"prompt_token_ids": encode("uhi!")}, greedy())

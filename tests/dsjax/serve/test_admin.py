@@ -79,7 +79,7 @@ def test_a_router_outside_names_the_rank_by_its_number(server):
     for path, body in (
         ("/v1/completions", {"prompt": [1]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/responses", {"input": "a"}),
+        ("/v1/responses", {"model": "tiny", "input": "a"}),
     ):
         refused = server.post(path, body, headers={"X-Data-Parallel-Rank": "4"})
         assert refused.status_code == 400

@@ -144,7 +144,7 @@ def test_generate_writes_prompts_and_continuations_in_order_and_says_which_faile
 
 def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
     engine = LLMEngine(FakeExecutor(num_ranks=2).parts())
-    monkeypatch.setattr("dsjax.engine.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
+    monkeypatch.setattr("dsjax.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
     failed = {0: "the values are not finite"}
     monkeypatch.setattr("dsjax.cli.generate.write_continuations", lambda *_, **__: failed)
     result = CliRunner().invoke(app, ["generate", "--prompt", "x"])
@@ -250,7 +250,7 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
         FACTS, mesh_shape=dict(zip(("dp", "ep", "tp"), shape, strict=True)), num_devices=devices
     )
     show_facts(console, facts)
-    show_url(console, "127.0.0.1", 8123, ("demo",))
+    show_url(console, "http://127.0.0.1:8123", ("demo",))
     text = console.file.getvalue()
     for expected in (
         "dp=4,tp=8",

@@ -40,7 +40,7 @@ from dsjax.serve.front_ends.link import FrontEnd
 from dsjax.serve.front_ends.messages import Welcome
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import bind_shared
+from dsjax.serve.server import bind, bind_shared
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("at_full_speed")]
 
@@ -261,12 +261,12 @@ def alive(pid: str) -> bool:
         return False
 
 
-def test_a_port_that_another_server_has_is_refused():
-    first = bind_shared("127.0.0.1", 0, 2)
-    assert len({socket.getsockname() for socket in first}) == 1
-    for socket in first:
-        socket.listen()
-    with pytest.raises(UserError, match="Address already in use"):
-        bind_shared("127.0.0.1", first[0].getsockname()[1], 2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_port_that_another_server_has_is_refused_before_either_has_loaded_its_model(count):
+    first = bind_shared("127.0.0.1", 0, 2) if count == 2 else [bind("127.0.0.1", 0)]
+    (address,) = {socket.getsockname() for socket in first}
+    for take in (bind, lambda host, port: bind_shared(host, port, 2)):
+        with pytest.raises(UserError, match="Address already in use"):
+            take(*address)
     for socket in first:
         socket.close()

@@ -35,6 +35,7 @@ MADE = {
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
     "--batch-invariant": {"batch_invariant": True},
     "--compile-ahead": {"compile_ahead": 2},
+    "--tokenizer-mode with an encoder": {"tokenizer_mode": "deepseek_v4"},
 }
 """Options that make a choice, where it is no text or number of its own."""
 ALONE = {

@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import numbers
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 
 from dsjax.engine.contract.commands import Score, int32s
-from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
+from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams, plain
 from dsjax.engine.elastic.joining import host_options, join_group
 from dsjax.engine.engine import EngineParts, LLMEngine
 from dsjax.engine.interrupts import deferred_interrupts
@@ -23,9 +25,11 @@ from dsjax.engine.schedule.page_events import EventSink
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.schedule.step_writer import clear_command
 from dsjax.engine.setup.args import EngineArgs
-from dsjax.engine.text.input_processor import EncodedPrompt, Prompt
+from dsjax.engine.text.input_processor import Prompt
 from dsjax.engine.text.outputs import RequestOutput
+from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
+from dsjax.progress import counting
 from sharding.mesh import MeshSpec
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class LLM:
         outputs = llm.generate(["def main("], SamplingParams(temperature=0, max_tokens=32))
         outputs[0].outputs[0].text, outputs[0].outputs[0].token_ids
         llm.logits([[1, 2, 3]])  # next-token logits at every position
+        llm.close()  # or: with LLM(model="demo") as llm: ...
 
     Options are ``EngineArgs``'s (``dsjax serve --help`` shows them all). On the CPU platform the mesh's devices are
     emulated, if JAX has not started yet. Programs compile when first used; ``warm_up()`` compiles them all.
@@ -178,33 +183,39 @@ class LLM:
         priority: Sequence[int] | None = None,
         cache_salt: str | None = None,
         session: str | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the prompts' order.
 
-        prompts: texts, or dicts with ``prompt_token_ids``; one or several. sampling_params: for all, or one for each.
+        prompts: texts, lists of token ids, or dicts with ``prompt_token_ids``; one or several. sampling_params: for all, or one for each.
         priority: one for each prompt, lower first, with ``scheduling_policy="priority"``. cache_salt: pages of the cache are
-        shared only with prompts of the same salt. session: prompts of one session run on one DP rank.
+        shared only with prompts of the same salt. session: prompts of one session run on one DP rank. use_tqdm: show on standard error how
+        many prompts are done.
 
         Raises:
             UserError: a prompt or parameter that cannot be; nothing is run then. Or the engine was shut down.
         """
         wanted = "text, {'prompt_token_ids': [...]}, or a list of prompts"
         prompts = [prompts] if isinstance(prompts, str | Mapping) else _listed("prompts", prompts, wanted)
+        if prompts and isinstance(prompts[0], numbers.Integral):
+            prompts = [prompts]
         params = _params_for(prompts, sampling_params)
         wanted = "a list with an integer for each prompt"
         priorities = [0] * len(prompts) if priority is None else _listed("priority", priority, wanted)
         if len(priorities) != len(prompts):
             raise UserError(f"found {len(priorities)} priorities for {len(prompts)} prompts; give one for each")
         ids = [f"generate-{next(self._ids)}" for _ in prompts]
-        options = [RequestOptions(place, cache_salt, session) for place in priorities]
+        options = [RequestOptions(plain(place), cache_salt, session) for place in priorities]
         outputs: dict[str, RequestOutput] = {}
-        with self._turn(), deferred_interrupts() as raise_interrupt:
+        progress = counting(Console(stderr=True), use_tqdm, "prompts", len(prompts))
+        with self._turn(), progress as report, deferred_interrupts() as raise_interrupt:
             try:
                 for request in zip(ids, prompts, params, options, strict=True):
                     self.engine.add_request(*request)
                     raise_interrupt()
                 while self.engine.has_unfinished():
                     outputs |= {output.request_id: output for output in self.engine.step() if output.finished}
+                    report(len(outputs), "")
                     raise_interrupt()
             except BaseException:
                 for request_id in ids:
@@ -219,24 +230,39 @@ class LLM:
         messages: Sequence[dict] | Sequence[Sequence[dict]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, rendered with the model's chat template.
+        """Answer one conversation, or several, prepared as ``/v1/chat/completions`` prepares them.
 
-        messages: dicts with ``role`` and ``content``. chat_template_kwargs: variables for the template (``thinking``).
+        messages: OpenAI's: dicts with ``role`` and ``content``, ``tool_calls``, ``tool_call_id``. add_generation_prompt: whether the model
+        begins an answer; default: unless continue_final_message, with which it goes on inside the last message. tools: that the model may
+        call, as OpenAI writes them; the text has its calls as the model writes them. chat_template_kwargs: variables for the template
+        (``thinking``). use_tqdm: as of `generate`.
 
         Raises:
-            UserError: a model without a chat template, or messages that are none, or that it refuses.
+            UserError: a model without a chat template, or messages and tools that cannot be.
         """
+        from dsjax.serve.chat_prompt import conversation_prompt
+
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise UserError(f"model {self.args.model!r} has no chat template; use generate()")
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise UserError(f"chat_template_kwargs is {chat_template_kwargs!r}, expected a dict")
-        variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        texts = [self.tokenizer.chat_template.render(one, **variables) for one in _conversations(messages)]
-        prompts = [EncodedPrompt(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        return self.generate(prompts, sampling_params)
+        fields = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        conversations = _conversations(messages)
+        prompts = [conversation_prompt(self.tokenizer, messages=one, **fields) for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return the model's tokenizer; None where it has none."""
+        return self.tokenizer
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Float32 ``[tokens, vocab]`` for each sequence: next-token logits at every position, through the paged cache.
@@ -275,6 +301,14 @@ class LLM:
             self.engine.shutdown()
             self._is_shut_down = True
 
+    close = shutdown
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Keep the engine to this thread; calls of others wait. Raises a `UserError` once it was shut down."""
@@ -301,9 +335,10 @@ class LLM:
 
 def _listed(name: str, given: object, wanted: str) -> list:
     """Make a list of what several things were given as, or raise. Bytes would be integers, and a set would have no order."""
-    if isinstance(given, str | bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
-        raise UserError(f"{name} is {given!r}, expected {wanted}")
-    return list(given)
+    if not isinstance(given, str | bytes | bytearray | Mapping | Set):
+        with contextlib.suppress(TypeError):
+            return list(given)
+    raise UserError(f"{name} is {given!r}, expected {wanted}")
 
 
 def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
@@ -319,16 +354,9 @@ def _params_for(prompts: list[Prompt], given: object) -> list[SamplingParams]:
     return [dataclasses.replace(params, output_kind=OutputKind.FINAL_ONLY) for params in given]
 
 
-def _conversations(messages: object) -> list[list[Mapping]]:
-    """Make a list of conversations of one or several; refuse what is no message: a chat template would leave it out without a word."""
+def _conversations(messages: object) -> list[list]:
+    """Make a list of conversations of one or several."""
     wanted = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
     given = _listed("messages", messages, f"{wanted}, or a list of such lists")
-    conversations = [given] if given and isinstance(given[0], Mapping) else given
-    conversations = [_listed("a conversation", each, wanted) for each in conversations]
-    for conversation in conversations:
-        if not conversation:
-            raise UserError(f"a conversation is empty, expected {wanted}")
-        for message in conversation:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise UserError(f"found the message {message!r}, expected a dict with a role, and with content")
-    return conversations
+    conversations = [given] if not given or isinstance(given[0], Mapping) else given
+    return [_listed("a conversation", each, wanted) for each in conversations]
