@@ -155,9 +155,9 @@ def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -
         problems.append(
             f"config.json has n_routed_experts={config.n_routed_experts}, but there are tensors of expert {max(experts)}"
         )
-    layers, last = {}, config.num_hidden_layers
+    layers, last, copies = {}, config.num_hidden_layers, names.copies()
     for name in present:
-        if (match := re.match(r"model\.layers\.(\d+)\.(.+)", name)) and name not in names.copies():
+        if (match := re.match(r"model\.layers\.(\d+)\.(.+)", name)) and name not in copies:
             layers.setdefault(int(match.group(1)), set()).add(match.group(2))
     modules = {layer for layer, parts in layers.items() if "eh_proj.weight" in parts}
     if ordinary := {layer for layer in layers if layer >= last} - modules:

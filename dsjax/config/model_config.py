@@ -1,7 +1,6 @@
 """A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
 
-The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`), DeepSeek-V3.2 (the same with sparse
-attention) and DeepSeek-V2, V2-Lite (softmax router, `greedy` or `group_limited_greedy`). Where DeepSeek's remote code and
+`dsjax/config/families.py` lists the families that it describes: DeepSeek-V3's and its neighbours. Where a model's remote code and
 transformers differ, transformers counts.
 """
 
@@ -14,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
-from dsjax.config.hugging_face import read_fields, write_fields
+from dsjax.config.families import FAMILIES, SPARSE, Family
+from dsjax.config.hugging_face import read_fields, text_part, write_fields
 from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
 from dsjax.errors import ConfigError, why_unreadable
-
-# What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
-_ROUTERS = {
-    "deepseek_v3": {"noaux_tc": "sigmoid"},
-    "deepseek_v32": {"noaux_tc": "sigmoid"},
-    "kimi_k2": {"noaux_tc": "sigmoid"},
-    "deepseek_v2": {"greedy": "softmax", "group_limited_greedy": "softmax"},
-}
 
 # Least value of each integer field.
 _INTEGERS = {
@@ -47,8 +39,8 @@ class ModelConfig:
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
     nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter` and replaces it; no `config.json` has one.
     `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
-    `deepseek_v32` only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field, on
-    construction.
+    families with sparse attention only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field,
+    on construction.
     """
 
     model_type: str
@@ -94,7 +86,7 @@ class ModelConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self):
-        check_choice("model_type", self.model_type, tuple(_ROUTERS))
+        check_choice("model_type", self.model_type, tuple(FAMILIES))
         for name, least in _INTEGERS.items():
             check_integer(name, getattr(self, name), least)
         check_integer("n_routed_experts", self.n_routed_experts, least=0)
@@ -111,8 +103,8 @@ class ModelConfig:
         check_choice("torch_dtype", self.torch_dtype, ("float32", "bfloat16", "float16"))
         check_choice("hidden_act", self.hidden_act, ("silu",))
         self._check_tokens()
-        if self.model_type == "deepseek_v2" and not self.rope.interleave:
-            raise reject("rope_interleave", False, "true: deepseek_v2 rotates interleaved pairs only")
+        if self.family.only_interleaved and not self.rope.interleave:
+            raise reject("rope_interleave", False, f"true: MLA of {self.model_type} rotates interleaved pairs only")
         self._check_indexer()
         if self.is_moe:
             self._check_experts()
@@ -120,18 +112,16 @@ class ModelConfig:
     def _check_indexer(self) -> None:
         for name, least in _INDEX_INTEGERS.items():
             value = getattr(self, name)
-            if self.model_type == "deepseek_v32":
+            if self.family.sparse:
                 check_integer(name, value, least)
             elif value is not None:
-                raise reject(name, value, "none: only deepseek_v32 models have sparse attention")
-        if self.model_type != "deepseek_v32":
+                raise reject(name, value, f"none: only {' and '.join(SPARSE)} models have sparse attention")
+        if not self.family.sparse:
             return
         if self.q_lora_rank is None:
             raise reject("q_lora_rank", None, "an integer: index queries are made from the query latent")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise reject("index_head_dim", self.index_head_dim, f"at least qk_rope_head_dim, {self.qk_rope_head_dim}")
-        if not self.rope.interleave:
-            raise reject("rope_interleave", False, "true: deepseek_v32 rotates interleaved pairs in MLA")
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
@@ -144,7 +134,7 @@ class ModelConfig:
             check_integer(name, getattr(self, name), least)
         check_boolean("norm_topk_prob", self.norm_topk_prob)
         check_number("routed_scaling_factor", self.routed_scaling_factor, least=0, above=True)
-        routers = _ROUTERS[self.model_type]
+        routers = self.family.routers
         check_choice("topk_method", self.topk_method, tuple(routers), f" in a {self.model_type} model")
         scores = (routers[self.topk_method],)
         check_choice("scoring_func", self.scoring_func, scores, f' with topk_method "{self.topk_method}"')
@@ -167,6 +157,11 @@ class ModelConfig:
                 f"at most {selectable}, the experts a token can choose from "
                 f"({self.topk_group} of {groups} groups of {self.experts_per_group})",
             )
+
+    @property
+    def family(self) -> Family:
+        """The row of the model's family."""
+        return FAMILIES[self.model_type]
 
     @property
     def is_moe(self) -> bool:
@@ -225,10 +220,11 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read Hugging Face's `config.json`, in the original or the transformers-5 spelling.
 
-        Keys that cannot change inference are passed over; keys nobody knows are named in a warning; keys that would
-        change the arithmetic in a way that is not built here raise `ConfigError`.
+        Of a model with a vision part, the text part is read. Keys that cannot change inference are passed over; keys
+        nobody knows are named in a warning; keys that would change the arithmetic in a way that is not built here
+        raise `ConfigError`.
         """
-        return cls(**read_fields(cls, check_mapping("config.json", raw)))
+        return cls(**read_fields(cls, text_part(check_mapping("config.json", raw))))
 
     def to_dict(self) -> dict[str, Any]:
         """Write Hugging Face's `config.json` in the original spelling; `from_dict` reads it back to an equal config."""

@@ -78,8 +78,9 @@ class NativeKernels:
         pieces: into how many the sum over F is cut (``sharding.sums``). apart: give the terms over k, zero for none, not their sums.
 
         stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]`` in float32, or as the bits of bfloat16 or
-            e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or FP4, two values a byte along the depth, with scales, and in
-            NVFP4 ``gate_up.global_scale`` and ``down.global_scale``. fp4_block: values that share a scale in FP4; 0: it is not FP4.
+            e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or packed, two values a byte along the depth, with scales, and
+            in NVFP4 ``gate_up.global_scale`` and ``down.global_scale``; scales of two bytes are INT4's. fp4_block: values that share a
+            scale in a packed format; 0: it is not packed.
         hidden: what hidden values are rounded to, of ``HIDDEN_FORMATS``: ``fp8`` as ``sharding.fp8`` does, with ``powers``, or ``nvfp4`` as
             ``dsjax.fp4.rows``. Rows are what the caller made of them.
         rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).

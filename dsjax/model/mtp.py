@@ -64,9 +64,11 @@ def further(
         if filled is not None:
             filled = mark(step, filled, tokens.slots, True)
         tokens = replace(tokens, filled=filled)
-        embedded = step.embed(model, tokens.ids)
         normalise = products.normalise
-        halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, sharding.whole(hidden))]
+        embedded, hidden = (
+            step.without_padding(array, tokens) for array in (step.embed(model, tokens.ids), sharding.whole(hidden))
+        )
+        halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, hidden)]
         x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
         x = sharding.whole(module.residual.enter(x))
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)

@@ -41,7 +41,7 @@ class NativeProducts:
         without it gives for prompts (``--mla-prefill``, whose default it is).
 
     Weights may be of any format: they are widened to float32 first, which gives the bits of kernels that widen them by themselves.
-    Experts in FP4 are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
+    Packed experts are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
     """
 
     kernels: NativeKernels

@@ -3,13 +3,11 @@
 import json
 from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, refuse_other_kinds, text_or_list
-from dsjax.serve.errors import to_api_error
+from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, as_chat, refuse_other_kinds, text_or_list
 from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, for_header
 
 _NEEDED = {
@@ -147,10 +145,7 @@ class TokenCountRequest(StrictModel):
             and "tool_calls" not in last,
             **more,
         }
-        try:
-            return ChatRequest.model_validate(chat)
-        except ValidationError as error:  # bounds of a whole conversation
-            raise to_api_error(RequestValidationError(error.errors(), body=chat)) from error
+        return as_chat(chat, "messages")
 
     def _messages(self) -> list[dict[str, Any]]:
         messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]

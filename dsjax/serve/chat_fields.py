@@ -1,16 +1,17 @@
 """The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
 from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
-from dsjax.serve.errors import ApiError
+from dsjax.serve.errors import ApiError, to_api_error
 from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, for_header
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -313,3 +314,16 @@ class ChatRequest(SamplingFields, PromptFields):
                 raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
             return None
         return self.top_logprobs or 0
+
+
+def as_chat(fields: Mapping[str, Any], param: str) -> ChatRequest:
+    """Make a chat request of what another API's body means.
+
+    Raises:
+        ApiError: it has more messages, or calls in one turn, than a conversation may have. param: the field that it blames.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        reason = to_api_error(RequestValidationError(error.errors(), body=fields)).message
+        raise ApiError(400, reason, param=param) from error

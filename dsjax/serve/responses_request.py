@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, refuse_other_kinds, text_or_list
+from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, as_chat, refuse_other_kinds, text_or_list
 from dsjax.serve.errors import ApiError
 from dsjax.serve.sampling_fields import Count, DrawFields, Effort, Name, OpenAIFields, RequestId, StrictModel
 
@@ -248,7 +248,7 @@ class ResponsesRequest(DrawFields, OpenAIFields):
             chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         if self.tool_choice is not None and not self.tools:
             chat["tool_choice"] = None if self.tool_choice in ("auto", "none") else chat["tool_choice"]
-        return ChatRequest.model_validate(chat)
+        return as_chat(chat, "input")
 
     def _format(self) -> dict[str, Any] | None:
         form = self.text.format if self.text else None
@@ -294,7 +294,6 @@ class ResponsesRequest(DrawFields, OpenAIFields):
                 message.setdefault("content", "")
         if not messages:
             raise ApiError(400, "input is an empty list, expected at least one item", param="input")
-        _check_sizes(messages)
         return messages
 
 
@@ -307,17 +306,6 @@ def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
     ):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _check_sizes(messages: list[dict[str, Any]]) -> None:
-    """Raise for what the bounds of single items allow and those of a conversation do not."""
-    if len(messages) > bounds.MAX_MESSAGES:
-        reason = f"input and instructions make {len(messages)} messages, expected at most {bounds.MAX_MESSAGES}"
-        raise ApiError(400, reason, param="input")
-    calls = max(len(message.get("tool_calls", ())) for message in messages)
-    if calls > bounds.MAX_TOOL_CALLS:
-        reason = f"input has {calls} function calls in one turn, expected at most {bounds.MAX_TOOL_CALLS}"
-        raise ApiError(400, reason, param="input")
 
 
 def _in_chat(function: FunctionTool | NamedFunction) -> dict[str, Any]:
