@@ -67,7 +67,11 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageChange(msgspec.Struct, frozen=True, array_like=True):
-    """Entries `first`, `first + 1`, … of a slot's page table."""
+    """Entries `first`, `first + 1`, … of a slot's page table.
+
+    In all commands, numbers from `ExecutorLimits.pages_per_rank` on are of window pages. Their entries stand behind those of the other
+    pages, as a ring (`window_columns`).
+    """
 
     slot: int
     first: int
@@ -221,7 +225,7 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
-    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both)."""
+    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both), the last of which may be a ring's."""
 
     tokens: bytes
     pages: bytes

@@ -104,7 +104,7 @@ class PageStaging:
             if staged_here is None:
                 return
             for numbers, staged in zip(pages, staged_here, strict=True):
-                device.state = device.programs.get("put pages")(device.state, staged, numbers)
+                device.state = device.programs.get("put pages", "context")(device.state, staged, numbers)
                 yield device.state.start
 
         return run()

@@ -18,6 +18,7 @@ from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.schedule.borders import held_windows, window_columns
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.setup.args import EngineArgs
@@ -95,7 +96,7 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
-    """Choose the executor's sizes but for the cache's, which has the fewest pages that can be."""
+    """Choose the executor's sizes but for the cache's, which has the fewest pages that can be, and no window pages to keep."""
     positions = step.config.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > positions:
         raise UserError(f"--max-model-len is {args.max_model_len}, but the model has {positions} positions; lower it")
@@ -103,24 +104,33 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
+    chunk, page_size = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len), args.page_size
+    num_stages = 1 if step.stage is None else step.stage.count
+    windows = {}
+    if any(group.table == "window" for group in step.cache_groups):
+        drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+        tokens = max(2, num_stages) * args.max_num_batched_tokens
+        windows["windows_per_rank"] = held_windows(sequences, tokens, page_size, drafts)
+        windows["window_columns"] = window_columns(max(chunk, 3 * drafts + 2), page_size)
     return ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
-        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
-        page_size=args.page_size,
+        max_chunk=chunk,
+        page_size=page_size,
         pages_per_rank=2,
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
         transfers=args.is_side,
-        num_stages=1 if step.stage is None else step.stage.count,
+        num_stages=num_stages,
+        **windows,
     )
 
 
 def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
     """Give ``sizes`` as many pages as are wanted and fit."""
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
-    pages = device_cache.pages_that_fit(step, wanted + 1, pool)
+    pages = device_cache.pages_that_fit(step, wanted + 1, pool, sizes.windows_per_rank)
     room = (pages - 1) * args.page_size
     if args.cache_tokens and room < args.cache_tokens:
         raise UserError(
@@ -142,6 +152,7 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
     return replace(
         sizes,
         pages_per_rank=pages,
+        windows_per_rank=device_cache.with_kept_windows(step, pages, sizes.windows_per_rank),
         moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
         host_pages_per_rank=host_pages,
         disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
@@ -171,7 +182,8 @@ def page_bytes(args: EngineArgs, step: ModelStep) -> int:
     has_module = args.speculation is not None
     layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
     groups = step.attention.groups(range(layers), step.page_size)
-    return sum(group.page_bytes for group in groups) + step.page_size * has_module
+    filled = step.page_size * (has_module and not step.fills_windows)
+    return sum(group.page_bytes for group in groups if group.table == "context") + filled
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:

@@ -84,7 +84,7 @@ class OffloadedPages(DevicePart, PageStore):
         def run() -> Running:
             self._land()
             for slots, writes, pages in pieces:
-                taken = self._device.programs.get("take pages")(self._device.state, pages)
+                taken = self._device.programs.get("take pages", "context")(self._device.state, pages)
                 for array in taken.values():
                     array.copy_to_host_async()
                 keep = partial(self._keep, taken, slots, writes)

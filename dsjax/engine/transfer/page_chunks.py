@@ -97,7 +97,7 @@ class PageChunks(DevicePart, PageStore):
 
         def run() -> Running:
             for rank_chunks, pages in launches:
-                taken = device.programs.get("take pages")(device.state, pages)
+                taken = device.programs.get("take pages", "context")(device.state, pages)
                 for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
                         kept = self.processes_of_ranks[rank][0] == jax.process_index()

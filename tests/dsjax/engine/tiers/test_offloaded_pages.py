@@ -36,7 +36,7 @@ class Leaving:
 def offloaded(arrays, disk=None):
     """`OffloadedPages` that these arrays come to, one after the other, and the table of its commands."""
     described, taken = {"latent": jax.ShapeDtypeStruct(Leaving.shape, np.int64)}, iter(arrays)
-    programs = SimpleNamespace(described_moved=lambda: described, get=lambda kind: lambda *_: {"latent": next(taken)})
+    programs = SimpleNamespace(described_moved=lambda: described, get=lambda *key: lambda *_: {"latent": next(taken)})
     device = SimpleNamespace(
         programs=programs, limits=SimpleNamespace(host_pages_per_rank=8, num_ranks=2), state=None, send=lambda a: a
     )

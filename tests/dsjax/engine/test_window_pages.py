@@ -1,0 +1,93 @@
+"""A model with window pages gives the same tokens however its prompts are cut, preempted, found in the cache, drafted or moved.
+
+The attention is that of `sliding_attention.py`. What the scheduler does with pages of both kinds is in `schedule/test_borders.py`.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from drafting_checkpoint import write_drafting_checkpoint
+from sliding_attention import WINDOW, slides
+
+from dsjax import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+G, LONGEST = 8, 96
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_drafting_checkpoint(tmp_path_factory.mktemp("windows"))
+
+
+@pytest.fixture(autouse=True)
+def _sliding(no_programs_on_disk):
+    with slides():
+        yield
+
+
+def load(checkpoint, mesh="dp=1", **options):
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "prefill_chunk": 12,
+        "page_size": G,
+        "max_model_len": LONGEST,
+    }
+    llm = LLM(str(checkpoint), mesh=mesh, dtype="float32", **sizes | options)
+    llm.executor.buckets = dataclasses.replace(llm.executor.buckets, decode=(4,))
+    return llm
+
+
+def prompts():
+    rng = np.random.default_rng(5)
+    shared = rng.integers(2, 290, size=40).tolist()
+    lengths = (3, 7, 8, 9, 23, 33, 41, 60)
+    return [shared[: length // 2] + rng.integers(2, 290, size=length - length // 2).tolist() for length in lengths]
+
+
+def generated(llm, given):
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in given], GREEDY)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """Of each prompt by itself, in one chunk, by one device, without a prefix cache."""
+    with slides():
+        llm = load(checkpoint, prefill_chunk=LONGEST, max_num_batched_tokens=LONGEST, enable_prefix_caching=False)
+        answers = [generated(llm, [prompt])[0] for prompt in prompts()]
+        for prompt, answer in zip(prompts(), answers, strict=True):
+            logits = llm.logits([prompt + answer])[0]
+            assert logits.argmax(axis=-1)[len(prompt) - 1 : -1].tolist() == answer, "a ring of window pages scores, too"
+        llm.shutdown()
+    return answers
+
+
+def test_a_query_attends_to_its_window_alone(checkpoint):
+    llm = load(checkpoint)
+    one, other = [5] * 30, [6] + [5] * 29
+    first, second = llm.logits([one, other])
+    layers = llm.config.num_hidden_layers
+    reach = layers * (WINDOW - 1)  # each layer's window rests on the one below
+    assert (np.abs(first[1 : reach + 1] - second[1 : reach + 1]).max(axis=1) > 0).all()
+    np.testing.assert_array_equal(first[reach + 1 :], second[reach + 1 :])
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=8"])
+@pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["", "drafts"])
+def test_cut_preempted_found_again_or_drafted_the_tokens_are_the_same(checkpoint, expected, mesh, drafts):
+    llm = load(checkpoint, mesh, cache_tokens=LONGEST, **drafts)
+    assert generated(llm, prompts()) == expected
+    for _ in range(2):  # what is cached now
+        assert generated(llm, prompts()) == expected
+    ranks = llm.engine.core.scheduler.ranks
+    assert sum(rank.hits["device"] for rank in ranks) > 0
+    if mesh == "dp=1":
+        assert ranks[0].num_preemptions > 0
+    llm.shutdown()
