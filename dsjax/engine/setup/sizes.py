@@ -26,6 +26,7 @@ from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.tiers.page_folder import bytes_on_disk
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
+from dsjax.model.cache_groups import Table
 from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
@@ -143,47 +144,56 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
+    if args.disk_cache is not None and sizes.windows_per_rank:
+        raise UserError(
+            "--disk-cache keeps pages of one kind, and this model also has window pages, without which the others are of no use; leave it "
+            "out, or use --host-cache-bytes"
+        )
     on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
     if on_disk and args.disk_cache_bytes < on_disk:
         raise UserError(
             f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {on_disk:,}"
         )
-    host_pages = _host_pages(args, step)
+    host_pages, host_windows = _host_pages(args, step)
     return replace(
         sizes,
         pages_per_rank=pages,
         windows_per_rank=device_cache.with_kept_windows(step, pages, sizes.windows_per_rank),
         moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
         host_pages_per_rank=host_pages,
+        host_windows_per_rank=host_windows,
         disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
         disk_page_bytes=on_disk,
     )
 
 
-def _host_pages(args: EngineArgs, step: ModelStep) -> int:
-    """Count the pages of each DP rank for which ``--host-cache-bytes`` has room."""
+def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
+    """Count the pages of each kind of each DP rank for which ``--host-cache-bytes`` has room."""
     if not args.host_cache_bytes:
-        return 0
-    each = page_bytes(args, step)
-    pages = args.host_cache_bytes // step.spec.dp_size // each
+        return 0, 0
+    each, window = page_bytes(args, step), page_bytes(args, step, "window")
+    room = args.host_cache_bytes // step.spec.dp_size
+    windows = max(1, int(device_cache.KEPT_SHARE * room) // window) if window else 0
+    pages = (room - windows * window) // each
     if pages < 1:
+        least = each + window
         raise UserError(
             f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
-            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+            f"a page takes {least:,} bytes: give at least {least * step.spec.dp_size:,}"
         )
-    return pages
+    return pages, windows
 
 
-def page_bytes(args: EngineArgs, step: ModelStep) -> int:
-    """Count the bytes of a page outside the devices: all layers of the model, all shards, and which slots the MTP module has filled.
+def page_bytes(args: EngineArgs, step: ModelStep, table: Table = "context") -> int:
+    """Count the bytes of a page of a kind outside the devices: all layers, all shards, and which slots the MTP module has filled.
 
     step: of any stage of the model, where there are several.
     """
     has_module = args.speculation is not None
     layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
     groups = step.attention.groups(range(layers), step.page_size)
-    filled = step.page_size * (has_module and not step.fills_windows)
-    return sum(group.page_bytes for group in groups if group.table == "context") + filled
+    filled = step.page_size * (has_module and step.fills_windows == (table == "window"))
+    return sum(group.page_bytes for group in groups if group.table == table) + filled
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:

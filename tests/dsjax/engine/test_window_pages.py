@@ -104,3 +104,22 @@ def test_cut_preempted_found_again_or_drafted_the_tokens_are_the_same(checkpoint
     if mesh == "dp=1":
         assert ranks[0].num_preemptions > 0
     llm.shutdown()
+
+
+def test_pages_of_both_kinds_come_back_from_host_memory(checkpoint, expected):
+    llm = load(checkpoint, "dp=2", host_cache_bytes=1 << 20, **DRAFTS)
+    limits, ranks = llm.executor.limits, llm.engine.core.scheduler.ranks
+    assert limits.host_windows_per_rank > 8
+    assert_same(generated(llm, prompts()), expected)
+    for rank in ranks:
+        for windows in (False, True):
+            count = rank.pool.num_free_windows if windows else rank.pool.num_free
+            rank.pool.release(rank.pool.allocate(count, windows=windows))
+        assert not rank.pool._page_of
+    generated(llm, [[3, 4], [5, 6]])  # meanwhile the pages arrive in host memory
+    before = sum(rank.hits.total() for rank in ranks)
+    assert_same(generated(llm, prompts()), expected)
+    found = sum(rank.hits.total() for rank in ranks) - before
+    assert found == sum((len(prompt) - 1) // G * G for prompt in prompts())
+    assert sum(rank.hits["host"] for rank in ranks) >= 64, "the others share pages that were loaded before"
+    llm.shutdown()

@@ -33,7 +33,7 @@ class Device:
 
     def __init__(self, ranks: int):
         self.tables = [{} for _ in range(ranks)]
-        self.state = SimpleNamespace(start="placed")
+        self.state, self.limits = SimpleNamespace(start="placed"), SimpleNamespace(pages_per_rank=100)
         self.programs = SimpleNamespace(get=lambda *key: self.put)
 
     def send(self, array):
