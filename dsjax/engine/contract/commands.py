@@ -17,7 +17,7 @@ ALWAYS = 2**31 - 1
 NAME_BYTES = 32
 """Bytes of a page's name, which is a SHA-256 (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
 WINDOW_NUMBERS = 2**30
-"""Numbers from here on, of slots in host memory and of pages that are read or pulled, are of window pages."""
+"""Numbers from here on, of slots in host memory, of pages that are read or pulled and of chunks, are of window pages."""
 TOKEN_MADE = -1
 """`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
 

@@ -93,7 +93,9 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
     Of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those that have come and what is staged.
     """
     sides = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": MOST_LANDED + MOST_LOADED}
-    return sides[args.disaggregation_mode] * device_cache.bytes_per_page(step)
+    chunk = CHUNK_PAGES * device_cache.bytes_per_page(step)
+    of_windows = device_state.MOVED_WINDOWS * device_cache.bytes_per_page(step, "window")
+    return sides[args.disaggregation_mode] // CHUNK_PAGES * max(chunk, of_windows)
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:

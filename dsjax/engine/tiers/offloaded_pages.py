@@ -18,9 +18,7 @@ from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays,
 from dsjax.engine.tiers.disk_pages import Shapes
 from dsjax.engine.tiers.page_folder import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
-from dsjax.model.cache_groups import Table
-
-_TABLES: tuple[Table, ...] = ("context", "window")
+from dsjax.model.cache_groups import TABLES, Table
 
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
 """First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
@@ -52,7 +50,7 @@ class OffloadedPages(DevicePart, PageStore):
         self._device = device
         limits = device.limits
         self._num_slots = {"context": limits.host_pages_per_rank, "window": limits.host_windows_per_rank}
-        self._described = described = {table: device.programs.described_moved(table) for table in _TABLES}
+        self._described = described = {table: device.programs.described_moved(table) for table in TABLES}
         self._disk = disk and disk({name: (a.shape[2:], a.dtype) for name, a in described["context"].items()})
         # Zeros are not in memory before they are written: room that is never used, and other processes' ranks, cost nothing.
         self._memory = {
@@ -80,7 +78,7 @@ class OffloadedPages(DevicePart, PageStore):
         stored = [np.frombuffer(rank_pages, "<i4").reshape(-1, 3) for rank_pages in command.ranks]
         names = [iter(names_of(rank_pages)) for rank_pages in command.names]
         pieces, first_window = [], self._device.limits.pages_per_rank
-        for table in _TABLES:
+        for table in TABLES:
             first, windows = (first_window, True) if table == "window" else (0, False)
             for piece in cut([own[(own[:, 0] >= first_window) == windows] for own in stored], table):
                 writes = [
@@ -125,7 +123,7 @@ class OffloadedPages(DevicePart, PageStore):
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces of all these pages, which lie in slots or were read from the disk."""
         pieces = []
-        for table in _TABLES:
+        for table in TABLES:
             ranks, windows = zip(wanted, places, strict=True), table == "window"
             own = [rank_places[(numbers[rank_places] >= WINDOW_NUMBERS) == windows] for numbers, rank_places in ranks]
             for piece in cut(own, table):
