@@ -11,6 +11,7 @@ from drafting_checkpoint import write_drafting_checkpoint
 from sliding_attention import WINDOW, slides
 
 from dsjax import LLM, SamplingParams
+from dsjax.engine.transfer.prefill_links import PrefillLinks
 
 pytestmark = pytest.mark.slow
 
@@ -122,4 +123,21 @@ def test_pages_of_both_kinds_come_back_from_host_memory(checkpoint, expected):
     found = sum(rank.hits.total() for rank in ranks) - before
     assert found == sum((len(prompt) - 1) // G * G for prompt in prompts())
     assert sum(rank.hits["host"] for rank in ranks) >= 64, "the others share pages that were loaded before"
+    llm.shutdown()
+
+
+def test_pages_of_both_kinds_go_from_prefill_to_decode(checkpoint, expected):
+    sides = {"prefill_mesh": "dp=2", "decode_mesh": "dp=1", "local_prefill_tokens": 1, "transfer_timeout": 600}
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "prefill_chunk": 12,
+        "page_size": G,
+        "max_model_len": LONGEST,
+    }
+    llm = LLM(str(checkpoint), dtype="float32", **sides, **sizes, **DRAFTS)
+    assert_same(generated(llm, prompts()), expected)
+    counts = llm.engine.core.part(PrefillLinks).source.transfer_counts
+    assert (counts.completed, counts.given_up) == (counts.asked, 0)
+    assert counts.asked >= 4
     llm.shutdown()
