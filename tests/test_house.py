@@ -1,4 +1,4 @@
-"""The house: which room may import which. The table here is what the README's "The house" and "The engine's rooms" show."""
+"""The house: which room may import which. The table here is what CONTRIBUTING.md's "The house" shows."""
 
 import ast
 import functools
@@ -156,8 +156,8 @@ def test_only_the_model_and_what_measures_its_modules_import_flax():
     assert {name for name in importers if not name.startswith(("dsjax.model.", "dsjax.bench.modules."))} == set()
 
 
-def test_the_readme_shows_this_house():
-    text = (ROOT / "README.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+def test_the_contributors_page_shows_this_house():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("\n## ")[0]
     shown = re.findall(r"^dsjax/engine/(\w*)/? ", text, re.MULTILINE)
     assert shown == list(ENGINE)
 

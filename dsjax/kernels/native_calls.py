@@ -282,7 +282,8 @@ class NativeKernels:
         name: str,
         q_nope: Float[Array, "R C H N"],
         q_rope: Float[Array, "R C H O"],
-        weights: Float[Array, "M H N+U"],
+        weights: Mapping[str, Array],
+        index: Int[Array, ""],
         cache: Mapping[str, Array],
         layer: Int[Array, ""],
         start: Int[Array, "R"],
@@ -295,6 +296,8 @@ class NativeKernels:
     ) -> Float[Array, "R C H U"]:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
+        weights: ``weight [L, M, H (N + U)]``, ``W^UK`` and ``W^UV`` side by side for each head, in float32, or as the bits of bfloat16 or
+            e4m3; for the last also ``scale [L, M / 128, H (N + U) / 128]``. index: their layer.
         name: ``absorbed_attention``, in latent space; or ``expanded_attention``, with each head's keys and values by blocks of the context.
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, float32 or the bits of bfloat16. Or ``latent`` as the bits of e4m3, with
             ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
@@ -302,16 +305,19 @@ class NativeKernels:
         chosen: of expanded attention alone, one bit for each position that a query attends to; None: to all that it sees.
         scale: of the scores.
         """
-        latent, (*lead, N), U = cache["latent"], q_nope.shape, weights.shape[-1] - q_nope.shape[-1]
-        out = jax.ShapeDtypeStruct((*lead, U), jnp.float32)
-        sizes = (*lead, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
+        latent, (*lead, H, N), none = cache["latent"], q_nope.shape, jnp.zeros((1,), jnp.float32)
+        U = weights["weight"].shape[-1] // H - N
+        out = jax.ShapeDtypeStruct((*lead, H, U), jnp.float32)
+        sizes = (*lead, H, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
         return self._call(name, out, sizes)(
             q_nope,
             q_rope,
-            weights,
+            weights["weight"],
+            weights.get("scale", none),
+            index.astype(jnp.int32),
             latent,
             cache["rope"],
-            cache.get("scale", jnp.zeros((1,), jnp.float32)),
+            cache.get("scale", none),
             layer.astype(jnp.int32),
             start.astype(jnp.int32),
             length.astype(jnp.int32),

@@ -90,7 +90,8 @@ class NativeProducts:
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
             name, scale = form.kernels["native"], config.softmax_scale
-            out = self.kernels.attention(name, q_nope, q_rope, weight, cache, *where, scale=scale)
+            weights = {"weight": weight.reshape(1, len(weight), -1)}
+            out = self.kernels.attention(name, q_nope, q_rope, weights, layer, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):

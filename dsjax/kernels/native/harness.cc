@@ -135,7 +135,8 @@ void attention(const std::vector<int64_t>& s, float scale, int threads) {
   auto rope = read<char>(layers * pages * G * kernel.O * std::max<long>(bytes, 2));
   auto start = read<int32_t>(kernel.R), length = read<int32_t>(kernel.R), tables = read<int32_t>(kernel.R * kernel.Pr);
   auto filled = read<uint8_t>(holes ? pages * G : 0);
-  kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = weights.data();
+  kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data();
+  kernel.weights = {weights.data(), 4, 0, kernel.M, kernel.H * (kernel.N + kernel.U)};
   kernel.cache = {latent.data(), rope.data(), static_cast<int>(bytes), layers - 1, pages, G, scale_of_latents.data()};
   kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data();
   kernel.filled = holes ? filled.data() : nullptr;
