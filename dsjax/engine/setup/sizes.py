@@ -99,7 +99,7 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
-    """Choose the executor's sizes but for the cache's, which has the fewest pages that can be, and no window pages to keep."""
+    """Choose the executor's sizes but for the cache's, which has the fewest pages that can be."""
     positions = step.config.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > positions:
         raise UserError(f"--max-model-len is {args.max_model_len}, but the model has {positions} positions; lower it")
@@ -107,26 +107,32 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
-    chunk, page_size = min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len), args.page_size
-    num_stages = 1 if step.stage is None else step.stage.count
-    windows = {}
-    if any(group.table == "window" for group in step.cache_groups):
-        drafts = args.speculation.num_speculative_tokens if args.speculation else 0
-        tokens = max(2, num_stages) * args.max_num_batched_tokens
-        windows["windows_per_rank"] = held_windows(sequences, tokens, page_size, drafts)
-        windows["window_columns"] = window_columns(max(chunk, 3 * drafts + 2), page_size)
-    return ExecutorLimits(
+    sizes = ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
-        max_chunk=chunk,
-        page_size=page_size,
+        max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
+        page_size=args.page_size,
         pages_per_rank=2,
         num_ranks=step.spec.dp_size,
         max_model_len=max_model_len,
         vocab_size=step.config.vocab_size,
         transfers=args.is_side,
-        num_stages=num_stages,
-        **windows,
+        num_stages=1 if step.stage is None else step.stage.count,
+    )
+    return with_windows(sizes, args, step)
+
+
+def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> ExecutorLimits:
+    """Add window pages, where the model has any: all that requests may hold, so that none waits for one, and those that are kept."""
+    if not any(group.table == "window" for group in step.cache_groups):
+        return limits
+    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+    tokens, page_size = max(2, limits.num_stages) * args.max_num_batched_tokens, limits.page_size
+    held = held_windows(limits.max_rows_decode, tokens, page_size, drafts)
+    return replace(
+        limits,
+        windows_per_rank=device_cache.with_kept_windows(step, limits.pages_per_rank, held),
+        window_columns=window_columns(max(limits.max_chunk, 3 * drafts + 2), page_size),
     )
 
 

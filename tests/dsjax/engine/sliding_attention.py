@@ -32,6 +32,9 @@ class SlidingMLA(PagedMLA):
     def backend(self, form):
         return "plain"
 
+    def in_stack(self, forms):
+        return super().in_stack(forms) - {"kv_b"}  # which kernels alone read there
+
     def cache_entries(self, mla, cache, layer, tokens, p):
         def local(cache, layer, slots, window_slots, latent, rope):
             return {

@@ -11,6 +11,7 @@ from dsjax.engine.contract.commands import (
     ALWAYS,
     TOKEN_MADE,
     Admission,
+    PageChange,
     PrefillRow,
     RankStep,
     Sampling,
@@ -137,3 +138,9 @@ def test_biases_and_masks_are_of_every_position_of_their_row():
     assert [entry for entry in piece[0].tolist() if entry[0] >= 0] == [[at, 3, 0, ALWAYS] for at in (3, 4, 5, 6)]
     masked = [[7, 0, 0] if 3 <= at <= 6 else [-1] * 3 for at in range(9)]
     assert found.masks[0].tolist() == masked
+
+
+def test_tables_count_window_pages_from_0():
+    step = Step([RankStep([], [PageChange(3, 0, [7, 8]), PageChange(3, 50, [102])], b"", [], [])])
+    within, before = split_page_changes(step, 8, 100)
+    assert (within, before) == ([[(3, 0, 7), (3, 1, 8), (3, 50, 2)]], [[]])
