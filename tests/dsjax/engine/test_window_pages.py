@@ -1,6 +1,7 @@
 """A model with window pages gives the same tokens however its prompts are cut, preempted, found in the cache, drafted or moved.
 
-The attention is that of `sliding_attention.py`. What the scheduler does with pages of both kinds is in `schedule/test_borders.py`.
+The attention is that of `sliding_attention.py`. What the scheduler does with pages of both kinds is
+in `test_borders.py`.
 """
 
 import dataclasses

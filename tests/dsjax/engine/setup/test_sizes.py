@@ -107,10 +107,9 @@ def test_window_pages_are_what_requests_may_hold_and_a_fifth_of_the_bytes(tmp_pa
         assert limits.window_columns == (16 + 2 * args.page_size - 3) // args.page_size + 1
         used = limits.host_pages_per_rank * page + limits.host_windows_per_rank * window
         assert (1 << 15) - page - window < used <= 1 << 15
+        args, layout = laid_out(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
         with pytest.raises(UserError, match="--disk-cache keeps pages of one kind"):
-            laid_out(disk_cache=str(tmp_path))[1].limits(
-                laid_out(disk_cache=str(tmp_path))[0], ProgramLibrary(), {}, None
-            )
+            layout.limits(args, ProgramLibrary(), {}, None)
 
 
 def test_what_the_model_or_the_cache_cannot_hold_is_refused_with_what_would_fit(monkeypatch):
