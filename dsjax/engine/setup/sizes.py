@@ -152,11 +152,12 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
-    if args.disk_cache is not None and sizes.windows_per_rank:
-        raise UserError(
-            "--disk-cache keeps pages of one kind, and this model also has window pages, without which the others are of no use; leave it "
-            "out, or use --host-cache-bytes"
-        )
+    for flag, given in (("--disk-cache", args.disk_cache), ("--page-source", args.page_source)):
+        if given is not None and sizes.windows_per_rank:
+            raise UserError(
+                f"{flag} keeps pages of one kind, and this model also has window pages, without which the others are of no use; leave it "
+                "out, or use --host-cache-bytes"
+            )
     on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
     if on_disk and args.disk_cache_bytes < on_disk:
         raise UserError(
