@@ -90,8 +90,8 @@ class PagePool:
         """Take pages, or window pages, which must be free. store: whether cached ones among them are offered to `on_evict`."""
         free, idle = self._by_kind[windows]
         if len(free) + len(idle) < count:
-            kind = "window pages" if windows else "pages"
-            raise ValueError(f"asked for {count} {kind}, {len(free) + len(idle)} of {self.num_usable} are free")
+            kind, usable = ("window pages", self.num_windows - 1) if windows else ("pages", self.num_usable)
+            raise ValueError(f"asked for {count} {kind}, {len(free) + len(idle)} of {usable} are free")
         pages = []
         for _ in range(count):
             if free:
