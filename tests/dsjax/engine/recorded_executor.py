@@ -172,7 +172,7 @@ class ScriptedExecutor(FakeExecutor):
         self._clock.advance(0.01)
         return results
 
-    def _finite(self, rank: int, slot: Slot) -> bool:
+    def _finite(self, rank: int, slot: Slot, start: int, length: int) -> bool:
         return slot.start < self.non_finite.get(slot.admission.sampling.seed, 2**31)
 
     def _scored(self, slot: Slot, row, result: RowResult) -> RowResult:
