@@ -120,9 +120,6 @@ class Assembler:
         if scaled_weight(path, self.names.parameters) is not None:
             yield from self._scale_strips(name, rows, columns)
             return
-        if not name.endswith(".weight"):  # scales of packed matrices, as they are
-            yield from self._read(name, rows, columns)
-            return
         tensor = self.tensors[name]
         scale = self._scale(name) if tensor.dtype == FP8 else None
         if dtype == FP8 and scale is None:

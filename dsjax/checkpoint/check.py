@@ -17,6 +17,7 @@ from dsjax.config import ModelConfig
 from dsjax.model.parameters import blocks
 
 _FLOATS = ("float32", "bfloat16", "float16")
+_INTEGERS = ("int64", "int32")
 _NAMED = 20
 
 
@@ -107,6 +108,8 @@ def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: 
     allowed = (*_FLOATS, FP8.name) if is_matrix else _FLOATS
     if wanted == np.uint8:
         allowed = (wanted.name,)
+    if wanted == np.int32:
+        allowed = _INTEGERS
     if spec.dtype.name not in allowed:
         problems.append(f"{name}: dtype {spec.dtype.name}, expected one of {', '.join(allowed)}")
     return problems

@@ -17,11 +17,15 @@ from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
+from dsjax.checkpoint.v4_tensors import V4Tensors
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameters import Weights
 
 if TYPE_CHECKING:
     from dsjax.checkpoint.names import TensorNames
+
+
+_OUTPUT = ("self_attn.o_proj.weight", "self_attn.o_b_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Checkpoint:
     @property
     def natural_weights(self) -> Weights:
         """How to keep matrices when nobody says: in float32 if the checkpoint has them so, else in bf16."""
-        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith("self_attn.o_proj.weight")}
+        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith(_OUTPUT)}
         return "f32" if dtypes == {"float32"} else "bf16"
 
     @property
@@ -107,13 +111,16 @@ def _open_orbax(directory: Path) -> Checkpoint:
 
 def _open_hf(directory: Path) -> Checkpoint:
     folder = SafetensorsFolder(directory)
-    config = settle_mtp(directory, load_config(directory), [*folder, *folder.unreadable])
+    config, tensors = load_config(directory), folder
+    if config.v4 is not None:
+        tensors = V4Tensors.of(folder, folder.specs, config.num_hidden_layers)
+    config = settle_mtp(directory, config, [*tensors, *folder.unreadable])
     return Checkpoint(
         directory,
         "hf",
         config,
-        folder,
-        folder.specs,
+        tensors,
+        tensors.specs,
         problems=tuple(folder.problems),
         unreadable=frozenset(folder.unreadable),
         release=folder.release,

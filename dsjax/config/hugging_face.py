@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsjax.config.checks import reject, required
+from dsjax.config.deepseek_v4 import read_v4
 from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
-_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router")
+_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "v4")
 """Fields of `ModelConfig` that are spelt otherwise in `config.json`, in more than one way, or not at all."""
 _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
@@ -19,7 +20,10 @@ _ALIASES = {
 }
 """Other names of fields: the `attribute_map` of transformers' configurations of the family."""
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-_ROUTER_DEFAULTS = {"deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}}
+_ROUTER_DEFAULTS = {
+    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v4": {"scoring_func": "sqrtsoftplus"},
+}
 # Read elsewhere in this file, or without any effect on inference.
 _KNOWN_OTHERS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",
@@ -37,6 +41,7 @@ _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
 }
 
 
@@ -52,7 +57,9 @@ def _read_alike(config: Any) -> tuple[list[str], list[str]]:
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
-    raw = _without_aliases(raw)
+    raw, v4 = _without_aliases(raw), None
+    if str(raw.get("model_type")).startswith("deepseek_v4"):
+        raw, v4 = read_v4(raw)
     must, optional = _read_alike(config)
     fields = {name: required(raw, name) for name in must}
     fields |= _ROUTER_DEFAULTS.get(fields["model_type"], {}) if isinstance(fields["model_type"], str) else {}
@@ -68,6 +75,7 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=2,
         )
         fields["norm_topk_prob"] = False
+    fields |= {"v4": v4} if v4 is not None else {}
     fields["torch_dtype"] = _read_dtype(raw)
     fields["eos_token_id"] = _read_tokens(raw.get("eos_token_id"))
     fields["rope"] = read_rope(raw)
@@ -110,6 +118,8 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise where a key that follows from others (transformers writes some) contradicts them."""
     rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
     heads = fields["num_attention_heads"]
+    if fields["model_type"] == "deepseek_v4":
+        return
     derived = {
         "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
     }
@@ -144,14 +154,16 @@ def _check_unbuilt(raw: Mapping[str, Any], fields: set[str]) -> None:
 
 
 def write_fields(config: Any) -> dict[str, Any]:
-    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`)."""
+    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`), of a V4 in transformers'."""
     written: dict[str, Any] = {"architectures": [_ARCHITECTURES[config.model_type]]}
     must, optional = _read_alike(config)
     written |= {name: getattr(config, name) for name in (*must, *optional)}
     written["num_key_value_heads"] = config.num_attention_heads
     written["n_routed_experts"] = config.n_routed_experts or None
     written |= config.rope.to_dict()
-    if config.model_type == "deepseek_v32":
+    if config.v4 is not None:
+        written = _write_v4(config, written)
+    elif config.model_type == "deepseek_v32":
         del written["rope_interleave"]  # transformers' class has no such field
     else:
         written = {name: value for name, value in written.items() if not name.startswith("index_")}
@@ -161,3 +173,28 @@ def write_fields(config: Any) -> dict[str, Any]:
     if config.quantization is not None:
         written["quantization_config"] = config.quantization.to_dict()
     return dict(sorted(written.items()))
+
+
+def _write_v4(config: Any, written: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a V4: those that MLA's sizes stand for, and its own."""
+    of_mla = (
+        "kv_lora_rank",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "n_group",
+        "topk_group",
+    )
+    kept = {
+        name: value
+        for name, value in written.items()
+        if name not in (*of_mla, "intermediate_size") and "rope_" not in name[:5]
+    }
+    ropes = {"main": config.rope, "compress": config.v4.compress_rope}
+    spelt = {
+        name: {"rope_theta": rope.theta, **(rope.to_dict()["rope_scaling"] or {"rope_type": rope.type})}
+        for name, rope in ropes.items()
+    }
+    sizes = {"head_dim": config.v_head_dim, "num_key_value_heads": 1, "rope_parameters": spelt}
+    return kept | sizes | config.v4.to_dict()

@@ -1,8 +1,8 @@
 """A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
 
 The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`), DeepSeek-V3.2 (the same with sparse
-attention) and DeepSeek-V2, V2-Lite (softmax router, `greedy` or `group_limited_greedy`). Where DeepSeek's remote code and
-transformers differ, transformers counts.
+attention), DeepSeek-V4 (fields of its own in `ModelConfig.v4`) and DeepSeek-V2, V2-Lite (softmax router, `greedy` or
+`group_limited_greedy`). Where DeepSeek's remote code and transformers differ, transformers counts.
 """
 
 import dataclasses
@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
+from dsjax.config.deepseek_v4 import DeepseekV4
 from dsjax.config.hugging_face import read_fields, write_fields
 from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
-from dsjax.errors import ConfigError, why_unreadable
+from dsjax.errors import ConfigError, UserError, why_unreadable
 
 # What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
 _ROUTERS = {
     "deepseek_v3": {"noaux_tc": "sigmoid"},
     "deepseek_v32": {"noaux_tc": "sigmoid"},
     "kimi_k2": {"noaux_tc": "sigmoid"},
+    "deepseek_v4": {"noaux_tc": "sqrtsoftplus"},
     "deepseek_v2": {"greedy": "softmax", "group_limited_greedy": "softmax"},
 }
 
@@ -34,6 +36,7 @@ _INTEGERS = {
     "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "max_position_embeddings": 1, "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+_SPARSE = ("deepseek_v32", "deepseek_v4")
 _INDEX_INTEGERS = {"index_topk": 1, "index_n_heads": 1, "index_head_dim": 2}
 _EXPERT_INTEGERS = {
     "moe_intermediate_size": 1, "n_shared_experts": 0, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1
@@ -47,7 +50,8 @@ class ModelConfig:
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
     nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter` and replaces it; no `config.json` has one.
     `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
-    `deepseek_v32` only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field, on
+    `deepseek_v32` (docs/sparse-attention.md), or compressed entries, of `deepseek_v4` (docs/deepseek-v4.md); None: all. `v4`: what only
+    `deepseek_v4` has; a head's width there is `v_head_dim` and `kv_lora_rank`. Raises `ConfigError`, naming the field, on
     construction.
     """
 
@@ -79,6 +83,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     router: type | None = None
+    v4: DeepseekV4 | None = None
 
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
@@ -114,24 +119,39 @@ class ModelConfig:
         if self.model_type == "deepseek_v2" and not self.rope.interleave:
             raise reject("rope_interleave", False, "true: deepseek_v2 rotates interleaved pairs only")
         self._check_indexer()
+        self._check_v4()
         if self.is_moe:
             self._check_experts()
 
     def _check_indexer(self) -> None:
         for name, least in _INDEX_INTEGERS.items():
             value = getattr(self, name)
-            if self.model_type == "deepseek_v32":
+            if self.model_type in _SPARSE:
                 check_integer(name, value, least)
             elif value is not None:
-                raise reject(name, value, "none: only deepseek_v32 models have sparse attention")
-        if self.model_type != "deepseek_v32":
+                raise reject(name, value, f"none: only {' and '.join(_SPARSE)} models have sparse attention")
+        if self.model_type not in _SPARSE:
             return
         if self.q_lora_rank is None:
             raise reject("q_lora_rank", None, "an integer: index queries are made from the query latent")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise reject("index_head_dim", self.index_head_dim, f"at least qk_rope_head_dim, {self.qk_rope_head_dim}")
         if not self.rope.interleave:
-            raise reject("rope_interleave", False, "true: deepseek_v32 rotates interleaved pairs in MLA")
+            raise reject("rope_interleave", False, f"true: {self.model_type} rotates interleaved pairs in attention")
+
+    def _check_v4(self) -> None:
+        if (self.v4 is not None) != (self.model_type == "deepseek_v4"):
+            raise reject(
+                "model_type", self.model_type, "deepseek_v4 with the fields of one, and no other model with them"
+            )
+        if self.v4 is None:
+            return
+        if not self.is_moe:
+            raise reject("n_routed_experts", 0, "an integer of at least 1: every layer of deepseek_v4 has experts")
+        if self.num_attention_heads % self.v4.o_groups:
+            raise reject("o_groups", self.v4.o_groups, f"a divisor of num_attention_heads, {self.num_attention_heads}")
+        if self.attention_bias:
+            raise reject("attention_bias", True, "false in a deepseek_v4 model")
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
@@ -192,14 +212,35 @@ class ModelConfig:
     @property
     def residual(self) -> str:
         """How layers add to what passes through them: a name in `dsjax.model.residual.RESIDUALS`."""
-        return "addition"
+        return "addition" if self.v4 is None else "streams"
+
+    @property
+    def swiglu_limit(self) -> float | None:
+        """What gate and up of a SwiGLU are clipped to (`gated`); None: neither is."""
+        return None if self.v4 is None else self.v4.swiglu_limit
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of an MTP module's layer."""
+        return LayerKind("mtp.layers", "moe" if self.is_moe else "dense") if self.v4 is None else self.v4.mtp_kind
 
     @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
         """The main model's layers, by kind."""
+        if self.v4 is not None:
+            return self.v4.layer_runs
         dense, moe = LayerKind("dense_layers", "dense"), LayerKind("moe_layers", "moe")
         runs = LayerRun((dense,), self.num_dense_layers), LayerRun((moe,), self.num_moe_layers)
         return tuple(run for run in runs if run.count)
+
+    def check_served(self) -> None:
+        """Raise `UserError` if engines cannot serve the model yet, or what describes engines (dry run, plan) would not know it."""
+        if self.v4 is not None:
+            raise UserError(
+                "deepseek_v4 models cannot be served yet, nor dry-run or planned: engines have no window pages (a second page table of a "
+                "request), and no kernels for attention over them. `dsjax info` and the plain forward pass know the model: see "
+                "docs/deepseek-v4.md"
+            )
 
     @property
     def experts_per_group(self) -> int:

@@ -135,6 +135,7 @@ class ExpertDispatch:
             kernels=products.kernels,
             scheme=products.scheme,
             width_shares=self.sharding.spec.expert_width_shards,
+            limit=products.config.swiglu_limit,
         )
 
     @property

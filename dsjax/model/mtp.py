@@ -64,11 +64,9 @@ def further(
         if filled is not None:
             filled = mark(step, filled, tokens.slots, True)
         tokens = replace(tokens, filled=filled)
-        embedded = step.embed(model, tokens.ids)
-        normalise = products.normalise
-        halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, sharding.whole(hidden))]
-        x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
-        x = sharding.whole(module.residual.enter(x))
+        normalise, embedded = products.normalise, step.embed(model, tokens.ids)
+        x = module.join(sharding.whole(hidden), embedded, products.multiply(jnp.int32(0)), normalise)
+        x = sharding.whole(x)
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
             x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)

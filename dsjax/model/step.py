@@ -64,7 +64,7 @@ class ModelStep(StepDescription):
             x = self.sharding.whole(x)
             layer, row, reports = 0, 0, []
             for run in self.config.layer_runs:
-                with_experts = sum(kind.mlp == "moe" for kind in run.kinds)
+                with_experts = sum(kind.routed for kind in run.kinds)
                 rows = slice(row, row + with_experts * run.count)
                 own = None if not with_experts else jax.tree.map(lambda array: _part(array, rows), copies)  # noqa: B023
                 x, cache, report = self._run(model, run, params, x, cache, layer, tokens, own)
@@ -110,7 +110,7 @@ class ModelStep(StepDescription):
             merge = partial(nnx.merge, graph, whole)
             return run_in_halves(self, merge, weights, x, cache, jnp.int32(first), tokens, copies)
         if copies is not None:  # of each kind with experts its own
-            kinds = sum(kind.mlp == "moe" for kind in run.kinds)
+            kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
                 lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
             )

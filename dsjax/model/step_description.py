@@ -24,13 +24,12 @@ from dsjax.model.layer_parts import LayerParts
 from dsjax.model.layer_values import Tokens
 from dsjax.model.micro_batches import TwoBatchOverlap, count_micro_batches
 from dsjax.model.parameters import ParameterTable, describe
-from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, RowGroup, flatten
 from dsjax.model.sparse import IndexScores
 from dsjax.model.sparse.attend import Chosen
 from dsjax.model.stage import Stage
 from dsjax.model.token_sharding import TokenSharding
-from dsjax.model.transformer import DecoderLayer
+from dsjax.model.transformer import DecoderLayer, rotation_at
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig
 from sharding.layer_placement import LayerPlacements
@@ -192,7 +191,7 @@ class StepDescription:
                 [g.slots(self.page_size) for g in groups],
             )
         )
-        rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
+        rotation = rotation_at(self.config, positions)
         return Tokens(groups, ids, active, slots, rotation)
 
     @property

@@ -32,7 +32,7 @@ class Question:
     them like bundled ones.
 
     Raises:
-        UserError: a device names tables of operations that there are not.
+        UserError: a device names tables of operations that there are not, or a model that engines cannot serve.
     """
 
     config: ModelConfig
@@ -42,6 +42,7 @@ class Question:
     options: PlanOptions
 
     def __post_init__(self):
+        self.config.check_served()
         cluster, tables = with_tables(self.cluster, self.options.operators)
         if cluster is not self.cluster:
             object.__setattr__(self, "cluster", cluster)

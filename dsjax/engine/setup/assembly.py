@@ -60,13 +60,14 @@ def make_step(
     cache. stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
-        UserError, MeshError: options, model and mesh that do not go together.
+        UserError, MeshError: options, model and mesh that do not go together, or a model that engines cannot serve.
     """
     if jax.config.jax_enable_x64:
         raise UserError(
             "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
             'jax.config.update("jax_enable_x64", False)'
         )
+    config.check_served()
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
