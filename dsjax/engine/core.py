@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from dsjax.engine.contract.commands import Flush, Step
-from dsjax.engine.contract.executor import Executor, RankResults
+from dsjax.engine.contract.executor import Executor, ExecutorLimits, RankResults
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation, MeshChanger
 from dsjax.engine.schedule.page_source import SourceChain
@@ -66,7 +66,7 @@ class EngineCore:
             source=SourceChain(sources) if sources else None,
             page_events=any(part.wants_page_events for part in self.attachments),
         )
-        self._writer = StepWriter(limits.num_ranks, limits.page_size)
+        self._writer = _writer(limits)
         self._is_async = async_scheduling
         self._under_way: deque[_UnderWay] = deque()
         self.parked = ParkedRequests()
@@ -243,7 +243,7 @@ class EngineCore:
             part.start(new.executor, new.config)
         limits = new.executor.limits
         self.scheduler, refused = self.scheduler.successor(new.config, limits.num_ranks, self.parked.requests)
-        self._writer = StepWriter(limits.num_ranks, limits.page_size)
+        self._writer = _writer(limits)
         self._preemptions = 0
         for part in self.attachments:
             part.scheduled(self.scheduler)
@@ -316,6 +316,10 @@ class EngineCore:
         dirty = self.scheduler.take_dirty()
         if dirty is not None:
             self.executor.launch(clear_command(dirty))
+
+
+def _writer(limits: ExecutorLimits) -> StepWriter:
+    return StepWriter(limits.num_ranks, limits.page_size, (limits.max_pages, limits.window_columns))
 
 
 def _follow_rules(plan: StepPlan, command: Step, results: Sequence[RankResults]) -> None:

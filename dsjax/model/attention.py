@@ -31,6 +31,7 @@ from dsjax.kernels.table import Kernels
 from dsjax.model import paging
 from dsjax.model.cache_groups import Arrays, CacheGroup, Layout, cache_groups
 from dsjax.model.forms import Form, Prepared
+from dsjax.model.layer_values import Tokens
 from dsjax.model.mla_costs import MLACost, mla_cost
 from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
@@ -79,9 +80,7 @@ class AttentionFamily(Protocol):
     ) -> Projections:  # fmt: skip
         """Project tokens to what ``cache_entries`` and ``attend`` need in these forms, spread over the mesh."""
 
-    def cache_entries(
-        self, weights: nnx.Module, cache: Cache, layer, slots: Int[Array, "B T"], p: Projections
-    ) -> Cache:
+    def cache_entries(self, weights: nnx.Module, cache: Cache, layer, tokens: Tokens, p: Projections) -> Cache:
         """Write what this layer caches of each token; slot −1 writes nothing."""
 
     def attend(self, weights: nnx.Module, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections) -> Array:
@@ -188,9 +187,7 @@ class PagedMLA:
         """The output projection and its bias; a materialised form has already multiplied with the projection."""
         return mla.add_output_bias(found) if form.materialised else mla.output(found, multiply)
 
-    def cache_entries(
-        self, mla: MLA, cache: Cache, layer: Int[Array, ""], slots: Int[Array, "B T"], p: Projections
-    ) -> Cache:
+    def cache_entries(self, mla: MLA, cache: Cache, layer: Int[Array, ""], tokens: Tokens, p: Projections) -> Cache:
         """Store what this layer's cache keeps of each token."""
         with jax.named_scope("cache_write"):
             values, arrays = self._entries(mla, p), self.arrays
@@ -206,7 +203,7 @@ class PagedMLA:
             cache_specs = {name: P(None, batch, None, heads) for name in cache}
             value_specs = {name: P(batch, None, heads) for name in values}
             return self._shard_map(local, (cache_specs, P(), P(batch), value_specs), cache_specs)(
-                cache, layer, slots, values
+                cache, layer, tokens.slots, values
             )
 
     def _entries(self, mla: MLA, p: Projections) -> Cache:

@@ -15,6 +15,7 @@ from dsjax.errors import UserError
 from sharding import fp8
 
 Layout = Literal["decompressed", "joined", "split"]
+Table = Literal["context", "window"]
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Arrays of a cache → trailing shape of an entry in one layer, and its dtype."""
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -24,16 +25,17 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class CacheGroup:
     """Layers that cache the same arrays on the same pages.
 
-    layers: their numbers in the model; the MTP module's follow the model's own. entries: tokens that a page has room for. table: the kind
-    of page table that names the pages; a "context" table names a request's pages in the order of its positions. by_head: the first axis of
-    an entry is heads, which ``tp`` divides.
+    layers: their numbers in the model; the MTP module's follow the model's own. entries: that a page has room for. by_head: the first axis
+    of an entry is heads, which ``tp`` divides.
+    table: the kind of page table that names the pages. A "context" table names all pages of a request in the order of its positions. A
+    "window" table is a ring of the pages that hold the last ``page_size`` tokens; pages behind them are freed while the request runs.
     """
 
     name: str
     layers: tuple[int, ...]
     entries: int
     arrays: Arrays
-    table: Literal["context"] = "context"
+    table: Table = "context"
     by_head: bool = False
 
     @property

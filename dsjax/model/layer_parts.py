@@ -71,7 +71,7 @@ class LayerParts:
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
         mix, p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
-        return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens.slots, p)
+        return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens, p)
 
     def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T D"]:
         """The rest of ``attend``."""
@@ -95,7 +95,10 @@ class LayerParts:
             part = jax.tree.map(lambda a: a[:, start : start + R * C].reshape(B, R, C, *a.shape[2:]), p)  # noqa: B023
 
             def attend(form: Form, length: Int[Array, "B R"], group=group, part=part) -> Array:
-                rows = Rows(group.positions, group.tables, length, tokens.filled)
+                tables, windows = group.tables, None
+                if group.shape.windows:
+                    tables, windows = jnp.split(tables, [group.shape.pages], axis=-1)
+                rows = Rows(group.positions, tables, length, tokens.filled, windows)
                 return self.attention.attend(of.block.attn, form, cache, of.layer, of.index, rows, part)
 
             found.append(self._attend_by_kind(group, attend))

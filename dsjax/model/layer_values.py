@@ -20,7 +20,10 @@ from sharding.placement import CopyTables
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-    """What a pass through the layers needs to know of its token slots."""
+    """What a pass through the layers needs to know of its token slots.
+
+    slots, window_slots: where the cache has their entries, on context pages and on window pages; −1 for padding.
+    """
 
     groups: Sequence[RowGroup]
     ids: Int[Array, "B T"]
@@ -28,6 +31,7 @@ class Tokens:
     slots: Int[Array, "B T"]
     rotation: Rotation | Rotations
     filled: Bool[Array, "P G"] | None = None
+    window_slots: Int[Array, "B T"] | None = None
 
 
 @dataclass(frozen=True)

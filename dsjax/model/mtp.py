@@ -62,7 +62,7 @@ def further(
         module = _first_module(model.mtp)
         tokens = step.tokens(with_tokens(groups, next_tokens))
         if filled is not None:
-            filled = mark(step, filled, tokens.slots, True)
+            filled = mark(step, filled, tokens.window_slots if step.fills_windows else tokens.slots, True)
         tokens = replace(tokens, filled=filled)
         normalise, embedded = products.normalise, step.embed(model, tokens.ids)
         x = module.join(sharding.whole(hidden), embedded, products.multiply(jnp.int32(0)), normalise)

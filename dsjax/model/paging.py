@@ -23,13 +23,17 @@ class Rows:
 
     A row's positions follow one another. ``length``: how many of its tokens are no padding; None: all. What padding attends to
     means nothing; native kernels leave it out, and give zeros.
-    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them.
+    filled: which cache slots hold an entry, of all pages; a token attends to those and to itself. None: all of them. With window pages it
+    is said of their slots.
+    windows: ring of window pages, of a model that has them: page ``p // page_size % Pw`` holds position ``p``. Only the pages of the row's
+    positions and of the ``page_size - 1`` before them are its own; others must not be read.
     """
 
     positions: Int[Array, "B R C"]
     tables: Int[Array, "B R Pr"]
     length: Int[Array, "B R"] | None = None
     filled: Bool[Array, "P G"] | None = None
+    windows: Int[Array, "B R Pw"] | None = None
 
 
 def write(

@@ -16,12 +16,13 @@ from dsjax.model.forms import Form
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Static shape of a row group on one DP rank: ``rows`` requests, ``chunk`` tokens each, ``pages`` of context."""
+    """Static shape of a row group on one DP rank: ``rows`` requests, ``chunk`` tokens each, ``pages`` of context, a ring of ``windows``."""
 
     rows: int
     chunk: int
     pages: int
     form: Form
+    windows: int = 0
 
     @property
     def tokens(self) -> int:
@@ -31,7 +32,7 @@ class GroupShape:
     @property
     def packed_width(self) -> int:
         """Integers that describe the group on one DP rank: tokens, start, length, page table."""
-        return self.rows * (self.chunk + 2 + self.pages)
+        return self.rows * (self.chunk + 2 + self.pages + self.windows)
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +40,7 @@ class GroupShape:
 class RowGroup:
     """What a row group computes: ``length`` tokens of each row from position ``start`` on; ``length`` 0 is padding.
 
+    tables: the pages of each row's context, and behind them its ring of window pages.
     prompt_length: position at which each row's answer begins: tokens before it have the prompts' MLA form, the others the decodes'.
         None: all tokens have ``shape.form``.
     """
@@ -46,7 +48,7 @@ class RowGroup:
     tokens: Int[Array, "B R C"]
     start: Int[Array, "B R"]
     length: Int[Array, "B R"]
-    tables: Int[Array, "B R Pr"]
+    tables: Int[Array, "B R Pt"]
     shape: GroupShape = field(metadata={"static": True})
     prompt_length: Int[Array, "B R"] | None = None
 
@@ -84,6 +86,14 @@ class RowGroup:
         page = jnp.take_along_axis(
             self.tables, jnp.minimum(index, self.shape.pages - 1), axis=2, mode="promise_in_bounds"
         )
+        return jnp.where(self.active, page * page_size + offset, -1)
+
+    def window_slots(self, page_size: int) -> Int[Array, "B R C"]:
+        """Slot of each token among the window pages of its rank, −1 for padding."""
+        positions = self.positions
+        index, offset = jax.lax.div(positions, page_size), jax.lax.rem(positions, page_size)
+        column = self.shape.pages + jax.lax.rem(index, self.shape.windows)
+        page = jnp.take_along_axis(self.tables, column, axis=2, mode="promise_in_bounds")
         return jnp.where(self.active, page * page_size + offset, -1)
 
 

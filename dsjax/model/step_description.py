@@ -171,9 +171,16 @@ class StepDescription:
         """Every parameter as a shape, its storage dtype and its sharding: what the engine's are made of."""
         return describe(self.table.infos, self.rules, self.mesh)
 
-    def slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
-        """Cache slot of each token on its DP rank, −1 for padding."""
-        return self.sharding.whole(flatten([group.slots(self.page_size) for group in groups]))
+    @property
+    def fills_windows(self) -> bool:
+        """Whether the last layer of the cache, the MTP module's, caches on window pages."""
+        last = self.cache_layers - 1
+        return any(group.table == "window" and last in group.layers for group in self.cache_groups)
+
+    def filled_slots(self, groups: Sequence[RowGroup]) -> Int[Array, "B T"]:
+        """Slot of each token's entry of the MTP module on its DP rank, −1 for padding."""
+        slots = RowGroup.window_slots if self.fills_windows else RowGroup.slots
+        return self.sharding.whole(flatten([slots(group, self.page_size) for group in groups]))
 
     def logits_spec(self, positions: int) -> P:
         """How logits ``[B, positions, V]`` are spread over ``tp``: by vocabulary, or by positions where it divides those."""
@@ -182,17 +189,17 @@ class StepDescription:
 
     def tokens(self, groups: Sequence[RowGroup]) -> Tokens:
         """What the layers need to know of these groups' token slots."""
-        ids, positions, active, slots = (
-            self.sharding.whole(flatten(parts))
-            for parts in (
-                [g.tokens for g in groups],
-                [g.positions for g in groups],
-                [g.active for g in groups],
-                [g.slots(self.page_size) for g in groups],
-            )
-        )
+        parts = [
+            [g.tokens for g in groups],
+            [g.positions for g in groups],
+            [g.active for g in groups],
+            [g.slots(self.page_size) for g in groups],
+        ]
+        if groups[0].shape.windows:
+            parts.append([g.window_slots(self.page_size) for g in groups])
+        ids, positions, active, slots, *window_slots = (self.sharding.whole(flatten(part)) for part in parts)
         rotation = rotation_at(self.config, positions)
-        return Tokens(groups, ids, active, slots, rotation)
+        return Tokens(groups, ids, active, slots, rotation, None, *window_slots)
 
     @property
     def rank_by_rank(self) -> bool:

@@ -15,6 +15,7 @@ from dsjax.bench.modules.setting import LayerStack, Setting
 from dsjax.bench.modules.timing import PreparedCase, device_loop
 from dsjax.model.attention import AttentionFamily
 from dsjax.model.forms import Form
+from dsjax.model.layer_values import Tokens
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.rope import Rotation
@@ -96,7 +97,8 @@ class AttentionShape:
         config, multiply, attention, form = self.setting.config, self.setting.multiply, self.attention, self.form
         rotation = Rotation.at(arrays["positions"].reshape(1, -1), config.rope, config.qk_rope_head_dim)
         p = attention.project(mla, x, rotation, [form], multiply=multiply)
-        cache = attention.cache_entries(mla, cache, layer, arrays["slots"], p)
+        tokens = Tokens((), None, None, arrays["slots"], rotation)
+        cache = attention.cache_entries(mla, cache, layer, tokens, p)
         part = jax.tree.map(lambda a: a.reshape(1, self.rows, self.chunk, *a.shape[2:]), p)
         rows = Rows(arrays["positions"], arrays["tables"])
         found = attention.attend(mla, form, cache, layer, None, rows, part)

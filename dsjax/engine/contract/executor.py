@@ -70,6 +70,8 @@ class ExecutorLimits:
     """The shapes an executor has room for, all per DP rank. Page 0 of each rank is never allocated.
 
     Attributes:
+        windows_per_rank: window pages, numbered behind the others in commands; the first is never allocated either. 0: the model has none.
+        window_columns: entries of a slot's ring of window pages, behind its page table.
         host_pages_per_rank: of host memory, for evicted pages. disk_pages: of all ranks together; disk_page_bytes: that each takes there.
         transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
         num_stages: stages that a step goes through, and so steps that can be computed at the same time.
@@ -89,10 +91,12 @@ class ExecutorLimits:
     transfers: bool = False
     moves_pages: bool = False
     num_stages: int = 1
+    windows_per_rank: int = 0
+    window_columns: int = 0
 
     @property
     def max_pages(self) -> int:
-        """Entries of a slot's page table."""
+        """Entries of a slot's page table, without the ring of window pages."""
         return -(-self.max_model_len // self.page_size)
 
 

@@ -15,7 +15,7 @@ from dsjax.engine.device.device_state import DeviceState
 from dsjax.engine.device.sampler import greedy
 from dsjax.engine.device.slots import LaunchShape, Positions, StepRows
 from dsjax.model import mtp
-from dsjax.model.rows import GroupShape, RowGroup
+from dsjax.model.rows import RowGroup
 from dsjax.model.step import ModelStep
 
 
@@ -109,7 +109,7 @@ def propose(
     position = jnp.concatenate([rows.start, rows.prefill_start], axis=1) + lengths - 1
     limit = jnp.concatenate([rows.limit, rows.prefill_limit], axis=1)
     drafting = (lengths > 0) & jnp.concatenate([made > 0, rows.next_token < 0], axis=1)
-    shape_one = GroupShape(last.shape[1], 1, tables.shape[-1], step.decode_form)
+    shape_one = dataclasses.replace(groups[0].shape, rows=last.shape[1], chunk=1, form=step.decode_form)
     for number in range(2, count + 1):
         position = position + 1
         active = (drafting & (position < limit)).astype(jnp.int32)
@@ -139,7 +139,7 @@ def unfill(step: ModelStep, state: DeviceState, groups: list[RowGroup]) -> Bool[
     """The MTP module's entries of the cache slots that a step writes are no longer of the tokens there."""
     if state.filled is None:
         return None
-    return mtp.mark(step, state.filled, step.slots(groups), False)
+    return mtp.mark(step, state.filled, step.filled_slots(groups), False)
 
 
 def _sampled(rows: StepRows, shape: LaunchShape) -> Int[Array, "B J"]:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsjax.engine.contract.commands import Command, FetchPages, PlacePages, ReadPages, int32s
+from dsjax.engine.schedule.borders import usable
 from dsjax.engine.schedule.landing_area import LandingArea
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
-from dsjax.engine.schedule.pages import PagePool
+from dsjax.engine.schedule.pages import PagePool, window_name
 from dsjax.engine.schedule.request import Request
 
 MOST_LOADED = 64
@@ -27,7 +28,8 @@ class Admittance(enum.Enum):
 class LoadUnderWay(NamedTuple):
     """Pages on their way into the cache.
 
-    request: that waits for them; None: it has ended. first: number of the first page in it. names: empty where nobody is to find them.
+    request: that waits for them; None: it has ended. first: number of the first page in it; a window page may come last. names: empty where
+    nobody is to find them. tiers: that the pages come from, without the window page's.
     """
 
     request: Request | None
@@ -75,22 +77,36 @@ class PageLoads:
         self._source.begin_rank(self._rank, now)
 
     def look(self, request: Request, names: list[bytes], cached: list[int], free_slots: int, now: float) -> Admittance:
-        """Look up the pages that a request lacks, behind the `cached` ones. names: of all pages that it may read."""
-        rest = names[len(cached) :]
+        """Look up the pages that a request lacks, behind the `cached` ones. names: of all pages that it may read.
+
+        With window pages, the list of names that are looked up ends with that of a window page: of the last page, where another engine
+        computes them; else of the last border up to which pages can be had, since what is loaded behind that would be of no use.
+        """
+        every, found = names, cached
+        if self._pool.num_windows and names:
+            every = [*names, window_name(names[-1])]
+            found = cached if len(cached) < len(names) else cached + self._pool.find(every[-1:])
+        rest = every[len(found) :]
         if rest and self._source.awaits(self._rank, request, rest[0]):
-            self._hold(request, cached)
+            self._hold(request, found)
             return Admittance.PASSED
+        here = found
+        if self._pool.num_windows and not (rest and rest[0] in self.landing):
+            border = usable(self._pool, names, self._pool.count(names, elsewhere=self), self)
+            wanted = [*names[:border], window_name(names[border - 1])] if border else []
+            here = self._pool.find(wanted)
+            rest = wanted[len(here) :]
         if rest and any(rest[0] in load.names for load in self.under_way):
             return Admittance.PASSED  # somebody else has it loaded; the next plan finds it
         missing = self._pool.pages_for(len(request.token_ids)) - len(cached)
-        had = bool(rest) and self.has(rest[0])
-        if had and self._pool.can_hold(cached, missing) and self._load(request, rest, cached, now):
+        had, windows = bool(rest) and self.has(rest[0]), int(self._pool.num_windows > 0)
+        if had and self._pool.can_hold(here, missing, windows) and self._load(request, rest, here, now):
             return Admittance.PASSED
         if rest and self._can_load(rest[0]):
             return Admittance.START  # there was no room for it
-        answer = self._source.lookup(self._rank, request, names, cached, free_slots, now)
+        answer = self._source.lookup(self._rank, request, every, found, free_slots, now)
         if answer is Lookup.WAIT:
-            self._hold(request, cached)
+            self._hold(request, found)
             return Admittance.REMOTE
         return Admittance.HELD if answer is Lookup.FULL else Admittance.START
 
@@ -177,7 +193,10 @@ class PageLoads:
         return self._source.can_load(self._rank, name) or self.landing.can_load(name)
 
     def _load(self, request: Request, names: list[bytes], cached: list[int], now: float) -> bool:
-        """Have the longest beginning of `names` that can be loaded now staged; False where the request has nothing to wait for."""
+        """Have the longest beginning of `names` that can be loaded now staged; False where the request has nothing to wait for.
+
+        With window pages, the last name is one's.
+        """
         ready = self._can_load(names[0])
         answer = self._source.prefetch(self._rank, request, names, ready, now)
         if not ready:
@@ -196,8 +215,9 @@ class PageLoads:
                 break
         self._wait(request, cached)
         self._staged += [load.number for load in loads]
-        pages = self._pool.allocate(len(loads))
-        tiers = [load.tier for load in loads]
+        windows = int(self._pool.num_windows > 0 and len(loads) == len(names))
+        pages = self._pool.allocate(len(loads) - windows) + self._pool.allocate(windows, windows=True)
+        tiers = [load.tier for load in loads[: len(loads) - windows]]
         self.under_way.append(LoadUnderWay(request, pages, len(cached), names[: len(loads)], tiers, now))
         return True
 

@@ -18,20 +18,31 @@ class PagePool:
     holds it. Pages that hold nothing are given out first, the one freed last before others, so that a lightly loaded rank keeps to few
     pages; then cached ones, least recently used first.
 
+    Window pages have numbers of their own, from `num_pages` on, of which the first is never given out either, and names of their own. Those
+    that are kept (`keep`) go last, least recently used first, and are offered to `on_evict`; the others only when they are still there.
+
     Attributes:
+        num_windows: window pages, that first one included; 0 in a model without any.
         on_evict: called as `on_evict(page, name)` for a cached page whose room is needed; its values are lost once the next commands are
             carried out.
         events: told of pages of `rank` that can be found and of those that cannot any more; None: nobody wants to know.
     """
 
-    def __init__(self, num_pages: int, page_size: int, events: PageEvents | None = None, rank: int = 0):
+    def __init__(
+        self, num_pages: int, page_size: int, events: PageEvents | None = None, rank: int = 0, *, num_windows: int = 0
+    ):
         self.page_size, self.num_pages, self.events, self.rank = page_size, num_pages, events, rank
+        self.num_windows = num_windows
         self.on_evict: Callable[[int, bytes], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
-        self._holders = [0] * num_pages
-        self._hash_of: list[bytes | None] = [None] * num_pages
+        self._holders = [0] * (num_pages + num_windows)
+        self._hash_of: list[bytes | None] = [None] * (num_pages + num_windows)
         self._page_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, least recently used first
+        self._free_windows = list(range(num_pages + num_windows - 1, num_pages, -1))
+        self._idle_windows: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
+        self._by_kind = (self._free, self._idle), (self._free_windows, self._idle_windows)
 
     @property
     def num_usable(self) -> int:
@@ -42,6 +53,11 @@ class PagePool:
     def num_free(self) -> int:
         """Pages that nobody holds, those cached included."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def num_free_windows(self) -> int:
+        """Window pages that nobody holds, those cached included."""
+        return len(self._free_windows) + len(self._idle_windows)
 
     @property
     def num_used(self) -> int:
@@ -57,21 +73,32 @@ class PagePool:
         """How many pages hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def can_hold(self, cached: Sequence[int], count: int) -> bool:
-        """Whether the pages `cached` can be held and `count` others be allocated beside them."""
-        return self.num_free >= count + sum(not self._holders[page] for page in cached)
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._page_of
 
-    def allocate(self, count: int, *, store: bool = True) -> list[int]:
-        """Take pages, which must be free. store: whether cached ones among them are offered to `on_evict`."""
-        if self.num_free < count:
-            raise ValueError(f"asked for {count} pages, {self.num_free} of {self.num_usable} are free")
+    def is_window(self, page: int) -> bool:
+        """Whether a page is a window page."""
+        return page >= self.num_pages
+
+    def can_hold(self, cached: Sequence[int], count: int, windows: int = 0) -> bool:
+        """Whether the pages `cached` can be held and `count` others and `windows` window pages be allocated beside them."""
+        idle = [page for page in cached if not self._holders[page]]
+        idle_windows = sum(map(self.is_window, idle))
+        return self.num_free >= count + len(idle) - idle_windows and self.num_free_windows >= windows + idle_windows
+
+    def allocate(self, count: int, *, windows: bool = False, store: bool = True) -> list[int]:
+        """Take pages, or window pages, which must be free. store: whether cached ones among them are offered to `on_evict`."""
+        free, idle = self._by_kind[windows]
+        if len(free) + len(idle) < count:
+            kind = "window pages" if windows else "pages"
+            raise ValueError(f"asked for {count} {kind}, {len(free) + len(idle)} of {self.num_usable} are free")
         pages = []
         for _ in range(count):
-            if self._free:
-                page = self._free.pop()
+            if free:
+                page = free.pop()
             else:
-                page, _ = self._idle.popitem(last=False)
-                if store and self.on_evict is not None:
+                page, _ = idle.popitem(last=False)
+                if store and self.on_evict is not None and (not windows or page in self._kept):
                     self.on_evict(page, self._hash_of[page])
                 self._unname(page)
             self._holders[page] = 1
@@ -79,8 +106,8 @@ class PagePool:
         return pages
 
     def idle_names(self) -> Iterator[tuple[int, bytes]]:
-        """(page, name) of the cached pages that nobody holds, most recently used first."""
-        for page in reversed(self._idle):
+        """(page, name) of the cached pages that nobody holds, most recently used first; of window pages those that are kept."""
+        for page in (*(page for page in reversed(self._idle_windows) if page in self._kept), *reversed(self._idle)):
             yield page, self._hash_of[page]
 
     def names_of(self, pages: Iterable[int]) -> list[bytes]:
@@ -91,7 +118,7 @@ class PagePool:
         """Take pages that `find` gave, beside whoever holds them."""
         for page in pages:
             if not self._holders[page]:
-                del self._idle[page]
+                del self._by_kind[page >= self.num_pages][1][page]
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -101,10 +128,21 @@ class PagePool:
                 raise ValueError(f"page {page} is given back but was not allocated")
             self._holders[page] -= 1
             if not self._holders[page]:
+                free, idle = self._by_kind[page >= self.num_pages]
                 if self._hash_of[page] is None:
-                    self._free.append(page)
+                    free.append(page)
                 else:
-                    self._idle[page] = None
+                    idle[page] = None
+                    if page >= self.num_pages and page not in self._kept:
+                        idle.move_to_end(page, last=False)
+
+    def keep(self, name: bytes) -> None:
+        """Keep a window page, if it can be found: it is now the one used last."""
+        page = self._page_of.get(name)
+        if page is not None:
+            self._kept.add(page)
+            if page in self._idle_windows:
+                self._idle_windows.move_to_end(page)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The pages of the longest beginning of `hashes` that is cached."""
@@ -133,8 +171,13 @@ class PagePool:
         return True
 
     def seal_of(self, request: Request, first: int, pages: Sequence[int]) -> None:
-        """`seal` pages of a request, from page number `first` of it on."""
+        """`seal` pages of a request, from page number `first` of it on. A window page behind them is that of their border, and is kept."""
         names = request.page_hashes
+        if pages and self.is_window(pages[-1]):
+            name = window_name(names[first + len(pages) - 2])
+            self.seal(pages[-1], name)
+            self.keep(name)
+            pages = pages[:-1]
         new = [place for place, page in enumerate(pages, start=first) if self.seal(page, names[place])]
         if self.events is not None and new:
             self.events.computed(self.rank, request, new)
@@ -160,14 +203,16 @@ class PagePool:
     def _lose(self, page: int) -> None:
         self._unname(page)
         if not self._holders[page]:
-            del self._idle[page]
-            self._free.append(page)
+            free, idle = self._by_kind[page >= self.num_pages]
+            del idle[page]
+            free.append(page)
 
     def _unname(self, page: int) -> None:
         if self.events is not None:
             self.events.removed(self.rank, "device", (self._hash_of[page],))
         del self._page_of[self._hash_of[page]]
         self._hash_of[page] = None
+        self._kept.discard(page)
 
 
 def extend_hashes(request: Request, page_size: int) -> list[bytes]:
@@ -183,6 +228,11 @@ def extend_hashes(request: Request, page_size: int) -> list[bytes]:
             parent = sha256(parent + int32s(tokens[start : start + page_size])).digest()
             hashes.append(parent)
     return hashes
+
+
+def window_name(name: bytes) -> bytes:
+    """The name of the window page of the tokens of a page, given that page's."""
+    return sha256(name + b"window").digest()
 
 
 def _root(salt: str | None) -> bytes:

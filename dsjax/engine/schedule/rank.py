@@ -7,8 +7,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from dsjax.engine.schedule.borders import kept, usable
 from dsjax.engine.schedule.page_loads import Admittance, PageLoads
-from dsjax.engine.schedule.pages import PagePool, extend_hashes
+from dsjax.engine.schedule.pages import PagePool, extend_hashes, window_name
 from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, Status
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
@@ -75,7 +76,9 @@ class Rank:
 
     def uncached(self, request: Request) -> int:
         """Tokens that this rank would have to compute for a request's next one, given what is cached and promised."""
-        cached = self.pool.count(self.readable(request), self.promised, self.loads)
+        names = self.readable(request)
+        found = self.pool.count(names, self.promised, self.loads)
+        cached = usable(self.pool, names, found, self.loads, self.promised)
         return len(request.token_ids) - cached * self.pool.page_size
 
     def add(self, request: Request) -> None:
@@ -117,8 +120,9 @@ class Rank:
     def invalidate_request(self, request: Request) -> None:
         """Let nobody find any page of a request whose values are not finite: one that it read of others must not fail the next one."""
         request.num_clean_pages = request.num_sealed_pages
-        self.loads.forget(self.pool.names_of(request.pages))
-        self.pool.forget(request.pages)
+        pages = request.pages + request.window_pages
+        self.loads.forget(self.pool.names_of(pages))
+        self.pool.forget(pages)
         request.num_sealed_pages = len(request.pages)  # none is left to be sealed
 
     def flush(self) -> None:
@@ -158,7 +162,8 @@ class Rank:
         for request in prompts:
             if budget <= 0 or len(plan.prefills) == self.config.max_prefill_rows:
                 break
-            budget -= self._schedule_chunk(request, budget, plan.prefills)
+            if request.status is Status.RUNNING and not request.must_leave:  # its window pages may be needed
+                budget -= self._schedule_chunk(request, budget, plan.prefills)
         if self.waiting and preemptions == self.num_preemptions:
             self._admit(budget, plan, prompts + computing, now)
         return plan
@@ -169,7 +174,7 @@ class Rank:
         page_size = self.pool.page_size
         # `ScheduledRow(...)` is a Python function, which at a thousand rows a step would be a third of this loop.
         new_row = partial(tuple.__new__, ScheduledRow)
-        most = 1 + num_drafts
+        most, windowed = 1 + num_drafts, self.pool.num_windows > 0
         batches = self.config.num_batches
         room = len(self.running) if batches == 1 else -(-len(self.running) // batches)
         for request in self.running:  # preemption shortens the list at its end, which ends this loop the sooner
@@ -193,6 +198,8 @@ class Rank:
                 continue
             # With drafts under way `planned` may reach its bound, behind which nothing is ever written.
             full = planned >= len(request.pages) * page_size
+            if windowed:
+                full = planned >= request.num_writable_pages * page_size
             if full and not self._grow(request, min(planned + 1, request.max_cached_tokens)):
                 continue
             length = 1
@@ -210,6 +217,8 @@ class Rank:
         start, known = request.num_computed_tokens + request.num_in_flight, len(request.token_ids)
         length = min(known - start, self.config.prefill_chunk, budget)
         sampled = start + length == known
+        if self.pool.num_windows and not self._grow(request, start + length):
+            return 0
         prefills.append(ScheduledRow(request, start, length, sampled))
         request.num_in_flight += length
         request.num_rows_under_way += 1
@@ -243,6 +252,10 @@ class Rank:
                     num_loading += 1
                 at += 1
                 continue
+            border = usable(self.pool, names, len(cached))
+            request.missed_border = len(cached) if border < len(cached) else 0
+            cached = cached[:border]
+            at_border = self.pool.find([window_name(names[border - 1])]) if border and self.pool.num_windows else []
             copied = self._last_page(request) if len(cached) == len(names) else []
             left = 1 if copied else len(request.token_ids) - len(cached) * self.pool.page_size
             if left > 1 and len(plan.prefills) == self.config.max_prefill_rows:
@@ -250,12 +263,16 @@ class Rank:
             count = self.pool.pages_for(len(request.token_ids)) - len(cached)
             # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
             headroom = min(len(self.running), self.pool.num_usable // 100)
-            if not self.pool.can_hold(cached + copied, count + headroom):
+            windows = self.pool.pages_for(min(left, self.config.prefill_chunk, budget)) if self.pool.num_windows else 0
+            if not self.pool.can_hold(cached + at_border + copied, count + headroom, windows):
                 # At last what is held for itself: a page of it that nobody can find any more is of no use to it.
                 if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break
             del self.waiting[at]
+            self.pool.hold(at_border)
+            request.window_pages = at_border + self.pool.allocate(windows, windows=True)
+            request.first_window = len(cached) - len(at_border)
             self._start(request, cached, copied, count, now)
             self.loads.release(request)
             if copied:
@@ -272,9 +289,17 @@ class Rank:
                 budget -= self._schedule_chunk(request, budget, plan.prefills)
 
     def _last_page(self, request: Request) -> list[int]:
-        """The cached page that a request's last token fills, if there is one: it is copied, and the last token computed in the copy."""
+        """The cached page that a request's last token fills, if there is one: it is copied, and the last token computed in the copy.
+
+        Not with window pages, which have no state as it was before their last token.
+        """
         page_size = self.pool.page_size
-        if len(request.token_ids) % page_size or not self.config.prefix_caching or request.wants_prompt_logprobs:
+        if (
+            len(request.token_ids) % page_size
+            or self.pool.num_windows
+            or not self.config.prefix_caching
+            or request.wants_prompt_logprobs
+        ):
             return []
         return self.pool.find(extend_hashes(request, page_size)[-1:])
 
@@ -304,10 +329,13 @@ class Rank:
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Get a decode pages for so many tokens, preempting newer requests; False where it gives way itself, or has to wait for one."""
         self._seal(request)
-        count = self.pool.pages_for(num_tokens) - len(request.pages)
-        while self.pool.num_free < count:
+        end = self.pool.pages_for(num_tokens)
+        count, windows = max(0, end - len(request.pages)), self._windows_to(request, end)
+        while not self.pool.can_hold((), count, windows):
             if self.loads.release_held(self.waiting):
                 continue
+            if self.pool.num_free_windows < windows and request.num_rows_under_way:
+                return False  # what these compute lets it give some of its own back
             victim = self.running[-1]
             if victim.num_rows_under_way:
                 victim.must_leave = True
@@ -317,13 +345,22 @@ class Rank:
             if victim is request:
                 return False
         request.pages += self.pool.allocate(count)
+        request.window_pages += self.pool.allocate(windows, windows=True)
         return True
+
+    def _windows_to(self, request: Request, end: int) -> int:
+        """How many window pages a request lacks up to page number `end`."""
+        return max(0, end - request.num_writable_pages) if self.pool.num_windows else 0
 
     def _grow_for_drafts(self, request: Request, num_tokens: int) -> None:
         """Get a decode pages for its drafts too, as far as there are free ones: nobody gives way to a guess."""
-        wanted = self.pool.pages_for(min(num_tokens, request.max_cached_tokens)) - len(request.pages)
+        end = self.pool.pages_for(min(num_tokens, request.max_cached_tokens))
+        wanted = end - len(request.pages)
         if 0 < wanted <= self.pool.num_free:
             request.pages += self.pool.allocate(wanted)
+        if windows := self._windows_to(request, min(end, len(request.pages))):
+            self._seal(request)
+            request.window_pages += self.pool.allocate(min(windows, self.pool.num_free_windows), windows=True)
 
     def _preempt(self, request: Request) -> None:
         self._seal(request)
@@ -353,24 +390,40 @@ class Rank:
         return extend_hashes(request, page_size)[: (len(request.token_ids) - 1) // page_size]
 
     def _seal(self, request: Request) -> None:
-        """Let others find the pages that are full and computed. Every result so far was finite, or it would have failed."""
-        if not self.config.prefix_caching:
-            return
+        """Let others find the pages that are full and computed, and give back the window pages that no row will read any more.
+
+        Every result so far was finite, or it would have failed.
+        """
         # A run of accepted drafts may reach beyond the token that ended the request.
         computed = min(request.num_computed_tokens, len(request.token_ids))
-        sealed, full = request.num_sealed_pages, computed // self.pool.page_size
-        if full > sealed:
-            extend_hashes(request, self.pool.page_size)
+        page_size, sealed = self.pool.page_size, request.num_sealed_pages
+        full = computed // page_size
+        if full > sealed and self.config.prefix_caching:
+            names, borders = extend_hashes(request, page_size), kept(request, page_size)
             self.pool.seal_of(request, sealed, request.pages[sealed:full])
+            for index in range(sealed, full) if request.window_pages else ():
+                name = window_name(names[index])
+                self.pool.seal(request.window_pages[index - request.first_window], name)
+                if index + 1 in borders:
+                    self.pool.keep(name)
             request.num_sealed_pages = full
             self.loads.sealed(request)
+        behind = full - 1 - request.first_window
+        if behind > 0 and request.window_pages:
+            self.pool.release(request.window_pages[:behind])
+            del request.window_pages[:behind]
+            request.first_window += behind
 
     def _take_back(self, request: Request) -> None:
         if request.num_clean_pages is not None:
             self.dirty += request.pages[request.num_clean_pages :]
+            self.dirty += request.window_pages[max(0, request.num_clean_pages - request.first_window) :]
+        for name in request.page_hashes[request.num_sealed_pages - 1 : request.num_sealed_pages]:
+            self.pool.keep(window_name(name))
         self.pool.release(request.pages)
+        self.pool.release(request.window_pages)
         self._free_slots.append(request.slot)
-        request.pages = []
+        request.pages, request.window_pages, request.first_window = [], [], 0
         request.num_sealed_pages = 0
         request.slot = -1
 

@@ -86,6 +86,9 @@ class Request:
         admissions: counts admissions to a slot. (request, admissions) identifies a slot's contents: a preempted request may come back to
             its slot.
         pages: rank-local, in the order of the tokens; between two admissions the list only grows at its end.
+        window_pages: of a model that has them: those of its pages from number `first_window` on. The first is given back when a whole page
+            behind it is confirmed: until then a row's window may reach into it, and the request may end at its border.
+        missed_border: how many pages its last admission found cached, where their last window page was not.
         held_pages: cached pages that are held for a waiting request while pages that it lacks are loaded from a source.
         is_loading: whether a waiting request need not be looked at before a source has brought what it lacks.
         num_sealed_pages: full, computed and finite pages, from the first: others may read them, and nobody writes them. Later ones are its
@@ -120,6 +123,9 @@ class Request:
     slot: int = -1
     admissions: int = 0
     pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
+    first_window: int = 0
+    missed_border: int = 0
     held_pages: list[int] = field(default_factory=list)
     is_loading: bool = False
     num_sealed_pages: int = 0
@@ -155,7 +161,7 @@ class Request:
             self.num_preemptions += 1
         self.status = Status.WAITING
         self.rank = self.slot = -1
-        self.pages, self.held_pages, self.is_loading, self.num_sealed_pages = [], [], False, 0
+        self.pages, self.window_pages, self.held_pages, self.is_loading, self.num_sealed_pages = [], [], [], False, 0
         self.num_promised = self.backlog = 0
         self.num_computed_tokens = self.num_in_flight = self.num_rows_under_way = self.num_due = 0
         self.drafts, self.must_leave, self.num_clean_pages = (), False, None
@@ -174,6 +180,11 @@ class Request:
         if token_id in self.stop_ids and (self.rules is not None or self.num_output_tokens > self.params.min_tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_total_tokens else None
+
+    @property
+    def num_writable_pages(self) -> int:
+        """How many of its pages, from the first, it may write as far as it has room for: with window pages, as far as it has those."""
+        return self.first_window + len(self.window_pages) if self.window_pages else len(self.pages)
 
     @property
     def prompt_token_ids(self) -> list[int]:

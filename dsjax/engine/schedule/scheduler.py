@@ -46,7 +46,8 @@ class Scheduler:
         self.config, self._is_sourced, self.source = config, source is not None, source or PageSource()
         self.events = PageEvents(num_ranks, config.page_size) if page_events else None
         sizes = config.pages_per_rank, config.page_size
-        pools = [PagePool(*sizes, self.events, rank) for rank in range(num_ranks)]
+        windows = {"num_windows": config.windows_per_rank}
+        pools = [PagePool(*sizes, self.events, rank, **windows) for rank in range(num_ranks)]
         self.pages = SourcedPages(self.source, pools)
         self.ranks = [Rank(pool, config, loads) for pool, loads in zip(pools, self.pages.ranks, strict=True)]
         self._router = Router(self.ranks)

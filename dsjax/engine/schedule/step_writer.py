@@ -21,12 +21,15 @@ from dsjax.engine.schedule.request import RankPlan, Request, ScheduledRow, StepP
 
 
 class StepWriter:
-    """Knows whose each slot is, and how many of its pages the executor has been told. Plans are written in order, each once."""
+    """Knows whose each slot is, and how many of its pages the executor has been told. Plans are written in order, each once.
 
-    def __init__(self, num_ranks: int, page_size: int):
-        self._page_size = page_size
-        # By rank and slot: the request, which admission of it, and how many pages.
-        self._told: list[dict[int, tuple[Request | None, int, int]]] = [{} for _ in range(num_ranks)]
+    ring: of a model with window pages, the first of the entries of a slot's table that these have in turn, and how many these are.
+    """
+
+    def __init__(self, num_ranks: int, page_size: int, ring: tuple[int, int] = (0, 0)):
+        self._page_size, self._ring = page_size, ring
+        # By rank and slot: the request, which admission of it, how many pages, and the number of the page behind its window pages.
+        self._told: list[dict[int, tuple[Request | None, int, int, int]]] = [{} for _ in range(num_ranks)]
 
     def write(self, plan: StepPlan) -> Step:
         """The step's command."""
@@ -49,7 +52,7 @@ class StepWriter:
         page_size = self._page_size
         for request, start, _, _ in rank.decodes:
             self._tell(index, request, start, admissions, changes)
-            decodes += (request.slot, min(len(request.pages) * page_size, request.max_cached_tokens))
+            decodes += (request.slot, min(request.num_writable_pages * page_size, request.max_cached_tokens))
             if request.rules is not None:
                 _guide(request, num_drafts, guides)
         prefills = []
@@ -66,13 +69,20 @@ class StepWriter:
     ) -> None:
         """Add what the executor does not know yet of the slot that a row is in: whose it is, and its new pages."""
         slot, pages, told = request.slot, request.pages, self._told[rank]
-        owner, admission, known = told.get(slot, (None, 0, 0))
+        owner, admission, known, known_windows = told.get(slot, (None, 0, 0, 0))
         if owner is not request or admission != request.admissions:
             admissions.append(_admission(request, start))
-            known = 0
+            known = known_windows = 0
+        end = request.num_writable_pages if request.window_pages else 0
+        if (known, known_windows) == (len(pages), end):
+            return
         if known != len(pages):
             changes.append(PageChange(slot, known, pages[known:]))
-            told[slot] = (request, request.admissions, len(pages))
+        column, columns = self._ring
+        for index in range(max(known_windows, request.first_window, end - columns), end):
+            page = request.window_pages[index - request.first_window]
+            changes.append(PageChange(slot, column + index % columns, [page]))
+        told[slot] = (request, request.admissions, len(pages), end)
 
     def _prefill(self, row: ScheduledRow) -> PrefillRow:
         request, start, length, sampled = row
@@ -85,7 +95,7 @@ class StepWriter:
             start,
             int32s(tokens[start:end]),
             TOKEN_MADE if sampled else tokens[end],
-            min(len(request.pages) * self._page_size, request.max_cached_tokens),
+            min(request.num_writable_pages * self._page_size, request.max_cached_tokens),
             scored,
             request.params.prompt_logprobs or 0,
         )

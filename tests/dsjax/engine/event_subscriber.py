@@ -45,7 +45,12 @@ class Subscriber:
     def check(self, scheduler) -> None:
         """It knows what each rank's tiers hold, and no more."""
         for index, (rank, blocks) in enumerate(zip(scheduler.ranks, self.blocks, strict=True)):
-            found = {"device": set(rank.pool._page_of), "host": set(), "disk": set()}
+            pages = rank.pool._page_of.items()
+            found = {
+                "device": {name for name, page in pages if not rank.pool.is_window(page)},
+                "host": set(),
+                "disk": set(),
+            }
             for source in getattr(scheduler.source, "sources", ()):
                 if getattr(source, "host", None):
                     found["host"] = set(source.host[index]._names)

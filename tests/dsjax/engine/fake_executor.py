@@ -1,5 +1,6 @@
 """An executor without JAX, whose state and latent cache are real: it computes from what commands have told it, and from nothing else."""
 
+import itertools
 import time
 from collections import deque
 
@@ -22,6 +23,15 @@ def next_token(context: list[int], seed: int, vocab_size: int) -> int:
     for token in context:
         value = (value * 6364136223846793005 + token + 1442695040888963407) % 2**64
     return (value >> 33) % vocab_size
+
+
+def fold(before: int, token: int) -> int:
+    """What a window page holds of a token: it depends on the one before, and so on all."""
+    return (before * 6364136223846793005 + token + 1) % 2**64
+
+
+def folds(tokens: list[int]) -> list[int]:
+    return list(itertools.accumulate(tokens, fold, initial=0))[1:]
 
 
 SIZES = {
@@ -51,6 +61,9 @@ class Slot:
 
 class FakeExecutor:
     """Writes each token to its slot of its page and makes the next one from what the pages then hold.
+
+    With window pages it also keeps there a fold over all tokens so far (`fold`), which each token goes on from, as the state of an
+    unfinished compressed entry is: a request that goes on behind a border whose window page is another's is found out.
 
     A page that two requests write, a page that is lost, or a chunk that is skipped therefore changes the output. Its drafts are often
     right. Commands are executed in their order when one is waited for, so that two can be on their way.
@@ -82,7 +95,8 @@ class FakeExecutor:
         self.warm = False
         self.closed = False
         self._queue: deque[Pending] = deque()
-        self._cache = [[[None] * page_size for _ in range(self.limits.pages_per_rank)] for _ in ranks]
+        pages = self.limits.pages_per_rank + self.limits.windows_per_rank
+        self._cache = [[[None] * page_size for _ in range(pages)] for _ in ranks]
         self._slots: list[dict[int, Slot]] = [{} for _ in ranks]
         self._host: list[dict[int, list]] = [{} for _ in ranks]
         self._staged: dict[int, list[list]] = {}
@@ -325,7 +339,9 @@ class FakeExecutor:
             slots[admission.slot] = Slot(admission)
         for change in own.pages:
             for index, page in enumerate(change.pages, start=change.first):
-                assert page != 0, "page 0 is reserved"
+                first = self.limits.pages_per_rank if index >= self.limits.max_pages else 0
+                last = first + (self.limits.windows_per_rank if first else self.limits.pages_per_rank)
+                assert first < page < last, "a page of its kind, and not the reserved one"
                 slots[change.slot].table[index] = page
         decodes = list(zip(*[iter(from_int32s(own.decodes))] * 2, strict=True))
         assert len(decodes) <= self.limits.max_rows_decode
@@ -362,7 +378,7 @@ class FakeExecutor:
     def _decode(self, rank: int, slot: Slot, width: int, proposes: int) -> RowResult:
         if not width:
             return RowResult()
-        if not self._finite(rank, slot):
+        if not self._finite(rank, slot, slot.start, width):
             return RowResult((), finite=False, num_drafts=width - 1)
         drafts, made = slot.drafts[: width - 1], []
         while True:
@@ -376,7 +392,7 @@ class FakeExecutor:
 
     def _prefill(self, rank: int, slot: Slot, row, proposes: int) -> RowResult:
         slot.start, slot.drafts = row.start + row.length, []
-        if not self._finite(rank, slot):
+        if not self._finite(rank, slot, row.start, row.length):
             return RowResult((), finite=False)
         slot.last = row.next_token
         if row.next_token != TOKEN_MADE:
@@ -411,6 +427,12 @@ class FakeExecutor:
         """The token behind the first `count` ones, or the next higher one that the guide of this position of the row allows."""
         context = self._context(rank, slot, count)
         assert all(type(token) is int for token in context), "what is read was written"
+        if self.limits.windows_per_rank:
+            behind = max(0, count - self.limits.page_size)
+            read = [
+                self._cache[rank][self._window(slot, at)][at % self.limits.page_size] for at in range(behind, count)
+            ]
+            assert read == folds(context)[behind:], "the window holds what these tokens, and those before, have left"
         token = self.model(context, self._seed(slot), self.limits.vocab_size)
         held_back = {t: until for t, _, until in zip(*[iter(from_int32s(slot.admission.biases))] * 3, strict=True)}
         while count - slot.admission.sampling.num_prompt_tokens < held_back.get(token, 0):
@@ -431,8 +453,16 @@ class FakeExecutor:
         size = self.limits.page_size
         return [self._cache[rank][slot.table[at // size]][at % size] for at in range(count)]
 
-    def _finite(self, rank: int, slot: Slot) -> bool:
-        return not any(NAN in self._cache[rank][page] for page in slot.table.values())
+    def _window(self, slot: Slot, position: int) -> int:
+        ring = position // self.limits.page_size % self.limits.window_columns
+        return slot.table[self.limits.max_pages + ring]
+
+    def _finite(self, rank: int, slot: Slot, start: int, length: int) -> bool:
+        pages = {page for index, page in slot.table.items() if index < self.limits.max_pages}
+        if self.limits.windows_per_rank:
+            window = range(max(0, start - self.limits.page_size + 1), start + length)
+            pages |= {self._window(slot, position) for position in window}
+        return not any(NAN in self._cache[rank][page] for page in pages)
 
     def _write(self, rank: int, slot: Slot, start: int, tokens: list[int]) -> None:
         size = self.limits.page_size
@@ -440,6 +470,10 @@ class FakeExecutor:
         for position, token in enumerate(tokens, start=start):
             page = slot.table[position // size]
             self._cache[rank][page][position % size] = NAN if poisoned else token
+            if self.limits.windows_per_rank:
+                before = self._cache[rank][self._window(slot, position - 1)][(position - 1) % size] if position else 0
+                entry = NAN if poisoned or before == NAN else fold(before, token)
+                self._cache[rank][self._window(slot, position)][position % size] = entry
 
 
 def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 300, model=next_token) -> list[int]:

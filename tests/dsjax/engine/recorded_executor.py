@@ -251,7 +251,7 @@ class ScriptedExecutor(FakeExecutor):
     def _write(self, rank: int, slot: Slot, start: int, tokens: list[int]) -> None:
         pass
 
-    def _finite(self, rank: int, slot: Slot) -> bool:
+    def _finite(self, rank: int, slot: Slot, start: int, length: int) -> bool:
         return slot.start < self.non_finite.get(slot.admission.sampling.seed, 2**31)
 
     def _scored(self, slot: Slot, row, result: RowResult) -> RowResult:

@@ -99,7 +99,7 @@ def test_what_a_layer_writes_is_attended_to_as_in_the_plain_form(form):
         flat = jax.tree.map(lambda array: array.reshape(1, R * C, *array.shape[3:]), p)
 
         def run(cache):
-            cache = attention.cache_entries(mla, cache, jnp.int32(0), slots.reshape(1, -1), flat)
+            cache = attention.cache_entries(mla, cache, jnp.int32(0), SimpleNamespace(slots=slots.reshape(1, -1)), flat)
             return attention.attend(mla, FORMS[form], cache, jnp.int32(0), None, Rows(positions, tables), p)
 
         return np.asarray(jax.jit(run)(cache))

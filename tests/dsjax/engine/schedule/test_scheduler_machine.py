@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from event_subscriber import Subscriber
-from fake_executor import NAN, FakeExecutor, expected_tokens
+from fake_executor import NAN, FakeExecutor, expected_tokens, folds
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,8 +18,9 @@ from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
+from dsjax.engine.schedule.borders import window_columns
 from dsjax.engine.schedule.page_loads import PageLoads
-from dsjax.engine.schedule.pages import extend_hashes
+from dsjax.engine.schedule.pages import extend_hashes, window_name
 from dsjax.engine.schedule.request import FinishReason, Request, RequestOptions, Status
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.tiers.event_publisher import PageEventStream
@@ -81,8 +82,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         left_over=st.booleans(),
         asynchronous=st.booleans(),
         drafts=st.sampled_from([None, None, [[1, 4096, 1]], [[1, 4096, 3]], [[1, 2, 2], [3, 4096, 0]]]),
+        windows=st.sampled_from([None, None, 0, 1, 3, 10, 60]),
     )
-    def make(self, limits, options, extra_budget, left_over, asynchronous, drafts):
+    def make(self, limits, options, extra_budget, left_over, asynchronous, drafts, windows):
+        if windows is not None and limits["page_size"] > 1:  # so many more than one request needs
+            columns = window_columns(max(limits["max_chunk"], 3 * 3 + 2), limits["page_size"])
+            limits = limits | {"windows_per_rank": columns + 3 + windows, "window_columns": columns}
+            limits |= {"host_pages_per_rank": 0, "disk_pages": 0}
         disk = pages_of(SHARED, limits["page_size"]) if limits["disk_pages"] and left_over else None
         self.executor = FakeExecutor(max_model_len=MAX_LEN, disk=disk, **limits)
         speculation = drafts and SpeculativeConfig(
@@ -223,15 +229,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index, rank in enumerate(self.scheduler.ranks):
             pool = rank.pool
             mine = [*self._of(index), *self._leaving(index)]
-            held = Counter(page for request in mine for page in request.pages + request.held_pages)
+            held = Counter(
+                page for request in mine for page in request.pages + request.window_pages + request.held_pages
+            )
             under_way = rank.loads.under_way if isinstance(rank.loads, PageLoads) else []
             held.update(page for load in under_way if load.request for page in load.pages)
             assert {page: count for page, count in enumerate(pool._holders) if count} == held
-            everywhere = [*pool._free, *pool._idle, *held]
-            assert sorted(everywhere) == list(range(1, pool.num_pages))
-            assert (len(held), len(pool._idle)) == (pool.num_used, pool.num_cached)
+            everywhere = [*pool._free, *pool._idle, *pool._free_windows, *pool._idle_windows, *held]
+            numbers = range(pool.num_pages + pool.num_windows)
+            assert sorted(everywhere) == [number for number in numbers if number not in (0, pool.num_pages)]
+            held_windows = sum(map(pool.is_window, held))
+            assert (len(held) - held_windows, len(pool._idle)) == (pool.num_used, pool.num_cached)
             for request in mine:
-                for page in request.pages[request.num_sealed_pages :]:
+                own_windows = request.window_pages[max(0, request.num_sealed_pages - request.first_window) :]
+                for page in request.pages[request.num_sealed_pages :] + own_windows:
                     assert held[page] == 1, "who may write a page has it alone"
                     assert pool._hash_of[page] is None
 
@@ -242,6 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for place, name in enumerate(extend_hashes(request, size), start=1):
                 found = (request.options.cache_salt, request.token_ids[: place * size])
                 assert self.pages.setdefault(name, found) == found
+                self.pages[window_name(name)] = (found[0], folds(found[1]))
         for index, (rank, cache) in enumerate(zip(self.scheduler.ranks, self.executor._cache, strict=True)):
             named = {page: name for page, name in enumerate(rank.pool._hash_of) if name is not None}
             assert rank.pool._page_of == {name: page for page, name in named.items()}
@@ -249,6 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert cache[page] == self.pages[named[page]][1][-size:]
             cleared = self.executor.pages_of(Clear, index)
             cleared |= {page for request in self._leaving(index) for page in request.pages}
+            cleared |= {page for request in self._leaving(index) for page in request.window_pages}
             left = {page for page, values in enumerate(cache) if NAN in values}
             assert left <= cleared, "no page is left with values that are not finite"
 
@@ -276,7 +289,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in waiting:
                 assert (request.pages, request.slot, request.num_computed_tokens) == ([], -1, 0)
             for request in rank.running:
-                assert len(request.pages) * self.config.page_size >= request.num_computed_tokens
+                assert request.num_writable_pages * self.config.page_size >= request.num_computed_tokens
+                if request.window_pages:
+                    confirmed = request.num_computed_tokens
+                    assert request.first_window * self.config.page_size <= max(0, confirmed - self.config.page_size + 1)
                 assert request.num_sealed_pages * self.config.page_size <= request.num_computed_tokens
 
     @invariant()

@@ -74,7 +74,8 @@ def run(paged: PagedMLA, form: str, pages: int, chunk: int, start: int, filled=N
 
     @jax.jit
     def both(flat, part, cache, filled):
-        written = paged.cache_entries(mla, cache, jnp.int32(0), jnp.asarray(slots), flat)
+        tokens = SimpleNamespace(slots=jnp.asarray(slots))
+        written = paged.cache_entries(mla, cache, jnp.int32(0), tokens, flat)
         return paged.attend(
             mla,
             FORMS[form],

@@ -1,0 +1,181 @@
+"""Pages of two kinds, without an executor: where cached tokens are used, which window pages are kept, and when they are given back."""
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import pytest
+
+from dsjax.engine.contract.executor import RankResults, RowResult
+from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.speculative import SpeculativeConfig
+from dsjax.engine.schedule.borders import held_windows, usable, window_columns
+from dsjax.engine.schedule.pages import PagePool, extend_hashes, window_name
+from dsjax.engine.schedule.request import Request, Status, StepPlan
+from dsjax.engine.schedule.scheduler import Scheduler
+from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.schedule.step_writer import StepWriter
+
+G = 128
+
+
+def scheduler(*, slots=4, chunk=512, pages=1000, kept=20, drafts=0, **options) -> Scheduler:
+    windows = held_windows(slots, 2 * chunk, G, drafts) + kept
+    speculation = SpeculativeConfig(method="mtp", num_speculative_tokens=drafts) if drafts else None
+    config = SchedulerConfig(
+        slots, chunk, chunk, slots, G, pages, 1 << 20, windows_per_rank=windows, speculation=speculation, **options
+    )
+    return Scheduler(config, 1)
+
+
+def request(name: str, tokens: int | Sequence[int], max_tokens: int = 1) -> Request:
+    """One of so many tokens that no other has, or of these."""
+    if isinstance(tokens, int):
+        tokens = [crc32(f"{name} {index}".encode()) % 1000 for index in range(tokens)]
+    return Request(name, list(tokens), len(tokens), SamplingParams(temperature=0), max_tokens, 0)
+
+
+def results(plan: StepPlan, made: int = 1) -> list[RankResults]:
+    """What a step gives where each decode row makes so many tokens."""
+    rank = plan.ranks[0]
+    decoded = [RowResult([7] * min(made, row.length)) for row in rank.decodes]
+    return [RankResults(decoded, [RowResult([7] if row.sampled else []) for row in rank.prefills])]
+
+
+def run(of: Scheduler, *requests: Request) -> list[int]:
+    """Two steps under way at a time, until all have ended; give the tokens that each found cached."""
+    for each in requests:
+        of.add(each)
+    under_way: list[StepPlan] = []
+    while of.num_unfinished or under_way:
+        plan = of.schedule()
+        under_way += [] if plan.is_empty else [plan]
+        if len(under_way) == 2 or plan.is_empty:
+            first = under_way.pop(0)
+            of.update(first, results(first))
+    pool = of.ranks[0].pool
+    assert (pool.num_used, pool.num_windows - 1 - pool.num_free_windows) == (0, 0), "all pages are given back"
+    return [each.num_cached_tokens for each in requests]
+
+
+def overwrite_what_is_not_kept(pool: PagePool) -> None:
+    pool.release(pool.allocate(pool.num_free_windows - len(pool._kept), windows=True))
+
+
+def test_a_prompt_sent_again_is_cached_up_to_the_last_border_before_its_last_token():
+    of = scheduler(chunk=100, kept=3)
+    for length in range(1, 601):
+        run(of, request(str(length), length))
+        overwrite_what_is_not_kept(of.ranks[0].pool)
+        assert run(of, request(str(length), length)) == [(length - 1) // G * G]
+
+
+def test_a_long_request_sent_again_hits_also_after_eight_others():
+    of = scheduler()
+    names = list("abcdefghi")
+    assert run(of, *(request(name, 10_000) for name in names)) == [0] * 9
+    assert run(of, *(request(name, 10_000) for name in names)) == [9984] * 9
+
+
+def test_a_conversation_goes_on_at_the_last_page_of_its_answer():
+    of = scheduler()
+    run(of, first := request("a", 300, 400))
+    assert run(of, request("next", [*first.token_ids, 1, 2, 3])) == [699 // G * G], "the last token is never computed"
+
+
+def test_a_shared_beginning_hits_from_its_third_use():
+    of = scheduler(kept=10)
+    shared = request("shared", 1000).token_ids
+    ends = [request(str(index), 900).token_ids for index in range(4)]
+    assert run(of, request("a", shared + ends[0])) == [0]
+    overwrite_what_is_not_kept(of.ranks[0].pool)
+    found = [run(of, request(str(index), shared + end))[0] for index, end in enumerate(ends[1:])]
+    assert found == [0, 896, 896]
+
+
+@pytest.mark.parametrize(
+    ("windows", "cached", "border"),
+    [((10, 30), 39, 31), ((10, 30), 30, 11), ((), 39, 0), ((38,), 39, 39), ((0,), 39, 1)],
+)
+def test_a_hit_ends_at_the_last_border_with_a_window_page(windows, cached, border):
+    pool, names = PagePool(50, G, num_windows=50), extend_hashes(request("a", 39 * G), G)
+    for place in windows:
+        [page] = pool.allocate(1, windows=True)
+        pool.seal(page, window_name(names[place]))
+    assert usable(pool, names, cached) == border
+    assert usable(PagePool(50, G), names, cached) == cached, "without window pages every page ends at a border"
+
+
+def test_a_page_that_can_be_loaded_or_is_promised_counts():
+    pool, names = PagePool(50, G, num_windows=50), extend_hashes(request("a", 5 * G), G)
+    assert usable(pool, names, 5, {window_name(names[2])}) == 3
+    assert usable(pool, names, 5, (), {names[3]}) == 4
+
+
+def test_window_pages_are_given_back_behind_confirmed_tokens_alone():
+    of = scheduler(drafts=3)
+    of.add(one := request("a", 254, 300))
+    plan = of.schedule()
+    of.update(plan, results(plan))
+    plans = [of.schedule(), of.schedule()]
+    planned = one.num_computed_tokens + one.num_in_flight
+    assert (one.num_computed_tokens, planned, one.first_window) == (254, 262, 0), "token 254 sees token 127"
+    assert len(one.window_pages) <= window_columns(3 * 3 + 2, G), "a ring has room for what steps under way may write"
+    given_back = 0
+    while one.status is not Status.FINISHED:
+        plans.append(of.schedule())
+        first = plans.pop(0)
+        of.update(first, results(first, made=1))
+        assert len(one.window_pages) <= 3, "what W counts of a row"
+        assert one.first_window * G <= max(0, one.num_computed_tokens - G + 1)
+        given_back = max(given_back, one.first_window)
+    assert given_back == 2
+
+
+def test_a_preempted_request_goes_back_to_its_last_border():
+    of = scheduler(slots=2, pages=10)  # nine pages: not enough for both to the end
+    older, newer = request("a", 500, 400), request("b", 500, 400)
+    assert run(of, older, newer) == [0, 0]
+    assert (newer.num_preemptions, newer.admissions) == (1, 2)
+
+
+def test_window_pages_that_are_not_kept_go_first_and_are_found_until_then():
+    pool = PagePool(2, G, num_windows=5)
+    evicted = []
+    pool.on_evict = lambda page, name: evicted.append(name)
+    pages = pool.allocate(4, windows=True)
+    for page, name in zip(pages, (b"a", b"b", b"c", b"d"), strict=True):
+        pool.seal(page, name)
+    pool.keep(b"a")
+    pool.keep(b"c")
+    pool.release(pages)
+    assert pool.find([b"b"]) == [pages[1]]
+    assert (pool.num_free_windows, pool.num_free) == (4, 1)
+    pool.keep(b"a")  # used again
+    for name in (b"b", b"d", b"c", b"a"):
+        before = set(pool._page_of)
+        pool.allocate(1, windows=True)
+        assert before - set(pool._page_of) == {name}
+    assert evicted == [b"c", b"a"], "what is not kept goes to no tier"
+
+
+def test_window_pages_stand_in_a_ring_behind_the_page_table():
+    of = scheduler(chunk=256, slots=1)
+    columns = window_columns(256, G)
+    assert columns == (256 + 253) // 128 + 1
+    writer, ring = StepWriter(1, G, (50, columns)), {}
+    of.add(one := request("a", 3000))
+    under_way = []
+    while of.num_unfinished:
+        plan = of.schedule()
+        for change in writer.write(plan).ranks[0].pages:
+            if change.first >= 50:
+                assert all(page > 1000 for page in change.pages), "numbers of window pages follow those of the others"
+                ring |= dict(enumerate(change.pages, change.first - 50))
+        row = plan.ranks[0].prefills[0]
+        for position in range(max(0, row.start - G + 1), row.start + row.length):
+            assert ring[position // G % columns] == one.window_pages[position // G - one.first_window]
+        under_way.append(plan)
+        oldest = under_way[0].ranks[0].prefills[0]
+        assert one.first_window * G <= max(0, oldest.start - G + 1), "a step under way reads it"
+        while len(under_way) == 2 or (row.sampled and under_way):
+            of.update(under_way[0], results(under_way.pop(0)))
