@@ -6,13 +6,14 @@ and entries are rotated, and those of the output are rotated back by the query's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsjax.config import ModelConfig
 from dsjax.model.compressed.rotations import Rotations, entry_rotation, rotate, rotate_back
@@ -62,12 +63,6 @@ class Compressor(nnx.Module):
         apart = (rearrange(array, "... (s w) -> ... s w", s=self.series) for array in (gate, multiply(self.kv, x)))
         return tuple(apart)
 
-    def finish(
-        self, sums: Float[Array, "*b W"], rotation: Rotation, dtype, normalise: Normalise
-    ) -> Float[Array, "*b W"]:
-        """Entries as the cache keeps them. sums: weighted means of the values of each window."""
-        return rotate(rotation, normalise(self.norm, sums.astype(dtype)))
-
 
 class EntryIndexer(nnx.Module):
     """The indexer of a "csa" layer: ``I`` index queries of width ``A``, and keys that a compressor of its own makes."""
@@ -109,7 +104,7 @@ class CompressedAttention(nnx.Module):
         """Causal attention of sequences to themselves. given: a ``transformer.Pass``. Nothing is observed."""
         products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
         p = self.project(x, given.rotation, **products)
-        return self.output(self.attend(p, given.products.normalise), p.rotation, given.products.multiply), None
+        return self.output(self.attend(p), given.products.multiply), None
 
     def project(
         self,
@@ -138,24 +133,19 @@ class CompressedAttention(nnx.Module):
                 p.index_weight = multiply(indexer.head_weights, x.astype(jnp.float32)) * I**-0.5
             return p
 
-    def entries(
-        self, sums: Float[Array, "*b V"], rotation: Rotation, dtype, normalise: Normalise = normalise
-    ) -> dict[str, Array]:
-        """Compressed entries, and index keys in "csa" layers, of weighted means. rotation: of the windows' first positions."""
-        W = self.config.v_head_dim
-        made = {"entry": self.compressor.finish(sums[..., :W], rotation, dtype, normalise)}
-        if self.attention == "csa":
-            made["index"] = self.indexer.compressor.finish(sums[..., W:], rotation, dtype, normalise)
-        return made
+    @property
+    def entry_norms(self) -> dict[str, Float[Array, "W"]]:
+        """Scales of the norms of compressed entries, and of index keys in "csa" layers."""
+        norms = {"entry": value_of(self.compressor.norm.scale)} if self.attention != "window" else {}
+        return norms | ({"index": value_of(self.indexer.compressor.norm.scale)} if self.attention == "csa" else {})
 
-    def attend(self, p: CompressedProjections, normalise: Normalise = normalise) -> Float[Array, "B S H W"]:
-        """Attention of sequences from position 0 on to their windows and entries, before ``output``."""
+    def attend(self, p: CompressedProjections) -> Float[Array, "B S H W"]:
+        """Attention of sequences from position 0 on to their windows and entries, rotated back."""
         config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
         made = {}
         if rate is not None:
             starts = jnp.broadcast_to(jnp.arange(length // rate) * rate, (len(p.entry), length // rate))
-            rotation = entry_rotation(config, starts)
-            made = self.entries(compress(p.gates, p.values, rate), rotation, p.entry.dtype, normalise)
+            made = entries(config, self.entry_norms, compress(p.gates, p.values, rate), starts, p.entry.dtype)
         heads = []
         for start in range(0, length, QUERY_BLOCK):
             end, first = min(start + QUERY_BLOCK, length), max(start - config.v4.sliding_window + 1, 0)
@@ -172,7 +162,7 @@ class CompressedAttention(nnx.Module):
             context = jnp.concatenate(context, axis=1)
             seen = jnp.concatenate([jnp.broadcast_to(one, (len(context), *one.shape[-2:])) for one in seen], axis=-1)
             heads.append(self._block(p.query[:, start:end], context, seen))
-        return jnp.concatenate(heads, axis=1)
+        return rotate_back(p.rotation, jnp.concatenate(heads, axis=1))
 
     def _block(self, query: Float[Array, "B Q H W"], context: Float[Array, "B S W"], seen) -> Float[Array, "B Q H W"]:
         """Attention to what is seen of a context ``[B, Q, S]``, in one softmax with the heads' sinks, which have no value."""
@@ -182,13 +172,12 @@ class CompressedAttention(nnx.Module):
         probs = jax.nn.softmax(jnp.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
         return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context)
 
-    def output(
-        self, heads: Float[Array, "*b H W"], rotation: Rotation, multiply: Multiply = multiply
-    ) -> Float[Array, "*b D"]:
-        """The heads' values rotated back, then by groups to ``o_lora_rank`` each, then all to D."""
+    def output(self, heads: Float[Array, "*b H W"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
+        """The heads' values by groups to ``o_lora_rank`` each, then all to D."""
         with jax.named_scope("compressed_output"):
-            grouped = rearrange(rotate_back(rotation, heads), "... (g h) w -> ... g (h w)", g=self.config.v4.o_groups)
-            weight = rearrange(self.o_a.value(heads.dtype), "i (g r) -> g i r", g=self.config.v4.o_groups)
+            G = self.config.v4.o_groups
+            grouped = rearrange(heads, "... (g h) w -> ... g (h w)", g=G)
+            weight = rearrange(self.o_a.value(heads.dtype), "i (g r) -> g i r", g=G)
             return multiply(
                 self.o_b, rearrange(jnp.einsum("...gi,gir->...gr", grouped, weight), "... g r -> ... (g r)")
             )
@@ -210,3 +199,22 @@ def compress(
         return jnp.concatenate([jnp.concatenate([before, windows[:, :-1, :, 0]], axis=1), windows[..., 1, :]], axis=2)
 
     return jnp.sum(jax.nn.softmax(of_windows(gates, -jnp.inf), axis=2) * of_windows(values, 0), axis=2)
+
+
+def entries(
+    config: ModelConfig,
+    norms: Mapping[str, Float[Array, "W"]],
+    means: Float[Array, "*b V"],
+    starts: Int[Array, "*b"],
+    dtype,
+) -> dict[str, Array]:
+    """Compressed entries ``[*b, W]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
+
+    norms: ``entry_norms``. means: of each window, the index keys' behind the entries'. starts: the windows' first positions.
+    """
+    W, rotation, made = config.v_head_dim, entry_rotation(config, starts), {}
+    for name, part in (("entry", means[..., :W]), ("index", means[..., W:])):
+        if name in norms:
+            normed = unweighted(part.astype(dtype), config.rms_norm_eps)
+            made[name] = rotate(rotation, norms[name].astype(dtype) * normed)
+    return made
