@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dsjax.model.attention import AttentionFamily
@@ -198,8 +199,13 @@ class LayerParts:
         with jax.named_scope("router"):
             logits = multiply(router, normed.astype(jnp.float32))
             # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on every device.
-            choose = native_choice(self.products.kernels, router) or router.choose
-            routing = self.sharding.on_each_rank(choose, by_data=by_data)(logits, of.tokens.ids)
+            graph, weight, beside = nnx.split(router, lambda path, _: path[-1] == "weight", ...)
+
+            def choose_here(beside: nnx.State, logits: Array, tokens: Array) -> Routing:
+                own = nnx.merge(graph, weight, beside)
+                return (native_choice(self.products.kernels, own) or own.choose)(logits, tokens)
+
+            routing = self.sharding.on_each_rank(choose_here, by_data=by_data)(beside, logits, of.tokens.ids)
         return normed, mix, routing
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:

@@ -85,9 +85,8 @@ def make_step(
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     kept_in = cache_dtype(args, dtype)
     prefill_form, decode_form = map(form_of, (args.mla_prefill, args.mla_decode))
-    cache_groups(
-        config, (), kept_in, layout=common_layout(prefill_form, decode_form)
-    )  # refuses forms that share no layout
+    if config.v4 is None:  # refuses forms that share no layout
+        cache_groups(config, (), kept_in, layout=common_layout(prefill_form, decode_form))
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     expert_side = expert_spec(args)
