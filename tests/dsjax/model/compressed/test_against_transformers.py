@@ -1,5 +1,6 @@
 """The plain forward pass of `dsjax.model.compressed.attention`, `Streams` and V4's routers on meshes, against transformers' class."""
 
+import functools
 import importlib.util
 import json
 from importlib.metadata import version
@@ -105,3 +106,48 @@ def test_a_checkpoint_and_a_configuration_that_transformers_saved_are_read(tmp_p
     saved = json.loads((tmp_path / "config.json").read_text())
     again = {key: value for key, value in checkpoint.config.to_dict().items() if value is not None}
     np.testing.assert_array_equal(reference(saved | again, tensors, tokens)[2], logits)
+
+
+def test_the_mtp_module_reads_the_streams_through_two_projections():
+    """As ``MTPBlock`` of DeepSeek's ``inference/model.py``, with transformers' layer, norms and sum of streams."""
+    import torch
+
+    raw = v4_config("wch", hashed=1, num_nextn_predict_layers=1)
+    config, tokens = ModelConfig.from_dict(raw), np.random.default_rng(1).integers(0, raw["vocab_size"], (2, 41))
+    tensors, following = v4_tensors(config), torch.from_numpy(tokens[:, 1:])
+    with_module = v4_config("wchw", hashed=1)  # a fourth layer, whose names are the module's
+    model, *_ = reference(with_module, tensors, tokens[:, :-1])
+    own = {
+        name.removeprefix("model.layers.3."): torch.from_numpy(values)
+        for name, values in tensors.items()
+        if ".layers.3." in name
+    }
+    streams = []
+    model.model.layers[2].register_forward_hook(lambda _, __, out: streams.append(out))
+
+    def norm(name, x):
+        return own[f"{name}.weight"] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + raw["rms_norm_eps"])
+
+    with torch.no_grad():
+        model.model(torch.from_numpy(tokens[:, :-1]), use_cache=False)
+        embedded = norm("enorm", model.model.embed_tokens(following)) @ own["e_proj.weight"].T
+        x, at = (
+            embedded[:, :, None] + norm("hnorm", streams[0]) @ own["h_proj.weight"].T,
+            torch.arange(following.shape[1]),
+        )
+        rotation = {"main": model.model.rotary_emb(embedded, position_ids=at[None], layer_type="main")}
+        unseen = (at[None] > at[:, None]) | (at[None] <= at[:, None] - raw["sliding_window"])
+        mask = torch.zeros(unseen.shape).masked_fill(unseen, -torch.inf)[None, None]
+        x = model.model.layers[3](
+            x, input_ids=following, position_embeddings=rotation, position_ids=at[None], attention_mask=mask
+        )
+        model.model.hc_head.load_state_dict({name: own[f"hc_head.{name}"] for name in model.model.hc_head.state_dict()})
+        expected = model.lm_head(norm("shared_head.norm", model.model.hc_head(x))).numpy()
+    table, params = parameter_table(config, weights="f32"), from_hf_tensors(config, tensors)
+
+    @functools.partial(jax.jit, compiler_options=COMPILE_QUICKLY)
+    def run(params):
+        bound = table.bind(params)
+        return bound.predict_further(bound(tokens[:, :-1]).passed, tokens[:, 1:]).logits
+
+    assert error(run(params), expected) <= 1e-5
