@@ -1,6 +1,7 @@
 """DeepSeek-V4's tensors: names in a layer, and how a checkpoint under DeepSeek's own names, or as transformers saves it, is given these.
 
-Names here are those of transformers' class, with experts one by one and an MTP module's layers behind the model's, as V3 has them.
+Names here are those of transformers' class, with experts one by one under DeepSeek's names, as transformers saves and reads them, and the
+MTP module's layer behind the model's, as V3 has it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ LAYER = {
     "attn.indexer.head_weights.weight": ("self_attn.compressor.indexer.scorer.weights_proj.weight",),
     "moe.router.experts_of_token": ("mlp.gate.tid2eid",),
 }
+for _part, _owner in (("experts", "experts.{expert}"), ("shared", "shared_experts")):
+    LAYER[f"moe.{_part}.gate_up.weight"] = tuple(f"mlp.{_owner}.{name}.weight" for name in ("w1", "w3"))
+    LAYER[f"moe.{_part}.down.weight"] = (f"mlp.{_owner}.w2.weight",)
 MODEL = {}
 for _ours, _theirs in (("attn.compressor", "compressor"), ("attn.indexer.compressor", "compressor.indexer")):
     LAYER |= {
@@ -67,13 +71,13 @@ _RENAMED = [
         (r"\.w(q_a|q_b|kv|o_a|o_b)\.", r".\1_proj."),
         (r"\.wgate\.", ".gate_proj."),
         (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
-        (r"(experts\..*|experts)\.w1\.", r"\1.gate_proj."),
-        (r"(experts\..*|experts)\.w2\.", r"\1.down_proj."),
-        (r"(experts\..*|experts)\.w3\.", r"\1.up_proj."),
+        (r"(experts\..*|experts)\.gate_proj\.", r"\1.w1."),
+        (r"(experts\..*|experts)\.down_proj\.", r"\1.w2."),
+        (r"(experts\..*|experts)\.up_proj\.", r"\1.w3."),
     )
 ]
 _MODULE = re.compile(r"^model\.mtp\.(\d+)\.")
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 def renamed(name: str, layers: int) -> str:

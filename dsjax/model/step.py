@@ -41,7 +41,7 @@ class ModelStep(StepDescription):
         cache: Cache,
         groups: Sequence[RowGroup],
         copies: CopyTables | None,
-        x: Float[Array, "B T D"] | None = None,
+        x: Float[Array, "B T *n D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
@@ -173,7 +173,7 @@ class ModelStep(StepDescription):
         out_specs = by_rank, of_cache, P(None, self.spec.token_axes)
         return on_ranks(run, self.mesh, in_specs, out_specs)(wholes, weights, x, cache, first, tokens, copies)
 
-    def run_layer(self, of: Layer, x: Float[Array, "B T D"], cache: Cache):
+    def run_layer(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache):
         """All parts of a decoder layer, one after the other; gives the tokens, the cache, and the dispatch's report."""
         parts = self.parts
         x, cache = parts.attend(of, x, cache)

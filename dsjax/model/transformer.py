@@ -512,7 +512,7 @@ class Transformer(nnx.Module):
         return Output(products.project(self, hidden), hidden, *seen, x if self.config.v4 is not None else hidden)
 
     def predict_further(
-        self, hidden: Float[Array, "B S D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
+        self, hidden: Float[Array, "B S *n D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
     ) -> Output:
         """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
 

@@ -68,6 +68,10 @@ def make_step(
             'jax.config.update("jax_enable_x64", False)'
         )
     config.check_served()
+    if mtp and config.v4 is not None:
+        raise UserError(
+            "--speculative-config: a deepseek_v4 model's MTP module reads four streams, which the step does not give it yet"
+        )
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "

@@ -1,6 +1,6 @@
 """The weights of one layer's attention, what it makes of each token, and its plain forward pass over whole sequences.
 
-Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``W`` is key and value of all heads. The last ``O`` values of queries
+Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``M`` is key and value of all heads. The last ``O`` values of queries
 and entries are rotated, and those of the output are rotated back by the query's position. Letters: ``docs/glossary.md``.
 """
 
@@ -30,16 +30,16 @@ QUERY_BLOCK = 128  # queries that attend together
 class CompressedProjections:
     """What attention needs of each token; leading dimensions ``*b`` are the caller's.
 
-    gates, values: float32, what compressors take of a token, with its place's bias in the gate: of "hca" layers one series of W, of "csa"
+    gates, values: float32, what compressors take of a token, with its place's bias in the gate: of "hca" layers one series of M, of "csa"
     layers two, for the next window's entry and for its own, whose last A are the indexer's. index_query, index_weight: of "csa" layers,
     the second float32 with the factor I^-1/2.
     """
 
-    query: Float[Array, "*b H W"]  # normed and rotated
-    entry: Float[Array, "*b W"]  # normed and rotated
+    query: Float[Array, "*b H M"]  # normed and rotated
+    entry: Float[Array, "*b M"]  # normed and rotated
     rotation: Rotation  # of the tokens' positions, for the way back
-    gates: Float[Array, "*b series V"] | None = None
-    values: Float[Array, "*b series V"] | None = None
+    gates: Float[Array, "*b series Y"] | None = None
+    values: Float[Array, "*b series Y"] | None = None
     index_query: Float[Array, "*b I A"] | None = None  # rotated
     index_weight: Float[Array, "*b I"] | None = None
 
@@ -56,7 +56,7 @@ class Compressor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "*b D"], rotations: Rotations, multiply: Multiply
-    ) -> tuple[Float[Array, "*b series W"], Float[Array, "*b series W"]]:
+    ) -> tuple[Float[Array, "*b series M"], Float[Array, "*b series M"]]:
         """Gates and values of tokens, in float32."""
         x, bias = x.astype(jnp.float32), value_of(self.bias)[rotations.positions % self.rate]
         gate = multiply(self.gate, x) + bias
@@ -79,7 +79,7 @@ class CompressedAttention(nnx.Module):
 
     def __init__(self, declare: Declaration, config: ModelConfig, attention: str):
         self.config, self.attention, v4 = config, attention, config.v4
-        D, H, Q, W, G = (
+        D, H, Q, M, G = (
             config.hidden_size,
             config.num_attention_heads,
             config.q_lora_rank,
@@ -88,15 +88,15 @@ class CompressedAttention(nnx.Module):
         )
         self.q_a = Matrix(declare, (D, Q), ("embed", "query_latent"))
         self.q_a_norm = RMSNorm(declare, Q, config.rms_norm_eps, "query_latent")
-        self.q_b = Matrix(declare, (Q, H * W), ("query_latent", "heads"))
-        self.kv = Matrix(declare, (D, W), ("embed", "latent"))
-        self.kv_norm = RMSNorm(declare, W, config.rms_norm_eps, "latent")
+        self.q_b = Matrix(declare, (Q, H * M), ("query_latent", "heads"))
+        self.kv = Matrix(declare, (D, M), ("embed", "latent"))
+        self.kv_norm = RMSNorm(declare, M, config.rms_norm_eps, "latent")
         self.sink = declare.parameter((H,), ("heads",), init="zeros", dtype=jnp.dtype(jnp.float32))
-        self.o_a = Matrix(declare, (H // G * W, G * v4.o_lora_rank), (None, "heads"))
+        self.o_a = Matrix(declare, (H // G * M, G * v4.o_lora_rank), (None, "heads"))
         self.o_b = Matrix(declare, (G * v4.o_lora_rank, D), ("heads", "embed"))
         rate = v4.rate(attention)
         if rate is not None:
-            self.compressor = Compressor(declare, config, W, rate, series=2 if attention == "csa" else 1)
+            self.compressor = Compressor(declare, config, M, rate, series=2 if attention == "csa" else 1)
         if attention == "csa":
             self.indexer = EntryIndexer(declare, config, rate)
 
@@ -134,12 +134,12 @@ class CompressedAttention(nnx.Module):
             return p
 
     @property
-    def entry_norms(self) -> dict[str, Float[Array, "W"]]:
+    def entry_norms(self) -> dict[str, Float[Array, "M"]]:
         """Scales of the norms of compressed entries, and of index keys in "csa" layers."""
         norms = {"entry": value_of(self.compressor.norm.scale)} if self.attention != "window" else {}
         return norms | ({"index": value_of(self.indexer.compressor.norm.scale)} if self.attention == "csa" else {})
 
-    def attend(self, p: CompressedProjections) -> Float[Array, "B S H W"]:
+    def attend(self, p: CompressedProjections) -> Float[Array, "B S H M"]:
         """Attention of sequences from position 0 on to their windows and entries, rotated back."""
         config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
         made = {}
@@ -164,7 +164,7 @@ class CompressedAttention(nnx.Module):
             heads.append(self._block(p.query[:, start:end], context, seen))
         return rotate_back(p.rotation, jnp.concatenate(heads, axis=1))
 
-    def _block(self, query: Float[Array, "B Q H W"], context: Float[Array, "B S W"], seen) -> Float[Array, "B Q H W"]:
+    def _block(self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen) -> Float[Array, "B Q H M"]:
         """Attention to what is seen of a context ``[B, Q, S]``, in one softmax with the heads' sinks, which have no value."""
         scores = jnp.einsum("bqhw,bsw->bqhs", query, context, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
@@ -172,7 +172,7 @@ class CompressedAttention(nnx.Module):
         probs = jax.nn.softmax(jnp.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
         return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context)
 
-    def output(self, heads: Float[Array, "*b H W"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
+    def output(self, heads: Float[Array, "*b H M"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
         """The heads' values by groups to ``o_lora_rank`` each, then all to D."""
         with jax.named_scope("compressed_output"):
             G = self.config.v4.o_groups
@@ -184,8 +184,8 @@ class CompressedAttention(nnx.Module):
 
 
 def compress(
-    gates: Float[Array, "B S series V"], values: Float[Array, "B S series V"], rate: int
-) -> Float[Array, "B S//rate V"]:
+    gates: Float[Array, "B S series Y"], values: Float[Array, "B S series Y"], rate: int
+) -> Float[Array, "B windows Y"]:
     """Weighted means of the values of each full window, by a softmax of the gates: equations 9 to 12, and 20 to 23.
 
     With two series a window has the last of its own tokens, and the first of the window's before it.
@@ -203,17 +203,17 @@ def compress(
 
 def entries(
     config: ModelConfig,
-    norms: Mapping[str, Float[Array, "W"]],
-    means: Float[Array, "*b V"],
+    norms: Mapping[str, Float[Array, "M"]],
+    means: Float[Array, "*b Y"],
     starts: Int[Array, "*b"],
     dtype,
 ) -> dict[str, Array]:
-    """Compressed entries ``[*b, W]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
+    """Compressed entries ``[*b, M]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
 
     norms: ``entry_norms``. means: of each window, the index keys' behind the entries'. starts: the windows' first positions.
     """
-    W, rotation, made = config.v_head_dim, entry_rotation(config, starts), {}
-    for name, part in (("entry", means[..., :W]), ("index", means[..., W:])):
+    M, rotation, made = config.v_head_dim, entry_rotation(config, starts), {}
+    for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):
         if name in norms:
             normed = unweighted(part.astype(dtype), config.rms_norm_eps)
             made[name] = rotate(rotation, norms[name].astype(dtype) * normed)

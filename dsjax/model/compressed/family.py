@@ -28,10 +28,11 @@ from dsjax.model.compressed.groups import compressed_groups, page_tokens
 from dsjax.model.compressed.rotations import Rotations, rotate_back
 from dsjax.model.forms import Form
 from dsjax.model.layer_values import Tokens
+from dsjax.model.mla_costs import MLACost
 from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
 from dsjax.model.parameters import Multiply, reinterpret, store, value_of
-from dsjax.model.rows import RowGroup
+from dsjax.model.rows import GroupShape
 from dsjax.model.softmax import fold
 from dsjax.model.sparse.choose import choose, index_scores, positions_of
 from sharding import Rules, fp8
@@ -112,7 +113,7 @@ class Compressed:
         """The grouped output projection."""
         return weights.output(found, multiply)
 
-    def cost(self, form: Form, **work):
+    def cost(self, form: Form, **work) -> MLACost:
         """Not known yet.
 
         Raises:
@@ -145,8 +146,8 @@ class Compressed:
                     part = [array[0, first : first + shape.tokens] for array in made[1:]]
                     part = [array.reshape(shape.rows, shape.chunk, *array.shape[1:]) for array in part]
                     if part:
-                        group = RowGroup(None, *(array[0] for array in group), shape)
-                        own |= self._compress(kind, own, at, group, *part, norms, made[0].dtype)
+                        where = [array[0] for array in group]
+                        own |= self._compress(kind, own, at, shape, where, part, norms, made[0].dtype)
                     first += shape.tokens
                 return own
 
@@ -156,12 +157,14 @@ class Compressed:
             write = on_ranks(local, self.mesh, specs, of_cache)
             return cache | write(own, self._at(names, layer), tokens.window_slots, rows, made, norms)
 
-    def _compress(self, kind: str, own: Cache, at, group: RowGroup, gates, values, norms, dtype) -> Cache:
-        """The arrays of a compressor's groups after a row group. group: of one rank, with fields ``[R, …]``. dtype: computed in."""
+    def _compress(self, kind: str, own: Cache, at, shape: GroupShape, where, made, norms, dtype) -> Cache:
+        """The arrays of a compressor's groups after a row group. where: starts, lengths and tables of its rows on this rank. made: gates
+        and values ``[R, C, series, Y]``. dtype: computed in."""
+        (start, length, tables), (gates, values) = where, made
         entry_name, index_name, state_name = GROUPS[kind]
-        shape, T, rate = group.shape, own["window"].shape[2], self.config.v4.rate(kind)
+        T, rate = own["window"].shape[2], self.config.v4.rate(kind)
         states, places = own[state_name], own[state_name].shape[2]
-        series, C, ring = states.shape[3] // 3, shape.chunk, group.tables[:, shape.pages :]
+        series, C, ring = states.shape[3] // 3, shape.chunk, tables[:, shape.pages :]
         # A row leaves its state behind each token if these are few enough, else at its end and where pages end.
         of_each = places >= C
         count = C if of_each else (C - 2) // T + 2
@@ -173,36 +176,35 @@ class Compressed:
             return page * places + positions % places
 
         def fold_one(row, gates, values):
-            start, length = group.start[row], group.length[row]
-            before = jnp.maximum(start - 1, 0)
+            first, before = start[row], jnp.maximum(start[row] - 1, 0)
             flat = rearrange(states, "l w n a v -> (l w n) a v")
             base = at[state_name] * states.shape[1] * places
             found = take(flat, base + state_slots(row, before))
-            state = jnp.where(start == 0, empty(series, states.shape[4]), found)
-            kept = numbers if of_each else (start + numbers) // T - start // T
-            return fold_row(state, gates, values, start, length, kept, count, rate)
+            state = jnp.where(first == 0, empty(series, states.shape[4]), found)
+            kept = numbers if of_each else (first + numbers) // T - first // T
+            return fold_row(state, gates, values, first, length[row], kept, count, rate)
 
         rows = jnp.arange(shape.rows)
         folded, means = self._each(fold_one, rows, gates, values)
         # States: of the last token in each place.
-        start, end = group.start[:, None], (group.start + group.length)[:, None]
-        last = start + numbers if of_each else jnp.minimum((start // T + jnp.arange(count) + 1) * T, end) - 1
-        written = (last < end) & (last >= start) & (of_each | (last // T - start // T == jnp.arange(count)))
+        begin, end = start[:, None], (start + length)[:, None]
+        last = begin + numbers if of_each else jnp.minimum((begin // T + jnp.arange(count) + 1) * T, end) - 1
+        written = (last < end) & (last >= begin) & (of_each | (last // T - begin // T == jnp.arange(count)))
         slots = jnp.where(written, state_slots(rows[:, None], jnp.maximum(last, 0)), -1)
         found = {
             state_name: paging.write(states, at[state_name], slots.reshape(-1), folded.reshape(-1, *folded.shape[2:]))
         }
         # Entries of the windows that close.
-        window = start // rate + jnp.arange((C + rate - 1) // rate)
+        window = begin // rate + jnp.arange((C + rate - 1) // rate)
         closes = window * rate + rate - 1
-        token = jnp.clip(closes - start, 0, C - 1)
+        token = jnp.clip(closes - begin, 0, C - 1)
         sums = jnp.take_along_axis(means, token[..., None], axis=1)
 
         def finish(mean, number):
             return entries(self.config, norms, mean, number * rate, dtype)
 
         made = self._each(finish, sums.reshape(-1, sums.shape[-1]), window.reshape(-1))
-        page = jnp.take_along_axis(group.tables, jnp.minimum(closes // T, shape.pages - 1), axis=1)
+        page = jnp.take_along_axis(tables, jnp.minimum(closes // T, shape.pages - 1), axis=1)
         slot = jnp.where(closes < end, page * (T // rate) + window % (T // rate), -1).reshape(-1)
         for name, key in ((entry_name, "entry"), (index_name, "index")):
             if name is not None:
@@ -214,7 +216,7 @@ class Compressed:
     def attend(
         self, weights: CompressedAttention, form: Form, cache: Cache, layer: Int[Array, ""], index, rows: Rows,
         p: CompressedProjections,
-    ) -> Float[Array, "B R C H W"]:  # fmt: skip
+    ) -> Float[Array, "B R C H M"]:  # fmt: skip
         """The heads' values, rotated back: in one softmax a head's sink, the window's pages and blocks of compressed entries, ascending."""
         with jax.named_scope(f"attend_{weights.attention}"):
             kind, batch, (_, R, C) = weights.attention, self.batch, rows.positions.shape
@@ -283,7 +285,7 @@ class _Attended:
     ring: Int[Array, "R Pw"]
     filled: Array | None
 
-    def __call__(self, row, position, query: Float[Array, "H W"], *index: Array) -> Float[Array, "H W"]:
+    def __call__(self, row, position, query: Float[Array, "H M"], *index: Array) -> Float[Array, "H M"]:
         """The heads' values of a query at ``position``; −1 sees nothing. index: its index queries and their weights."""
         T, dtype = self.cache["window"].shape[2], query.dtype
         ring, table = self.ring[row], self.tables[row]
@@ -341,7 +343,7 @@ class _Attended:
         places, count = positions_of(choose(scores, topk), topk)
         return jnp.pad(places, (0, -topk % BLOCK)), count
 
-    def _read(self, name: str, table: Int[Array, "Pr"], at: Int[Array, "N"], dtype) -> Float[Array, "N W"]:
+    def _read(self, name: str, table: Int[Array, "Pr"], at: Int[Array, "N"], dtype) -> Float[Array, "N M"]:
         """Entries at places of a table's pages; past its end any."""
         array = self.cache[name]
         found = paging.read_tokens(array, self.at[name], table[None], at[None])[0]

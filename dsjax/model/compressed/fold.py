@@ -15,12 +15,12 @@ EMPTY = (-1e30, 0.0, 0.0)
 """An accumulator that nothing was given to. The maximum is finite, so that a gate of −inf gives no NaN."""
 
 
-def empty(series: int, width: int) -> Float[Array, "3*series V"]:
-    """The state before position 0."""
+def empty(series: int, width: int) -> Float[Array, "a Y"]:
+    """The state before position 0: ``a`` = 3 × series rows, an accumulator's three numbers each."""
     return jnp.broadcast_to(jnp.array(EMPTY * series, jnp.float32)[:, None], (3 * series, width))
 
 
-def take(accumulator: Float[Array, "3 V"], gate: Float[Array, "V"], value: Float[Array, "V"]) -> Float[Array, "3 V"]:
+def take(accumulator: Float[Array, "3 Y"], gate: Float[Array, "Y"], value: Float[Array, "Y"]) -> Float[Array, "3 Y"]:
     """An accumulator that is given one token's gate and value."""
     maximum, weights, values = accumulator
     higher = jnp.maximum(maximum, gate)
@@ -29,11 +29,11 @@ def take(accumulator: Float[Array, "3 V"], gate: Float[Array, "V"], value: Float
 
 
 def fold_token(
-    state: Float[Array, "3*series V"],
-    gate: Float[Array, "series V"],
-    value: Float[Array, "series V"],
+    state: Float[Array, "a Y"],
+    gate: Float[Array, "series Y"],
+    value: Float[Array, "series Y"],
     closes: Bool[Array, ""],
-) -> tuple[Float[Array, "3*series V"], Float[Array, "V"]]:
+) -> tuple[Float[Array, "a Y"], Float[Array, "Y"]]:
     """The state after a token; and the weighted mean of its window so far, which is the entry's where the window closes."""
     own, series = take(state[:3], gate[-1], value[-1]), len(gate)
     after = take(state[3:], gate[0], value[0]) if series == 2 else jnp.zeros((0, own.shape[1]))
@@ -43,15 +43,15 @@ def fold_token(
 
 
 def fold_row(
-    state: Float[Array, "3*series V"],
-    gates: Float[Array, "C series V"],
-    values: Float[Array, "C series V"],
+    state: Float[Array, "a Y"],
+    gates: Float[Array, "C series Y"],
+    values: Float[Array, "C series Y"],
     start: Int[Array, ""],
     length: Int[Array, ""],
     kept: Int[Array, "C"],
     places: int,
     rate: int,
-) -> tuple[Float[Array, "places 3*series V"], Float[Array, "C V"]]:
+) -> tuple[Float[Array, "places a Y"], Float[Array, "C Y"]]:
     """Fold the first ``length`` tokens of a row, which stand from position ``start`` on.
 
     kept: the place where each token leaves its state; the last one there counts. Returns the states of these places; and of each token the

@@ -37,13 +37,13 @@ def entry_rotation(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation
     return Rotation.at(positions, config.v4.compress_rope, config.qk_rope_head_dim)
 
 
-def rotate(rotation: Rotation, x: Float[Array, "*n W"]) -> Float[Array, "*n W"]:
+def rotate(rotation: Rotation, x: Float[Array, "*n M"]) -> Float[Array, "*n M"]:
     """``x`` with its last values rotated; the first of all pairs then stand before the second ones."""
     fixed = x.shape[-1] - 2 * rotation.cos.shape[-1]
     return jnp.concatenate([x[..., :fixed], rotation(x[..., fixed:])], axis=-1)
 
 
-def rotate_back(rotation: Rotation, x: Float[Array, "*n W"]) -> Float[Array, "*n W"]:
+def rotate_back(rotation: Rotation, x: Float[Array, "*n M"]) -> Float[Array, "*n M"]:
     """The inverse of ``rotate``, which also puts pairs side by side again."""
     pairs = rotation.cos.shape[-1]
     back = Rotation(rotation.cos, -rotation.sin, interleave=False)(x[..., -2 * pairs :])

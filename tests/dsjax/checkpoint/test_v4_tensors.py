@@ -56,9 +56,9 @@ IN_LAYER = {
     "mlp.gate.tid2eid": "ffn.gate.tid2eid",
     **{f"{hc}_hc.{part}": f"hc_{hc}_{part}" for hc in ("attn", "ffn") for part in ("fn", "base", "scale")},
     **{
-        f"mlp.{owner}.{ours}_proj.weight": f"ffn.{owner}.{theirs}.weight"
+        f"mlp.{owner}.{name}.weight": f"ffn.{owner}.{name}.weight"
         for owner in ("experts.7", "shared_experts")
-        for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        for name in ("w1", "w2", "w3")
     },
 }
 IN_MODULE = {
@@ -182,17 +182,19 @@ def test_it_is_kept_as_it_is_stored(folder):
 def test_transformers_own_names_with_experts_in_one_tensor_are_read():
     fused = {}
     for name, values in TENSORS.items():
-        if ".mlp.experts." not in name:
+        if "shared_experts" in name:
+            fused[name.replace("w1", "gate_proj").replace("w2", "down_proj").replace("w3", "up_proj")] = values
+        elif ".mlp.experts." not in name:
             fused[name] = values
     for layer in range(LAYERS + 1):
         stem = f"model.layers.{layer}.mlp.experts"
         own = {
-            part: np.stack([TENSORS[f"{stem}.{e}.{part}_proj.weight"] for e in range(CONFIG.n_routed_experts)])
-            for part in ("gate", "up", "down")
+            part: np.stack([TENSORS[f"{stem}.{e}.{part}.weight"] for e in range(CONFIG.n_routed_experts)])
+            for part in ("w1", "w2", "w3")
         }
         fused[f"{stem}.gate_up_proj"], fused[f"{stem}.down_proj"] = (
-            np.concatenate([own["gate"], own["up"]], axis=1),
-            own["down"],
+            np.concatenate([own["w1"], own["w3"]], axis=1),
+            own["w2"],
         )
     specs = {name: TensorSpec(values.dtype, values.shape) for name, values in fused.items()}
     tensors = V4Tensors.of(fused, specs, LAYERS)

@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from v4_models import YARN, v4_config, v4_tensors
 
+from dsjax.checkpoint.convert import convert_checkpoint
 from dsjax.checkpoint.load import from_hf_tensors, load
 from dsjax.checkpoint.source import open_checkpoint
+from dsjax.checkpoint.v4_tensors import renamed
 from dsjax.config import ModelConfig
 from dsjax.model.parameter_table import parameter_table
 from sharding import MeshSpec
@@ -56,8 +58,8 @@ def reference(raw, tensors, tokens):
     def of(name):
         head, _, part = name.rpartition(".experts.")
         if not head:
-            return tensors[name]
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+            return tensors[renamed(name, 0)]
+        parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[part]
         experts = range(raw["n_routed_experts"])
         return np.stack([np.concatenate([tensors[f"{head}.experts.{e}.{p}.weight"] for p in parts]) for e in experts])
 
@@ -102,10 +104,14 @@ def test_a_checkpoint_and_a_configuration_that_transformers_saved_are_read(tmp_p
     params = load(checkpoint.config, checkpoint, spec.build(jax.devices()[:1]), Rules.for_mesh(spec))
     for path, value in from_hf_tensors(config, tensors).items():
         np.testing.assert_array_equal(params[path], value, err_msg=path)
-    # And what we write of a configuration is the same model there.
+    # And what we write is the same model there.
     saved = json.loads((tmp_path / "config.json").read_text())
     again = {key: value for key, value in checkpoint.config.to_dict().items() if value is not None}
     np.testing.assert_array_equal(reference(saved | again, tensors, tokens)[2], logits)
+    orbax = convert_checkpoint(tmp_path, tmp_path / "orbax", to="orbax")
+    written = type(model).from_pretrained(convert_checkpoint(orbax, tmp_path / "hf", to="hf"))
+    state = model.state_dict()
+    assert all(np.array_equal(value, state[name]) for name, value in written.state_dict().items())
 
 
 def test_the_mtp_module_reads_the_streams_through_two_projections():

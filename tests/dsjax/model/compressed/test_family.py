@@ -95,7 +95,9 @@ class Layer:
                 group = RowGroup(jnp.zeros((self.ranks, self.requests, C), jnp.int32), start, length, tables, shape)
                 flat = jax.tree.map(lambda a: a.reshape(self.ranks, -1, *a.shape[3:]), p)
                 slots = flatten([group.window_slots(T)])
-                tokens = Tokens([group], None, flatten([group.active]), None, flat.rotation, None, slots)
+                tokens = Tokens(
+                    [group], slots, flatten([group.active]), slots, Rotations.at(slots, self.config), None, slots
+                )
                 cache = self.family.cache_entries(weights, cache, self.layer, tokens, flat)
                 context, ring = jnp.split(tables, [CONTEXT], axis=-1)
                 rows = Rows(group.positions, context, length, None, ring)
