@@ -3,10 +3,10 @@
 import numpy as np
 
 from dsjax.fp4 import host
-from dsjax.fp4.formats import FP4Format
+from dsjax.fp4.formats import PackedFormat
 
 
-def in_fp4(params: dict[str, np.ndarray], form: FP4Format) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def in_fp4(params: dict[str, np.ndarray], form: PackedFormat) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """``gate_up.weight [X, D, 2, F]`` and ``down.weight [X, F, D]`` as FP4's arrays in storage dtypes, and decoded to float32."""
     packed, decoded = {}, {}
     for name, matrices in params.items():
@@ -20,14 +20,16 @@ def in_fp4(params: dict[str, np.ndarray], form: FP4Format) -> tuple[dict[str, np
             return np.moveaxis(stacked.reshape(*lead, *stacked.shape[1:]), -1, 1)
 
         packed[f"{stem}weight"] = np.ascontiguousarray(back([values for values, _, _ in parts]))
-        packed[f"{stem}scale"] = np.ascontiguousarray(back([scales.view(np.uint8) for _, scales, _ in parts]))
+        packed[f"{stem}scale"] = np.ascontiguousarray(
+            back([scales.view(f"u{form.scale_bytes}") for _, scales, _ in parts])
+        )
         if form.has_global:
             packed[f"{stem}global_scale"] = np.array([whole for *_, whole in parts], np.float32).reshape(*lead, 1)
         decoded[name] = np.ascontiguousarray(back([host.decode(values, form, *scales) for values, *scales in parts]))
     return packed, decoded
 
 
-def encoded(matrix: np.ndarray, form: FP4Format) -> tuple[np.ndarray, np.ndarray, np.float32]:
+def encoded(matrix: np.ndarray, form: PackedFormat) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """A matrix's values, the scales of its blocks, and that of the whole."""
     matrix = matrix.astype(np.float32)
     whole = host.global_scale(matrix) if form.has_global else np.float32(1)

@@ -1,4 +1,4 @@
-"""The house: which room may import which. The table here is what the README's "The house" and "The engine's rooms" show."""
+"""The house: which room may import which. The table here is what CONTRIBUTING.md's "The house" shows."""
 
 import ast
 import functools
@@ -156,8 +156,8 @@ def test_only_the_model_and_what_measures_its_modules_import_flax():
     assert {name for name in importers if not name.startswith(("dsjax.model.", "dsjax.bench.modules."))} == set()
 
 
-def test_the_readme_shows_this_house():
-    text = (ROOT / "README.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+def test_the_contributors_page_shows_this_house():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("\n## ")[0]
     shown = re.findall(r"^dsjax/engine/(\w*)/? ", text, re.MULTILINE)
     assert shown == list(ENGINE)
 
@@ -170,12 +170,12 @@ NAMED = {
         "dsjax/kernels/native": "bindings.cc experts.h fp4.h harness.cc products_fp4.cc",
         "dsjax/kernels": "native_calls.py table.py",
         "dsjax/kernels/pallas": "fp4_products.py",
-        "dsjax/model": "experts.py fp4_matrix.py native_products.py transformer.py",
+        "dsjax/model": "experts.py fp4_matrix.py transformer.py",
         "dsjax/plan": "chip.py engine.py precision.py workload.py",
     },
     r"sparse.attention|sparse_attention|(model|plan).sparse|indexer(?!ror)|index_(topk|scores|n_heads|head_dim)\b|v3\.2|deepseek_v32": {
         "dsjax/checkpoint": "names.py",
-        "dsjax/config": "hugging_face.py model_config.py",
+        "dsjax/config": "families.py hugging_face.py model_config.py",
         "dsjax/engine/setup": "args.py assembly.py batch_invariance.py",
         "dsjax/kernels/native": "index.h",
         "dsjax/kernels/pallas": "index.py tpu_index.py",

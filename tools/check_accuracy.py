@@ -1,4 +1,4 @@
-"""What fewer bits cost: the demo's held-out text in bfloat16, in FP8 (weights, activations, cache, wire) and with FP4 experts.
+"""What fewer bits cost: the demo's held-out text in bfloat16, in FP8 (weights, activations, cache, wire) and with FP4 and INT4 experts.
 
     python tools/check_accuracy.py                         # about 60 KB of text, dp=2
     python tools/check_accuracy.py --bytes 800000 --json accuracy.json
@@ -35,10 +35,12 @@ FORMATS = {
     "FP8 activations": {"weights": "fp8", "activation_scheme": "dynamic"},
     "NVFP4 experts": {"weights": "nvfp4-bf16"},
     "MXFP4 experts": {"weights": "mxfp4-bf16"},
+    "INT4 experts": {"weights": "int4-bf16"},
     "NVFP4 experts, others FP8": {"weights": "nvfp4"},
     "MXFP4 experts, others FP8": {"weights": "mxfp4"},
     "NVFP4 experts, FP8 activations": {"weights": "nvfp4-bf16", "activation_scheme": "dynamic"},
     "MXFP4 experts, FP8 activations": {"weights": "mxfp4-bf16", "activation_scheme": "dynamic"},
+    "INT4 experts, FP8 activations": {"weights": "int4-bf16", "activation_scheme": "dynamic"},
     "NVFP4 experts, NVFP4 rows": {"weights": "nvfp4-bf16", "activation_scheme": "nvfp4"},
     "FP8 cache": {"kv_cache_dtype": "fp8"},
     "FP8 wire": {"dispatch_wire": "fp8"},
@@ -51,10 +53,12 @@ BOUNDS = {
     "FP8 activations": (0.02, 0.98, 0.06),
     "NVFP4 experts": (0.01, 0.99, 0.03),
     "MXFP4 experts": (0.02, 0.98, 0.04),
+    "INT4 experts": (0.02, 0.98, 0.04),
     "NVFP4 experts, others FP8": (0.02, 0.98, 0.06),
     "MXFP4 experts, others FP8": (0.02, 0.98, 0.06),
     "NVFP4 experts, FP8 activations": (0.02, 0.98, 0.06),
     "MXFP4 experts, FP8 activations": (0.02, 0.98, 0.06),
+    "INT4 experts, FP8 activations": (0.02, 0.98, 0.06),
     "NVFP4 experts, NVFP4 rows": (0.03, 0.97, 0.08),
     "FP8 cache": (0.005, 0.99, 0.01),
     "FP8 wire": (0.005, 0.99, 0.01),

@@ -1,4 +1,4 @@
-"""Write tests/goldens/fp4.npz: matrices in NVFP4 and MXFP4, made by torchao and compressed-tensors.
+"""Write tests/goldens/fp4.npz: matrices in NVFP4, MXFP4 and INT4, made by torchao and compressed-tensors.
 
     pip install --no-deps torchao compressed-tensors loguru    # into an environment with torch
     python tools/make_fp4_goldens.py
@@ -82,7 +82,30 @@ def from_compressed_tensors(x: torch.Tensor) -> dict[str, np.ndarray]:
             made["ct_nvfp4_whole"] = stored["weight_global_scale"].detach().numpy().reshape(1)
         decoded = compressor.decompress(dict(stored), scheme)["weight"]
         made[f"ct_{name}_decoded"] = decoded.detach().to(torch.float32).numpy()
-    return made
+    return made | _int4(x)
+
+
+def _int4(x: torch.Tensor) -> dict[str, np.ndarray]:
+    """INT4 in groups of 32 with scales in bfloat16, as compressed-tensors stores it. It divides by them in float32."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization.quant_args import QuantizationArgs
+    from compressed_tensors.quantization.quant_scheme import QuantizationScheme
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    groups = x.reshape(ROWS, -1, 32)
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), weights)
+    scale = scale.to(torch.bfloat16)
+    stored = PackedQuantizationCompressor.compress({"weight": x.clone(), "weight_scale": scale.float()}, scheme)
+    decoded = PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
+    return {
+        "ct_int4_values": stored["weight_packed"].numpy().view(np.uint8),
+        "ct_int4_scale": scale.view(torch.int16).numpy().view(np.uint16),
+        "ct_int4_shape": stored["weight_shape"].numpy(),
+        "ct_int4_decoded": decoded.float().numpy(),
+    }
 
 
 def main() -> None:

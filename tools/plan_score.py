@@ -15,6 +15,7 @@ import argparse
 import csv
 import functools
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -128,8 +129,8 @@ def groups(blind: Sequence[Blind]) -> dict[str, Callable[[Blind], bool]]:
     return found | {"all": lambda _: True}
 
 
-def table(blind: Sequence[Blind]) -> str:
-    """Markdown: the score of each group."""
+def table(blind: Sequence[Blind], rounds: bool = True) -> str:
+    """Markdown: the score of each group. rounds: with a row for each round."""
     lines = [
         "| | figures | mean absolute error | mean error | inside | width | interval score |",
         "|---|---|---|---|---|---|---|",
@@ -137,7 +138,7 @@ def table(blind: Sequence[Blind]) -> str:
     pairs = by_older_rounds(blind)
     for name, holds in groups(blind).items():
         group = [pair for pair in pairs if holds(pair[0])]
-        if group:
+        if group and (rounds or not re.fullmatch(r"\*[^*].*", name)):
             lines.append(f"| {name} | {Score.of(group).cells()} |")
     return "\n".join(lines)
 
@@ -147,7 +148,7 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table(read())}\n\n{END}{tail}"
+    return f"{head}{BEGIN}\n{table(read(), rounds=False)}\n\n{END}{tail}"
 
 
 if __name__ == "__main__":

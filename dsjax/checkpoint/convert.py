@@ -21,8 +21,9 @@ from dsjax.checkpoint.place import Advance, aligned_empty, progress_bar
 from dsjax.checkpoint.publish import publish
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
-from dsjax.checkpoint.source import Checkpoint, open_checkpoint
+from dsjax.checkpoint.source import Checkpoint, open_checkpoint, written
 from dsjax.config import ModelConfig
+from dsjax.config.hugging_face import text_part
 from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.parameter_table import abstract_parameters
@@ -57,7 +58,7 @@ def convert_checkpoint(
         CheckpointError: a source that cannot be used, values that are not finite, or a destination that exists.
     """
     checkpoint = open_checkpoint(source)
-    fields = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+    fields = dict(text_part(json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))))
     if fields.get("num_nextn_predict_layers") and not checkpoint.config.num_nextn_predict_layers:
         fields["num_nextn_predict_layers"] = 0
     return _write(
@@ -177,15 +178,17 @@ def _hf_tensors(
 ) -> tuple[dict[str, TensorSpec], Callable[[str], np.ndarray]]:
     """Specifications of all tensors to write, in order of layers, and a function that makes one."""
     names, places = assembler.names, assembler.names.places()
-    specs = {}
+    specs, made = {}, {}
     for name, (path, piece) in sorted(places.items(), key=lambda item: _numeric(item[0])):
         info = names.parameters[path]
-        specs[name] = TensorSpec(np.dtype(narrow.get(path, info.dtype)), piece.shape(info.shape))
+        spec = TensorSpec(np.dtype(narrow.get(path, info.dtype)), piece.shape(info.shape))
+        for tensor, (of_tensor, make) in written(names, path, name, spec).items():
+            specs[tensor], made[tensor] = of_tensor, (path, piece, make)
     specs.update({copy: specs[names.copies()[copy]] for copy in copies})
 
     def fetch(name: str) -> np.ndarray:
-        path, piece = places[names.copies().get(name, name)]
-        value = assembler.tensor(path, piece).astype(specs[name].dtype, copy=False)
+        path, piece, make = made[names.copies().get(name, name)]
+        value = make(lambda: assembler.tensor(path, piece)).astype(specs[name].dtype, copy=False)
         checkpoint.release()
         advance(value.nbytes)
         return value

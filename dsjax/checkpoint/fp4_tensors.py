@@ -1,16 +1,16 @@
-"""FP4 matrices of a checkpoint under one set of names, and whatever else a model in FP4 wants made of what is there.
+"""Packed matrices of a checkpoint under one set of names, and whatever else a model with packed experts wants made of what is there.
 
-A matrix is stored by one of four conventions (docs/fp4.md), or in bf16, FP8 or another FP4 format; a model wants it in one.
+A matrix is stored by one of six conventions (docs/fp4.md), or in bf16, FP8 or another packed format; a model wants it in one.
 ``as_wanted`` gives tensors that are what the model wants: bytes as they are stored where the format is the same, else
 tensors that decode or encode when they are sliced. Names are ModelOpt's: ``X.weight``, ``X.weight_scale`` and, in NVFP4,
-``X.weight_scale_2``.
+``X.weight_scale_2``; ``as_written`` gives INT4 the names and the words of compressed-tensors, which no other convention has.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,16 +21,18 @@ from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.quantise import dequantise as dequantise_fp8
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.fp4 import host
-from dsjax.fp4.formats import MXFP4, NVFP4, UNQUANTISED, FP4Format
+from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat, with_scales_of
 
 if TYPE_CHECKING:
     from dsjax.checkpoint.assemble import Tensor
 
 _PACKED = ("uint8", "int8")
+_WORD = np.dtype(np.int32)
+"""Of INT4: eight values, the first in the lowest bits, so that its bytes are those of other formats."""
 _E8M0 = ("uint8", "float8_e8m0fnu")
-_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".weight_shape")
+_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 # A part of a matrix: what ModelOpt and Quark call it, what compressed-tensors does, and DeepSeek-V4 in transformers.
-_PACKED_SUFFIX, _CT_GLOBAL_SUFFIX = "_packed", "_global_scale"
+_PACKED_SUFFIX, _CT_GLOBAL_SUFFIX, _SHAPE_SUFFIX = "_packed", "_global_scale", "_shape"
 
 
 class Found(NamedTuple):
@@ -44,7 +46,7 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """Which tensors hold an FP4 matrix. whole_inverted: the tensor's scale is stored as its reciprocal."""
+    """Which tensors hold a packed matrix. whole_inverted: the tensor's scale is stored as its reciprocal."""
 
     values: str
     scale: str | None
@@ -58,7 +60,7 @@ class _Names:
 
 
 def stored_format(specs: Mapping[str, TensorSpec]) -> str | None:
-    """What ``--weights`` calls a checkpoint with FP4 matrices; None where it has none. Routed experts decide, if any of them is FP4."""
+    """What ``--weights`` calls a checkpoint with packed matrices; None where it has none. Packed routed experts decide, if any are."""
     matrices = _stored(specs)
     if not matrices:
         return None
@@ -69,7 +71,7 @@ def stored_format(specs: Mapping[str, TensorSpec]) -> str | None:
 
 
 def as_wanted(names: TensorNames, found: Found) -> Found:
-    """Tensors as the model of ``names`` wants them; ``found`` itself where neither has anything in FP4."""
+    """Tensors as the model of ``names`` wants them; ``found`` itself where neither has anything packed."""
     stored = _stored(found.specs)
     wanted = {
         name: path for name, (path, _) in names.places().items() if names.parameters[path].packed > 1 or name in stored
@@ -80,7 +82,9 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
     for matrix in stored.values():
         for name in matrix.all:
             specs.pop(name, None)
-    specs = {name: spec for name, spec in specs.items() if not name.endswith(_OF_ACTIVATIONS)}
+    specs = {
+        name: spec for name, spec in specs.items() if not name.endswith((*_OF_ACTIVATIONS, f".weight{_SHAPE_SUFFIX}"))
+    }
     for matrix, path in wanted.items():
         info, kept = names.parameters[path], stored.get(matrix)
         source = None
@@ -96,7 +100,7 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
             tensors.made[matrix] = source
             specs[matrix] = TensorSpec(np.dtype(np.float32), source.shape)
             continue
-        form = NVFP4 if info_has_global(names, path) else MXFP4
+        form = with_scales_of(names.parameters[f"{path.removesuffix('weight')}scale"].dtype.name)
         if source is None:
             if matrix not in found.specs or found.specs[matrix].dtype.name in _PACKED:
                 continue  # the check of structure says what is missing
@@ -119,9 +123,23 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
     return found._replace(tensors=tensors, specs=specs, problems=tuple(problems))
 
 
-def info_has_global(names: TensorNames, path: str) -> bool:
-    """Whether a packed parameter has a scale of the whole tensor beside it."""
-    return path.removesuffix("weight") + "global_scale" in names.parameters
+Make = Callable[[Callable[[], np.ndarray]], np.ndarray]
+"""Makes a tensor of what a function reads."""
+
+
+def as_written(name: str, scales: np.dtype, values: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
+    """The tensors that a packed matrix called ``name`` is written as, beside its scales.
+
+    scales: dtype of its scales. values: of its bytes, ``[out, in / 2]``.
+    """
+    if not with_scales_of(scales.name).integers:
+        return {name: (values, lambda read: read())}
+    rows, half = values.shape
+    shape = np.array([rows, 2 * half], np.int32)
+    return {
+        name + _PACKED_SUFFIX: (TensorSpec(_WORD, (rows, half // 4)), lambda read: read().view(_WORD)),
+        name + _SHAPE_SUFFIX: (TensorSpec(shape.dtype, shape.shape), lambda read: shape),
+    }
 
 
 class _Tensors(Mapping):
@@ -141,11 +159,12 @@ class _Tensors(Mapping):
 
 
 def _stored(specs: Mapping[str, TensorSpec]) -> dict[str, _Names]:
-    """The FP4 matrices of a checkpoint, by the name of the matrix."""
+    """The packed matrices of a checkpoint, by the name of the matrix."""
     found = {}
     for name, spec in specs.items():
         matrix = name.removesuffix(_PACKED_SUFFIX)
-        if not matrix.endswith(".weight") or spec.dtype.name not in _PACKED or len(spec.shape) != 2:
+        dtypes = _PACKED if name == matrix else (*_PACKED, _WORD.name)
+        if not matrix.endswith(".weight") or spec.dtype.name not in dtypes or len(spec.shape) != 2:
             continue
         scale = next((matrix + end for end in (PACKED_SCALE_SUFFIX, SCALE_SUFFIX) if matrix + end in specs), None)
         ends = ((PACKED_GLOBAL_SUFFIX, False), (_CT_GLOBAL_SUFFIX, True))
@@ -155,22 +174,27 @@ def _stored(specs: Mapping[str, TensorSpec]) -> dict[str, _Names]:
     return found
 
 
-def _format(specs: Mapping[str, TensorSpec], names: _Names) -> FP4Format:
-    return NVFP4 if names.scale is not None and specs[names.scale].dtype == FP8 else MXFP4
+def _format(specs: Mapping[str, TensorSpec], names: _Names) -> PackedFormat:
+    scale = None if names.scale is None else specs[names.scale].dtype.name
+    if specs[names.values].dtype == _WORD or scale == INT4.scale_dtype:
+        return INT4
+    return NVFP4 if scale == NVFP4.scale_dtype else MXFP4
 
 
 def _matrix_shape(specs: Mapping[str, TensorSpec], names: _Names) -> tuple[int, int]:
-    rows, half = specs[names.values].shape
-    return rows, 2 * half
+    rows, elements = specs[names.values].shape
+    return rows, 2 * elements * specs[names.values].dtype.itemsize
 
 
 def _problem(specs: Mapping[str, TensorSpec], names: _Names) -> str | None:
-    """What is wrong with the scales of an FP4 matrix."""
+    """What is wrong with the scales of a packed matrix."""
     if names.scale is None:
-        return f"{names.values}: FP4 without scales; expected {names.values.removesuffix(_PACKED_SUFFIX)}{PACKED_SCALE_SUFFIX}"
+        return f"{names.values}: four bits without scales; expected {names.values.removesuffix(_PACKED_SUFFIX)}{PACKED_SCALE_SUFFIX}"
     form, scale = _format(specs, names), specs[names.scale]
     if form is MXFP4 and scale.dtype.name not in _E8M0:
         return f"{names.scale}: dtype {scale.dtype.name}, expected float8_e4m3fn (NVFP4) or one of {', '.join(_E8M0)} (MXFP4)"
+    if form is INT4 and scale.dtype.name != form.scale_dtype:
+        return f"{names.scale}: dtype {scale.dtype.name}, expected {form.scale_dtype} (INT4)"
     rows, columns = _matrix_shape(specs, names)
     if scale.shape != (rows, columns // form.block):
         return f"{names.scale}: shape {list(scale.shape)}, expected {[rows, columns // form.block]}, one scale per {form.block} values"
@@ -203,9 +227,9 @@ class _Widened:
 
 @dataclasses.dataclass(frozen=True)
 class _Decoded:
-    """A matrix that is stored in FP4, as float32."""
+    """A matrix that is stored in a packed format, as float32."""
 
-    form: FP4Format
+    form: PackedFormat
     values: Tensor
     scale: Tensor
     whole: np.float32 | _Whole
@@ -240,21 +264,26 @@ class _Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class _Bytes:
-    """A tensor of one-byte elements, as unsigned bytes."""
+    """A matrix of elements of one byte, or of a word of four, as unsigned bytes."""
 
     tensor: Tensor
     dtype = np.dtype(np.uint8)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns * self.tensor.dtype.itemsize
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(self.tensor[index]).view(np.uint8)
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        size = self.tensor.dtype.itemsize
+        start, stop, _ = index[1].indices(self.shape[1])
+        first = start // size
+        elements = np.ascontiguousarray(self.tensor[index[0], slice(first, -(-stop // size))])
+        return elements.view(np.uint8)[:, start - first * size : stop - first * size]
 
 
-def _scale_of(form: FP4Format, tensor: Tensor) -> Tensor:
-    return tensor if form.has_global else _Bytes(tensor)
+def _scale_of(form: PackedFormat, tensor: Tensor) -> Tensor:
+    return _Bytes(tensor) if form is MXFP4 else tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,16 +302,16 @@ class _Whole:
             return (np.float32(1) / value if self.inverted else value)[index]
 
 
-def _encoded(source: _Widened | _Decoded, form: FP4Format) -> dict[str, Tensor]:
+def _encoded(source: _Widened | _Decoded, form: PackedFormat) -> dict[str, Tensor]:
     encoder = _Encoder(source, form)
     parts = {"": _EncodedValues(encoder), PACKED_SCALE_SUFFIX: _EncodedScales(encoder)}
     return parts | ({PACKED_GLOBAL_SUFFIX: _EncodedWhole(encoder)} if form.has_global else {})
 
 
 class _Encoder:
-    """A matrix that becomes FP4 when its parts are sliced."""
+    """A matrix that is packed when its parts are sliced."""
 
-    def __init__(self, source: _Widened | _Decoded, form: FP4Format):
+    def __init__(self, source: _Widened | _Decoded, form: PackedFormat):
         self.source, self.form = source, form
 
     @cached_property
@@ -321,7 +350,7 @@ class _EncodedScales:
 
     @property
     def dtype(self) -> np.dtype:
-        return FP8 if self.encoder.form.has_global else np.dtype(np.uint8)
+        return np.dtype(self.encoder.form.scale_dtype)
 
     @property
     def shape(self) -> tuple[int, int]:

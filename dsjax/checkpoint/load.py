@@ -212,12 +212,12 @@ def from_hf_tensors(
 
 
 def _kept_packed(config: ModelConfig, params: Mapping[str, np.ndarray | jax.Array]) -> Weights | None:
-    """The packed weights that parameters are of, by their names and shapes; None where they are of none."""
+    """The packed weights that parameters are of, by their names, shapes and widths; None where they are of none."""
     mtp = any(path.startswith("mtp.") for path in params)
-    shapes = {path: tuple(value.shape) for path, value in params.items()}
+    forms = {path: (tuple(value.shape), value.dtype.itemsize) for path, value in params.items()}
     for weights in PACKED:
         infos = TensorNames(config, abstract_parameters(config, weights=weights, platform="any", mtp=mtp)).parameters
-        if {path: info.shape for path, info in infos.items()} == shapes:
+        if {path: (info.shape, info.dtype.itemsize) for path, info in infos.items()} == forms:
             return weights
     return None
 

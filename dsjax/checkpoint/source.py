@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,8 +12,8 @@ import numpy as np
 
 from dsjax.checkpoint.assemble import Tensor
 from dsjax.checkpoint.check import settle_mtp
-from dsjax.checkpoint.errors import CheckpointError
-from dsjax.checkpoint.fp4_tensors import Found, as_wanted, stored_format
+from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.fp4_tensors import Found, Make, as_wanted, as_written, stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
@@ -81,6 +82,13 @@ class Checkpoint:
         return dtypes == {"bfloat16"}
 
 
+def written(names: TensorNames, path: str, name: str, spec: TensorSpec) -> dict[str, tuple[TensorSpec, Make]]:
+    """The tensors that one piece of a parameter is written as, ``name`` alone in most formats, and how each is made of the piece."""
+    if names.parameters[path].packed == 1:
+        return {name: (spec, lambda read: read())}
+    return as_written(name, names.parameters[f"{path.removesuffix('weight')}scale"].dtype, spec)
+
+
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a directory with ``config.json`` and safetensors, or one that ``dsjax convert`` made.
 
@@ -111,20 +119,58 @@ def _open_orbax(directory: Path) -> Checkpoint:
 
 def _open_hf(directory: Path) -> Checkpoint:
     folder = SafetensorsFolder(directory)
-    config, tensors = load_config(directory), folder
+    config, tensors, unreadable = load_config(directory), _TextPart(folder), _text_names(folder.unreadable)
     if config.v4 is not None:
         tensors = V4Tensors.of(folder, folder.specs, config.num_hidden_layers)
-    config = settle_mtp(directory, config, [*tensors, *folder.unreadable])
+    vision = [name for name in folder if name.startswith(_VISION)]
+    if vision:
+        parts = sorted({name.split(".")[0] for name in vision})
+        message = (
+            f"checkpoint {directory}: {len(vision)} tensors of its vision part ({', '.join(parts)}) are left out; dsjax serves the text "
+            "part alone, and refuses images"
+        )
+        warnings.warn(message, CheckpointWarning, stacklevel=3)
     return Checkpoint(
         directory,
         "hf",
-        config,
+        settle_mtp(directory, config, [*tensors, *unreadable]),
         tensors,
         tensors.specs,
         problems=tuple(folder.problems),
-        unreadable=frozenset(folder.unreadable),
+        unreadable=frozenset(unreadable),
         release=folder.release,
     )
+
+
+_TEXT, _VISION = "language_model.", ("vision_tower.", "mm_projector.")
+"""What names of tensors begin with in a model with a vision part, as Kimi-K2.5 is: those of its text part, and the others."""
+
+
+def _text_names(names: Iterable[str]) -> dict[str, str]:
+    """The tensors of a text model: for each its name, and the one that it is stored under."""
+    return {name.removeprefix(_TEXT): name for name in names if not name.startswith(_VISION)}
+
+
+class _TextPart(Mapping[str, np.ndarray]):
+    """The tensors of a folder that are a text model's, under the names that a text model alone has."""
+
+    def __init__(self, folder: SafetensorsFolder):
+        self._folder, self._names = folder, _text_names(folder)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor."""
+        specs = self._folder.specs
+        return {name: specs[stored] for name, stored in self._names.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._folder[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 _LOOKED_FOR = (

@@ -1,4 +1,4 @@
-"""`quantization_config` of checkpoints with FP4 matrices: what is accepted, and what `dsjax convert` writes.
+"""`quantization_config` of checkpoints with FP4 or INT4 matrices: what is accepted, and what `dsjax convert` writes.
 
 Which matrix is kept how is read off the tensors; the configuration says only that the method is one that is known here.
 """
@@ -7,11 +7,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.config.checks import check_choice, reject
-from dsjax.fp4.formats import UNQUANTISED, experts_format
+from dsjax.config.checks import check_choice, check_mapping, reject
+from dsjax.fp4.formats import INT4, UNQUANTISED, experts_format
 
 _MODELOPT = ("NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MIXED_PRECISION")
-_COMPRESSED_TENSORS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision")
+_INT4 = "pack-quantized"
+_COMPRESSED_TENSORS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", _INT4)
+_INT4_WEIGHTS = {
+    "num_bits": 4,
+    "group_size": INT4.block,
+    "type": "int",
+    "strategy": "group",
+    "symmetric": True,
+    "actorder": None,
+}
+"""What weights of `pack-quantized` must be."""
 METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors", "quark", "mxfp4")
 
 
@@ -23,6 +33,11 @@ class FP4Quantization:
     scale_fmt: str | None = None
     """The form of activations' scales, as `QuantizationConfig` has it; always None, since these methods have no such field."""
 
+    @property
+    def weights(self) -> str | None:
+        """What `--weights` calls the files, where the fields say it."""
+        return INT4.name + UNQUANTISED if self.fields.get("format") == _INT4 else None
+
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config` in Hugging Face's `config.json`."""
         return dict(self.fields)
@@ -31,13 +46,14 @@ class FP4Quantization:
 def read_fp4_quantization(given: Mapping[str, Any]) -> FP4Quantization:
     """Read a `quantization_config` whose `quant_method` is one of `METHODS`.
 
-    Raises `ConfigError` on algorithms other than FP4.
+    Raises `ConfigError` on algorithms other than FP4 and INT4.
     """
     method = given["quant_method"]
     if method.startswith("modelopt"):
         check_choice("quantization_config.quant_algo", given.get("quant_algo", "NVFP4"), _MODELOPT)
     elif method == "compressed-tensors":
-        check_choice("quantization_config.format", given.get("format"), _COMPRESSED_TENSORS)
+        if check_choice("quantization_config.format", given.get("format"), _COMPRESSED_TENSORS) == _INT4:
+            _check_int4(given)
     elif method == "quark":
         weight = (given.get("global_quant_config") or {}).get("weight") or {}
         found = weight.get("dtype", "fp4") if isinstance(weight, Mapping) else "fp4"
@@ -46,8 +62,18 @@ def read_fp4_quantization(given: Mapping[str, Any]) -> FP4Quantization:
     return FP4Quantization(given)
 
 
+def _check_int4(given: Mapping[str, Any]) -> None:
+    """Raise where integers are packed otherwise than in symmetric groups of 32 of four bits."""
+    place = "quantization_config.config_groups"
+    for name, group in check_mapping(place, given.get("config_groups")).items():
+        weights = check_mapping(f"{place}.{name}.weights", check_mapping(f"{place}.{name}", group).get("weights"))
+        for key, value in _INT4_WEIGHTS.items():
+            if weights.get(key) != value:
+                raise reject(f"{place}.{name}.weights.{key}", weights.get(key), repr(value))
+
+
 def fp4_quantization(weights: str, dense_layers: int) -> dict[str, Any]:
-    """The `quantization_config` that goes with tensors in these weights. dense_layers: of the model, whose MLPs are not FP4."""
+    """The `quantization_config` that goes with tensors in these weights. dense_layers: of the model, whose MLPs are not packed."""
     form = experts_format(weights)
     if not weights.endswith(UNQUANTISED):
         # As DeepSeek-V4's own: FP8 but for the experts.
@@ -57,6 +83,17 @@ def fp4_quantization(weights: str, dense_layers: int) -> dict[str, Any]:
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
             "expert_dtype": {"mxfp4": "fp4"}.get(form.name, form.name),
+        }
+    if form.integers:  # as Kimi-K2.5's own
+        group = {"targets": ["Linear"], "weights": {**_INT4_WEIGHTS, "dynamic": False, "observer": "minmax"}}
+        left = ["self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj", "eh_proj"]
+        return {
+            "quant_method": "compressed-tensors",
+            "format": _INT4,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+            "ignore": ["lm_head", *(f"re:.*{name}.*" for name in left)],
+            "kv_cache_scheme": None,
         }
     left = ["lm_head", "model.embed_tokens", "*self_attn*", "*shared_experts*", "*mlp.gate", "*eh_proj"]
     left += [f"model.layers.{layer}.mlp*" for layer in range(dense_layers)]

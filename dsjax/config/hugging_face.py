@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.config.checks import reject, required
+from dsjax.config.checks import check_choice, check_mapping, reject, required
 from dsjax.config.deepseek_v4 import read_v4
+from dsjax.config.families import FAMILIES, WITH_TEXT_PART
 from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
@@ -17,32 +18,40 @@ _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
     "num_experts": "n_routed_experts",
     "num_local_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
 }
 """Other names of fields: the `attribute_map` of transformers' configurations of the family."""
 _REQUIRED_WITH_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
-_ROUTER_DEFAULTS = {
-    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
-    "deepseek_v4": {"scoring_func": "sqrtsoftplus"},
-}
+_OF_THE_WHOLE = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that a model with a text part may give beside `text_config` instead of in it."""
 # Read elsewhere in this file, or without any effect on inference.
 _KNOWN_OTHERS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "quantization_config", "torch_dtype", "dtype", "eos_token_id",
-    "qk_head_dim", "head_dim", "num_key_value_heads", "_name_or_path",
+    "qk_head_dim", "q_head_dim", "head_dim", "num_key_value_heads", "indexer_rope_interleave", "_name_or_path",
     "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "ep_size", "id2label",
     "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "mlp_layer_types", "layer_types", "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version",
-    "unsloth_fixed", "use_cache",
+    "mlp_layer_types", "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version",
+    "unsloth_fixed", "use_cache", "index_skip_topk_offset", "embedding_dropout", "output_dropout",
+    # What transformers 4 writes of every model, and its settings of generation.
+    "add_cross_attention", "is_decoder", "pruned_heads", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+    "repetition_penalty", "return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p",
 )  # fmt: skip
 # Keys that would change the arithmetic, with the one value under which they do not.
-_NOT_BUILT = {"mlp_bias": False, "sliding_window": None}
-
-_ARCHITECTURES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",
-    "deepseek_v4": "DeepseekV4ForCausalLM",
+_NOT_BUILT = {
+    "mlp_bias": False,
+    "sliding_window": None,
+    "partial_rotary_factor": 1,
+    "moe_router_enable_expert_bias": True,
+    "use_qk_norm": True,  # sarvam's: the norms of the latents
+    # Layers that attend to the tokens which a layer before them chose (GLM-5.2).
+    "index_topk_freq": 1,
+    "index_topk_pattern": None,
+    "index_share_for_mtp_iteration": False,
 }
+_OF_EVERY_LAYER = {"layer_types": "indexed_attention", "indexer_types": "full"}
+"""Lists of the layers' kinds in models with sparse attention, with the one kind that is built."""
 
 
 def _read_alike(config: Any) -> tuple[list[str], list[str]]:
@@ -55,14 +64,29 @@ def _read_alike(config: Any) -> tuple[list[str], list[str]]:
     return must, [field.name for field in fields if field.name not in must]
 
 
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `config.json` of the text part of a model that has a vision part, too; any other as it is.
+
+    Raises `ConfigError` where a model that is not one of `WITH_TEXT_PART` has a `text_config`.
+    """
+    if "text_config" not in raw:
+        return raw
+    check_choice("model_type", raw.get("model_type"), WITH_TEXT_PART, " of a config.json with a `text_config`")
+    text = {"model_type": "deepseek_v3", **check_mapping("text_config", raw["text_config"])}
+    text |= {key: raw[key] for key in _OF_THE_WHOLE if text.get(key) is None and raw.get(key) is not None}
+    # Whether the head is tied is asked of the whole, as in transformers.
+    return text | {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+
+
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
     raw, v4 = _without_aliases(raw), None
     if str(raw.get("model_type")).startswith("deepseek_v4"):
         raw, v4 = read_v4(raw)
     must, optional = _read_alike(config)
-    fields = {name: required(raw, name) for name in must}
-    fields |= _ROUTER_DEFAULTS.get(fields["model_type"], {}) if isinstance(fields["model_type"], str) else {}
+    family = FAMILIES[check_choice("model_type", required(raw, "model_type"), tuple(FAMILIES))]
+    fields = dict(family.defaults)
+    fields |= {name: required(raw, name) for name in must if name in raw or name not in fields}
     fields |= {name: raw[name] for name in optional if raw.get(name) is not None}
     if fields.get("n_routed_experts"):
         fields |= {name: required(raw, name) for name in _REQUIRED_WITH_EXPERTS}
@@ -83,7 +107,7 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("mlp_layer_types") is not None:
         fields["first_k_dense_replace"] = _dense_layers(raw["mlp_layer_types"], fields["num_hidden_layers"])
     _check_derived(raw, fields)
-    _check_unbuilt(raw, {*must, *optional})
+    _check_unbuilt(raw, {*must, *optional}, family.sparse)
     return fields
 
 
@@ -122,11 +146,18 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         return
     derived = {
         "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
+        "indexer_rope_interleave": (
+            FAMILIES[raw["model_type"]].index_interleave,
+            f"how the indexer of {raw['model_type']} rotates in transformers",
+        ),
     }
     if isinstance(heads, int):
         derived["num_key_value_heads"] = (heads, "num_attention_heads: MLA has one key a query head")
     if isinstance(rope, int) and isinstance(nope, int):
-        derived["qk_head_dim"] = (nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
+        derived["qk_head_dim"] = derived["q_head_dim"] = (nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
+    latent = fields["kv_lora_rank"]
+    if isinstance(rope, int) and isinstance(latent, int) and raw.get("head_dim") == latent + rope:
+        del derived["head_dim"]  # the width of a cached token, as sarvam's configurations have it for vLLM
     for key, (expected, why) in derived.items():
         if raw.get(key) is not None and raw[key] != expected:
             raise reject(key, raw[key], f"{expected!r}, equal to {why}")
@@ -140,22 +171,23 @@ def _dense_layers(kinds: Any, layers: int) -> int:
     return dense
 
 
-def _check_unbuilt(raw: Mapping[str, Any], fields: set[str]) -> None:
+def _check_unbuilt(raw: Mapping[str, Any], fields: set[str], sparse: bool) -> None:
     for key, harmless in _NOT_BUILT.items():
         if key in raw and raw[key] is not None and raw[key] != harmless:
             raise ConfigError(f"config field `{key}`: found {raw[key]!r}; this architecture is not supported")
-    kinds = raw.get("layer_types")
-    if kinds is not None and (raw["model_type"] != "deepseek_v32" or {*kinds} != {"indexed_attention"}):
-        raise ConfigError(f"config field `layer_types`: found {kinds!r}; this architecture is not supported")
-    known = {*fields, *_KNOWN_OTHERS, *_NOT_BUILT}
-    unknown = sorted(str(key) for key in raw if key not in known)
+    for key, kind in _OF_EVERY_LAYER.items():
+        kinds = raw.get(key)
+        if kinds is not None and (not sparse or any(found != kind for found in kinds)):
+            raise ConfigError(f"config field `{key}`: found {kinds!r}; this architecture is not supported")
+    known = {*fields, *_KNOWN_OTHERS, *_NOT_BUILT, *_OF_EVERY_LAYER}
+    unknown = sorted(str(key) for key, value in raw.items() if key not in known and value is not None)
     if unknown:
         warnings.warn(f"config.json has keys that are unknown here and are ignored: {', '.join(unknown)}", stacklevel=4)
 
 
 def write_fields(config: Any) -> dict[str, Any]:
     """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`), of a V4 in transformers'."""
-    written: dict[str, Any] = {"architectures": [_ARCHITECTURES[config.model_type]]}
+    written: dict[str, Any] = {"architectures": [config.family.architecture]}
     must, optional = _read_alike(config)
     written |= {name: getattr(config, name) for name in (*must, *optional)}
     written["num_key_value_heads"] = config.num_attention_heads
@@ -163,10 +195,15 @@ def write_fields(config: Any) -> dict[str, Any]:
     written |= config.rope.to_dict()
     if config.v4 is not None:
         written = _write_v4(config, written)
-    elif config.model_type == "deepseek_v32":
-        del written["rope_interleave"]  # transformers' class has no such field
+    elif config.family.sparse:
+        del written["rope_interleave"]  # transformers' classes have no such field
+        if config.family.index_interleave:
+            written["indexer_rope_interleave"] = True
     else:
         written = {name: value for name, value in written.items() if not name.startswith("index_")}
+    if config.family.lists_mlps:
+        dense = config.num_dense_layers
+        written["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
     written["torch_dtype"] = config.torch_dtype
     eos = config.eos_token_id
     written["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None

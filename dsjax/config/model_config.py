@@ -1,8 +1,7 @@
 """A model's configuration: one frozen dataclass with Hugging Face's field names, checked where it is made.
 
-The family is DeepSeek-V3, V3.1, R1, Kimi-K2, Moonlight (sigmoid router, `noaux_tc`), DeepSeek-V3.2 (the same with sparse
-attention), DeepSeek-V4 (fields of its own in `ModelConfig.v4`) and DeepSeek-V2, V2-Lite (softmax router, `greedy` or
-`group_limited_greedy`). Where DeepSeek's remote code and transformers differ, transformers counts.
+`dsjax/config/families.py` lists the families that it describes: DeepSeek-V3's and its neighbours. Where a model's remote code and
+transformers differ, transformers counts.
 """
 
 import dataclasses
@@ -15,20 +14,12 @@ from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
 from dsjax.config.deepseek_v4 import DeepseekV4
-from dsjax.config.hugging_face import read_fields, write_fields
+from dsjax.config.families import FAMILIES, SPARSE, Family
+from dsjax.config.hugging_face import read_fields, text_part, write_fields
 from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
 from dsjax.errors import ConfigError, UserError, why_unreadable
-
-# What each model type's router may be: topk_method -> scoring_func. Transformers' classes compute nothing else.
-_ROUTERS = {
-    "deepseek_v3": {"noaux_tc": "sigmoid"},
-    "deepseek_v32": {"noaux_tc": "sigmoid"},
-    "kimi_k2": {"noaux_tc": "sigmoid"},
-    "deepseek_v4": {"noaux_tc": "sqrtsoftplus"},
-    "deepseek_v2": {"greedy": "softmax", "group_limited_greedy": "softmax"},
-}
 
 # Least value of each integer field.
 _INTEGERS = {
@@ -36,7 +27,6 @@ _INTEGERS = {
     "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 1, "max_position_embeddings": 1, "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
-_SPARSE = ("deepseek_v32", "deepseek_v4")
 _INDEX_INTEGERS = {"index_topk": 1, "index_n_heads": 1, "index_head_dim": 2}
 _EXPERT_INTEGERS = {
     "moe_intermediate_size": 1, "n_shared_experts": 0, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1
@@ -50,9 +40,9 @@ class ModelConfig:
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
     nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter` and replaces it; no `config.json` has one.
     `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
-    `deepseek_v32` (docs/sparse-attention.md), or compressed entries, of `deepseek_v4` (docs/deepseek-v4.md); None: all. `v4`: what only
-    `deepseek_v4` has; a head's width there is `v_head_dim` and `kv_lora_rank`. Raises `ConfigError`, naming the field, on
-    construction.
+    families with sparse attention only (docs/sparse-attention.md), or compressed entries, of `deepseek_v4`; None: all. `v4`: what only
+    `deepseek_v4` has (docs/deepseek-v4.md); a head's width there is `v_head_dim` and `kv_lora_rank`. Raises `ConfigError`, naming the
+    field, on construction.
     """
 
     model_type: str
@@ -99,7 +89,7 @@ class ModelConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self):
-        check_choice("model_type", self.model_type, tuple(_ROUTERS))
+        check_choice("model_type", self.model_type, tuple(FAMILIES))
         for name, least in _INTEGERS.items():
             check_integer(name, getattr(self, name), least)
         check_integer("n_routed_experts", self.n_routed_experts, least=0)
@@ -116,8 +106,8 @@ class ModelConfig:
         check_choice("torch_dtype", self.torch_dtype, ("float32", "bfloat16", "float16"))
         check_choice("hidden_act", self.hidden_act, ("silu",))
         self._check_tokens()
-        if self.model_type == "deepseek_v2" and not self.rope.interleave:
-            raise reject("rope_interleave", False, "true: deepseek_v2 rotates interleaved pairs only")
+        if self.family.only_interleaved and not self.rope.interleave:
+            raise reject("rope_interleave", False, f"true: MLA of {self.model_type} rotates interleaved pairs only")
         self._check_indexer()
         self._check_v4()
         if self.is_moe:
@@ -126,18 +116,18 @@ class ModelConfig:
     def _check_indexer(self) -> None:
         for name, least in _INDEX_INTEGERS.items():
             value = getattr(self, name)
-            if self.model_type in _SPARSE:
+            if self.family.sparse:
                 check_integer(name, value, least)
             elif value is not None:
-                raise reject(name, value, f"none: only {' and '.join(_SPARSE)} models have sparse attention")
-        if self.model_type not in _SPARSE:
+                raise reject(
+                    name, value, f"none: only {', '.join(SPARSE[:-1])} and {SPARSE[-1]} models have sparse attention"
+                )
+        if not self.family.sparse:
             return
         if self.q_lora_rank is None:
             raise reject("q_lora_rank", None, "an integer: index queries are made from the query latent")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise reject("index_head_dim", self.index_head_dim, f"at least qk_rope_head_dim, {self.qk_rope_head_dim}")
-        if not self.rope.interleave:
-            raise reject("rope_interleave", False, f"true: {self.model_type} rotates interleaved pairs in attention")
 
     def _check_v4(self) -> None:
         if (self.v4 is not None) != (self.model_type == "deepseek_v4"):
@@ -164,7 +154,7 @@ class ModelConfig:
             check_integer(name, getattr(self, name), least)
         check_boolean("norm_topk_prob", self.norm_topk_prob)
         check_number("routed_scaling_factor", self.routed_scaling_factor, least=0, above=True)
-        routers = _ROUTERS[self.model_type]
+        routers = self.family.routers
         check_choice("topk_method", self.topk_method, tuple(routers), f" in a {self.model_type} model")
         scores = (routers[self.topk_method],)
         check_choice("scoring_func", self.scoring_func, scores, f' with topk_method "{self.topk_method}"')
@@ -187,6 +177,11 @@ class ModelConfig:
                 f"at most {selectable}, the experts a token can choose from "
                 f"({self.topk_group} of {groups} groups of {self.experts_per_group})",
             )
+
+    @property
+    def family(self) -> Family:
+        """The row of the model's family."""
+        return FAMILIES[self.model_type]
 
     @property
     def is_moe(self) -> bool:
@@ -266,10 +261,11 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Read Hugging Face's `config.json`, in the original or the transformers-5 spelling.
 
-        Keys that cannot change inference are passed over; keys nobody knows are named in a warning; keys that would
-        change the arithmetic in a way that is not built here raise `ConfigError`.
+        Of a model with a vision part, the text part is read. Keys that cannot change inference are passed over; keys
+        nobody knows are named in a warning; keys that would change the arithmetic in a way that is not built here
+        raise `ConfigError`.
         """
-        return cls(**read_fields(cls, check_mapping("config.json", raw)))
+        return cls(**read_fields(cls, text_part(check_mapping("config.json", raw))))
 
     def to_dict(self) -> dict[str, Any]:
         """Write Hugging Face's `config.json` in the original spelling; `from_dict` reads it back to an equal config."""

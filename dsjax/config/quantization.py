@@ -1,4 +1,4 @@
-"""The weight quantisation of DeepSeek's checkpoints: FP8 e4m3 with a float32 scale per 128 × 128 block, and experts in FP4 in some."""
+"""The weight quantisation of DeepSeek's checkpoints: FP8 e4m3 with a float32 scale per 128 × 128 block, and experts in 4 bits in some."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class QuantizationConfig:
     fmt: str = "e4m3"
     scale_fmt: str | None = None
     expert_dtype: str | None = None
-    """`"fp4"`: routed experts are in MXFP4, as DeepSeek-V4's; `"nvfp4"`: in NVFP4."""
+    """`"fp4"`: routed experts are in MXFP4, as DeepSeek-V4's; `"nvfp4"`, `"int4"`: in these."""
 
     def __post_init__(self):
         if self.weight_block_size != (128, 128):
@@ -42,7 +42,12 @@ class QuantizationConfig:
         if self.scale_fmt is not None:
             check_choice("quantization_config.scale_fmt", self.scale_fmt, ("ue8m0", "float"))
         if self.expert_dtype is not None:
-            check_choice("quantization_config.expert_dtype", self.expert_dtype, ("fp8", "fp4", "nvfp4"))
+            check_choice("quantization_config.expert_dtype", self.expert_dtype, ("fp8", "fp4", "nvfp4", "int4"))
+
+    @property
+    def weights(self) -> str:
+        """What `--weights` calls the files."""
+        return {None: "fp8", "fp4": "mxfp4"}.get(self.expert_dtype, self.expert_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config` in Hugging Face's `config.json`."""

@@ -16,6 +16,8 @@ _DEFAULT_THETA = 10000.0
 _YARN_KEYS = (
     "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"
 )  # fmt: skip
+_TYPES = {"default": "default", "yarn": "yarn", "deepseek_yarn": "yarn"}
+"""What `rope_type` may be, and what it means: vLLM's name of YaRN for DeepSeek, which sarvam's configurations have, is plain YaRN."""
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -130,7 +132,7 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
 def _read_spelling(name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `RopeConfig` fields that one of the two JSON objects sets, types unified, nulls left out."""
     kinds = [
-        check_choice(f"{name}.{key}", raw[key], ("default", "yarn"))
+        _TYPES[check_choice(f"{name}.{key}", raw[key], tuple(_TYPES))]
         for key in ("type", "rope_type")
         if raw.get(key) is not None
     ]

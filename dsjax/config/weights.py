@@ -1,6 +1,6 @@
 """The table of weight formats: one row for each name of ``--weights``, which says how it is kept, stored, cut, sized and multiplied.
 
-Whoever has to know a format asks the row of its name. A new format is a row, its folder (``dsjax/fp4`` is the one of NVFP4 and MXFP4), a
+Whoever has to know a format asks the row of its name. A new format is a row, its folder (``dsjax/fp4`` is that of NVFP4, MXFP4, INT4), a
 reader of its tensors in ``dsjax/checkpoint`` and its products. No JAX here: planner and command line read it, too.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from dsjax.config.fp4_quantization import fp4_quantization
 from dsjax.config.quantization import QuantizationConfig
-from dsjax.fp4.formats import FORMATS, UNQUANTISED, FP4Format
+from dsjax.fp4.formats import FORMATS, UNQUANTISED, PackedFormat
 
 _BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
 FP8_BLOCK = 128
@@ -29,7 +29,7 @@ class WeightFormat:
     name: str
     experts: str
     others: str
-    packed: FP4Format | None = None
+    packed: PackedFormat | None = None
     serves: bool = False
     converts: bool = False
     listed: bool = False

@@ -1,4 +1,4 @@
-"""What NVFP4 and MXFP4 are, and what ``--weights`` calls them. It needs no JAX: planner and configuration read it, too."""
+"""What the packed formats NVFP4, MXFP4 and INT4 are, and what ``--weights`` calls them. Without JAX: planner and configuration read it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,54 @@ CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The e2m1 values of codes 0 to 7; codes 8 to 15 are their negatives (OCP Microscaling Formats 1.0, section 5.3.3)."""
 E4M3_LARGEST = 448.0
 E8M0_BIAS = 127
+INT4_OFFSET = 8
+"""The code of the integer 0: codes 0 to 15 are −8 to 7, as compressed-tensors packs them (``pack_to_int32``)."""
+INT4_HALF_RANGE = 7.5
+"""A block's largest magnitude over its scale: half of the 15 steps from −8 to 7."""
 
 
 @dataclass(frozen=True)
-class FP4Format:
-    """A format of e2m1 values, two a byte, of which ``block`` along the depth share a scale.
+class PackedFormat:
+    """A format of four-bit values, two a byte, of which ``block`` along the depth share a scale.
 
-    scale_dtype: NumPy's or ml_dtypes' name of a scale's dtype; ``uint8`` is the byte of an e8m0 exponent.
-    has_global: whether a tensor has a float32 scale of its own, too.
+    scale_dtype: NumPy's or ml_dtypes' name of a scale's dtype, which no other format has; ``uint8`` is the byte of an e8m0 exponent.
+    has_global: whether a tensor has a float32 scale of its own, too. integers: whether values are integers, and not e2m1 numbers.
     """
 
     name: str
     block: int
     scale_dtype: str
-    has_global: bool
+    has_global: bool = False
+    integers: bool = False
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block's scale."""
+        return 2 if self.scale_dtype == "bfloat16" else 1
 
     @property
     def bytes_per_value(self) -> float:
         """Bytes of a value with its share of the block's scale; the tensor's own 4 bytes are left out."""
-        return 0.5 + 1 / self.block
+        return 0.5 + self.scale_bytes / self.block
 
 
-NVFP4 = FP4Format("nvfp4", 16, "float8_e4m3fn", has_global=True)
-MXFP4 = FP4Format("mxfp4", 32, "uint8", has_global=False)
-FORMATS = {form.name: form for form in (NVFP4, MXFP4)}
+NVFP4 = PackedFormat("nvfp4", 16, "float8_e4m3fn", has_global=True)
+MXFP4 = PackedFormat("mxfp4", 32, "uint8")
+INT4 = PackedFormat("int4", 32, "bfloat16", integers=True)
+FORMATS = {form.name: form for form in (NVFP4, MXFP4, INT4)}
 UNQUANTISED = "-bf16"
 """Ending of the names of weights of which only the routed experts are quantised."""
 
 
-def experts_format(weights: str) -> FP4Format | None:
-    """The format of the routed experts of ``weights``; None where they are not FP4."""
+def experts_format(weights: str) -> PackedFormat | None:
+    """The format of the routed experts of ``weights``; None where they are not packed."""
     return FORMATS.get(weights.removesuffix(UNQUANTISED))
+
+
+def with_scales_of(dtype: str) -> PackedFormat:
+    """The format whose blocks have scales of a dtype.
+
+    Raises:
+        StopIteration: none has such.
+    """
+    return next(form for form in FORMATS.values() if form.scale_dtype == dtype)

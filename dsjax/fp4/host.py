@@ -1,4 +1,4 @@
-"""FP4 on the host: matrices ``[out, in]`` as checkpoints have them, encoded and decoded with NumPy, blocks along ``in``."""
+"""Packed formats on the host: matrices ``[out, in]`` as checkpoints have them, encoded and decoded with NumPy, blocks along ``in``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-from dsjax.fp4.formats import CODES, E4M3_LARGEST, E8M0_BIAS, LARGEST, FP4Format
+from dsjax.fp4.formats import CODES, E4M3_LARGEST, E8M0_BIAS, INT4_HALF_RANGE, INT4_OFFSET, LARGEST, PackedFormat
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 _LEAST_E4M3 = 2.0**-9
-# A byte's two values: the lower four bits first.
-_VALUES = np.array([*CODES, *(-code for code in CODES)], np.float32)
-_PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=-1)
+_LEAST_NORMAL = 2.0**-126
+
+
+def _pairs(values: np.ndarray) -> np.ndarray:
+    """A byte's two values, ``[256, 2]``, from those of the sixteen codes: the lower four bits first."""
+    return np.stack([values[np.arange(256) & 15], values[np.arange(256) >> 4]], axis=-1)
+
+
+_PAIRS = {
+    False: _pairs(np.array([*CODES, *(-code for code in CODES)], np.float32)),
+    True: _pairs(np.arange(16, dtype=np.float32) - INT4_OFFSET),
+}
+"""By whether the values are integers."""
 
 
 def global_scale(matrix: Float[np.ndarray, "I J"]) -> np.float32:
@@ -22,13 +33,16 @@ def global_scale(matrix: Float[np.ndarray, "I J"]) -> np.float32:
     return scale if scale > 0 else np.float32(1)
 
 
-def block_scales(matrix: Float[np.ndarray, "I J"], form: FP4Format, whole: np.float32) -> np.ndarray:
+def block_scales(matrix: Float[np.ndarray, "I J"], form: PackedFormat, whole: np.float32) -> np.ndarray:
     """The scale of each block, ``[I, J / block]``, in the format's dtype.
 
     whole: the tensor's scale; 1 in a format that has none. NVFP4: a scale that would round to 0 is e4m3's least number. MXFP4: the power
-    of two of the block's largest magnitude, less that of 6 (OCP Microscaling Formats 1.0, section 6.3); of zeros the least.
+    of two of the block's largest magnitude, less that of 6 (OCP Microscaling Formats 1.0, section 6.3); of zeros the least. INT4: largest
+    magnitude ÷ 7.5, at least the least normal number, as devices flush smaller ones to zero (``calculate_qparams`` of compressed-tensors).
     """
     largest = np.abs(matrix.astype(np.float32)).reshape(len(matrix), -1, form.block).max(axis=-1)
+    if form.integers:
+        return np.maximum(largest / np.float32(INT4_HALF_RANGE), np.float32(_LEAST_NORMAL)).astype(_BF16)
     if form.has_global:
         with np.errstate(
             invalid="ignore"
@@ -50,21 +64,24 @@ def scale_values(scales: np.ndarray) -> Float32[np.ndarray, "..."]:
 
 
 def encode(
-    matrix: Float[np.ndarray, "I J"], form: FP4Format, scales: np.ndarray, whole: np.float32
+    matrix: Float[np.ndarray, "I J"], form: PackedFormat, scales: np.ndarray, whole: np.float32
 ) -> UInt8[np.ndarray, "I J/2"]:
-    """The values, two a byte: divided by their scales, held within ±6, rounded to the nearest, ties to an even fraction."""
+    """The values, two a byte: divided by their scales, held within ±6 (INT4: −8 to 7), rounded to the nearest, ties to even."""
     divisor = scale_values(scales) * whole
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         quotient = matrix.astype(np.float32).reshape(len(matrix), -1, form.block) / divisor[:, :, None]
-        # Rounds to the nearest, ties to even, and gives 6 for all that is larger.
-        codes = quotient.reshape(matrix.shape).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        quotient = quotient.reshape(matrix.shape)
+        if form.integers:
+            codes = (np.clip(np.rint(quotient), -INT4_OFFSET, INT4_OFFSET - 1) + INT4_OFFSET).astype(np.uint8)
+        else:  # rounds to the nearest, ties to even, and gives 6 for all that is larger
+            codes = quotient.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def decode(
-    packed: UInt8[np.ndarray, "I J/2"], form: FP4Format, scales: np.ndarray, whole: np.float32
+    packed: UInt8[np.ndarray, "I J/2"], form: PackedFormat, scales: np.ndarray, whole: np.float32
 ) -> Float32[np.ndarray, "I J"]:
-    """``(e2m1 × scale) × whole`` in float32; only the last product is rounded."""
-    values = _PAIRS[packed].reshape(len(packed), -1, form.block)
+    """``(value × scale) × whole`` in float32; only the last product is rounded."""
+    values = _PAIRS[form.integers][packed].reshape(len(packed), -1, form.block)
     scaled = values * scale_values(scales)[:, :, None]
     return (scaled * np.float32(whole)).reshape(len(packed), -1)

@@ -79,8 +79,9 @@ class NativeKernels:
         pieces: into how many the sum over F is cut (``sharding.sums``). apart: give the terms over k, zero for none, not their sums.
 
         stack: ``gate_up.weight [L, X, D, 2, F]`` and ``down.weight [L, X, F, D]`` in float32, or as the bits of bfloat16 or
-            e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or FP4, two values a byte along the depth, with scales, and in
-            NVFP4 ``gate_up.global_scale`` and ``down.global_scale``. fp4_block: values that share a scale in FP4; 0: it is not FP4.
+            e4m3; for the last also ``gate_up.scale`` and ``down.scale``; or packed, two values a byte along the depth, with scales, and
+            in NVFP4 ``gate_up.global_scale`` and ``down.global_scale``; scales of two bytes are INT4's. fp4_block: values that share a
+            scale in a packed format; 0: it is not packed.
         hidden: what hidden values are rounded to, of ``HIDDEN_FORMATS``: ``fp8`` as ``sharding.fp8`` does, with ``powers``, or ``nvfp4`` as
             ``dsjax.fp4.rows``. Rows are what the caller made of them. limit: as of ``gated``.
         rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
@@ -285,7 +286,8 @@ class NativeKernels:
         name: str,
         q_nope: Float[Array, "R C H N"],
         q_rope: Float[Array, "R C H O"],
-        weights: Float[Array, "M H N+U"],
+        weights: Mapping[str, Array],
+        index: Int[Array, ""],
         cache: Mapping[str, Array],
         layer: Int[Array, ""],
         start: Int[Array, "R"],
@@ -298,6 +300,8 @@ class NativeKernels:
     ) -> Float[Array, "R C H U"]:
         """Causal attention of each row's queries at ``start …`` over the cache, ``length`` of them; zero for the rest.
 
+        weights: ``weight [L, M, H (N + U)]``, ``W^UK`` and ``W^UV`` side by side for each head, in float32, or as the bits of bfloat16 or
+            e4m3; for the last also ``scale [L, M / 128, H (N + U) / 128]``. index: their layer.
         name: ``absorbed_attention``, in latent space; or ``expanded_attention``, with each head's keys and values by blocks of the context.
         cache: ``latent [L, P, G, M]`` and ``rope [L, P, G, O]``, float32 or the bits of bfloat16. Or ``latent`` as the bits of e4m3, with
             ``scale [L, P, G, M / 128]``, and ``rope`` of bfloat16.
@@ -305,16 +309,19 @@ class NativeKernels:
         chosen: of expanded attention alone, one bit for each position that a query attends to; None: to all that it sees.
         scale: of the scores.
         """
-        latent, (*lead, N), U = cache["latent"], q_nope.shape, weights.shape[-1] - q_nope.shape[-1]
-        out = jax.ShapeDtypeStruct((*lead, U), jnp.float32)
-        sizes = (*lead, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
+        latent, (*lead, H, N), none = cache["latent"], q_nope.shape, jnp.zeros((1,), jnp.float32)
+        U = weights["weight"].shape[-1] // H - N
+        out = jax.ShapeDtypeStruct((*lead, H, U), jnp.float32)
+        sizes = (*lead, H, N, q_rope.shape[-1], U, latent.shape[-1], latent.dtype.itemsize)
         return self._call(name, out, sizes)(
             q_nope,
             q_rope,
-            weights,
+            weights["weight"],
+            weights.get("scale", none),
+            index.astype(jnp.int32),
             latent,
             cache["rope"],
-            cache.get("scale", jnp.zeros((1,), jnp.float32)),
+            cache.get("scale", none),
             layer.astype(jnp.int32),
             start.astype(jnp.int32),
             length.astype(jnp.int32),

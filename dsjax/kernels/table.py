@@ -55,12 +55,14 @@ TABLE = (
         "router", "native", ("cpu",), "C++, the choice among scores: greedy, group_limited_greedy, noaux_tc"
     ),
     Implementation("experts", "plain", None, "JAX: tiles (CPU), einsum (accelerators)"),
-    Implementation("experts", "native", ("cpu",), "C++, float32, bfloat16, FP8 and FP4 weights widened in registers"),
+    Implementation(
+        "experts", "native", ("cpu",), "C++, float32, bfloat16, FP8, FP4 and INT4 weights widened in registers"
+    ),
     Implementation(
         "experts",
         "pallas",
         ("gpu",),
-        "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8 and FP4 widened",
+        "Triton, sorted pairs, weights read from the stack; FP8 × FP8, or FP8, FP4 and INT4 widened",
     ),
     Implementation("experts", "pallas", ("tpu",), "Mosaic, sorted pairs, bfloat16 or FP8 weights read from the stack"),
     Implementation(

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -35,7 +34,7 @@ from dsjax.model.layer_values import Tokens
 from dsjax.model.mla_costs import MLACost, mla_cost
 from dsjax.model.norm import Normalise, normalise
 from dsjax.model.paging import Cache, Rows
-from dsjax.model.parameters import Multiply, reinterpret, store
+from dsjax.model.parameters import Matrix, Multiply, reinterpret, store
 from dsjax.model.rope import Rotation
 from dsjax.model.softmax import attend_in_blocks
 from dsjax.model.sparse import unpack
@@ -128,8 +127,9 @@ class PagedMLA:
     def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
         """The matrices that every form reads whole, and ``kv_b`` where kernels read it in the stack."""
         whole = {"q_a", "kv_a"} if any(form.materialised for form in forms) else {"q_a", "kv_a", "q", "q_b", "o"}
-        by_head = self._loaded == "pallas" and self.kernels.pallas.platform == "gpu"
-        return frozenset(whole | ({"kv_b"} if by_head and all("pallas" in form.kernels for form in forms) else set()))
+        loaded = self._loaded
+        by_head = loaded == "native" or (loaded == "pallas" and self.kernels.pallas.platform == "gpu")
+        return frozenset(whole | ({"kv_b"} if by_head and all(loaded in form.kernels for form in forms) else set()))
 
     @property
     def _lanes(self) -> int:
@@ -236,26 +236,27 @@ class PagedMLA:
             if self.backend(form) == "pallas":
                 return self._pallas(mla, cache, layer, index, rows, p)
             if self.backend(form) == "native":
-                return self._native(mla, form, cache, layer, rows, p, chosen)
+                return self._native(mla, form, cache, layer, index, rows, p, chosen)
             prepared = form.prepare(mla, p)
             return prepared.finish(self._over_context(form, prepared, cache, layer, rows, chosen))
 
-    def _native(self, mla: MLA, form: Form, cache: Cache, layer, rows: Rows, p: Projections, chosen=None):
-        """``attend`` by the native kernels."""
+    def _native(self, mla: MLA, form: Form, cache: Cache, layer, index, rows: Rows, p: Projections, chosen=None):
+        """``attend`` by the native kernels, which widen stored weights as they read them."""
         config, batch, heads = self.config, self.batch, self.heads
         kernel = partial(self.kernels.native.attention, form.kernels["native"], scale=config.softmax_scale)
-        weight = rearrange(mla.kv_b.value(p.latent.dtype), "m (h w) -> m h w", h=config.num_attention_heads)
+        weights, index = _stacked(mla.kv_b, index)
 
-        def local(q, q_rope, weight, cache, layer, positions, length, tables, filled, chosen):
+        def local(q, q_rope, weights, index, cache, layer, positions, length, tables, filled, chosen):
             start, words = positions[0, :, 0], None if chosen is None else chosen[0]
-            out = kernel(q[0], q_rope[0], weight, cache, layer, start, length[0], tables[0], filled, words)
+            out = kernel(q[0], q_rope[0], weights, index, cache, layer, start, length[0], tables[0], filled, words)
             return out[None]
 
         length = jnp.full(rows.positions.shape[:2], rows.positions.shape[2]) if rows.length is None else rows.length
         query, by_row = P(batch, None, None, heads), P(batch)
-        specs = (query, query, P(None, heads), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 5)
+        by_columns = dict.fromkeys(weights, P(None, None, heads))
+        specs = (query, query, by_columns, P(), dict.fromkeys(cache, P(None, batch)), P(), *[by_row] * 5)
         return self._shard_map(local, specs, query)(
-            p.q_nope, p.q_rope, weight, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
+            p.q_nope, p.q_rope, weights, index, cache, layer, rows.positions, length, rows.tables, rows.filled, chosen
         )
 
     def _pallas(self, mla: MLA, cache: Cache, layer, index, rows: Rows, p: Projections):
@@ -376,6 +377,14 @@ class PagedMLA:
 
     def _shard_map(self, function: Callable, in_specs, out_specs) -> Callable:
         return on_ranks(function, self.mesh, in_specs, out_specs)
+
+
+def _stacked(matrix: Matrix, index: Int[Array, ""] | None) -> tuple[dict[str, Array], Int[Array, ""]]:
+    """A matrix as it is stored, in its stack, and a layer's number there. A layer's own matrix is a stack of one."""
+    arrays = {"weight": matrix.weight[...]} | ({"scale": matrix.scale[...]} if hasattr(matrix, "scale") else {})
+    if arrays["weight"].ndim == 3:
+        return arrays, index
+    return {name: array[None] for name, array in arrays.items()}, jnp.int32(0)
 
 
 def _masked(fetch: Callable, score: Callable, chosen: UInt32[Array, "R C _"], block: int) -> tuple[Callable, Callable]:

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsjax.fp4 import rows as nvfp4_rows
-from dsjax.fp4.formats import FP4Format
+from dsjax.fp4.formats import PackedFormat
 from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import activations, fp4_products, tpu_products
 from dsjax.kernels.pallas.addressing import addressable
@@ -42,7 +42,7 @@ from sharding.sums import add_in_order, pieces_here
 
 Params = Mapping[str, Array]
 """``gate_up.weight [X, D, 2, F]``, ``down.weight [X, F, D]`` in storage dtype; with FP8 also ``gate_up.scale`` and ``down.scale``,
-with FP4 packed weights, these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
+with packed weights, these and, in NVFP4, ``global_scale`` (``fp4_matrix``).
 
 With an int32 scalar ``layer`` in it, the others are whole stacks, with a leading layers axis, of which that layer is meant.
 ``tiles`` then copies just the experts that are used out of the stack, where a scan over the stack would copy every expert of
@@ -130,7 +130,7 @@ class ExpertProduct:
     def is_native(self, dtype: np.dtype) -> bool:
         """Whether rows of ``dtype`` go through the native kernel."""
         native = self.kernels.name("experts") == "native" and dtype == jnp.float32
-        # Quantised rows are for weights in FP8 and FP4.
+        # Quantised rows are for weights in FP8 and packed ones.
         multiplies = not self.scheme.dynamic or self.weight_dtype in (fp8.E4M3, PACKED)
         return native and multiplies and self.implementation == "auto"
 
@@ -291,8 +291,8 @@ class Experts:
         return "layer" in self.params
 
     @property
-    def fp4(self) -> FP4Format | None:
-        """The format of the weights, where it is FP4."""
+    def fp4(self) -> PackedFormat | None:
+        """The format of the weights, where they are packed."""
         return format_of(self.params, self.weight_dtype)
 
     @property
@@ -310,7 +310,7 @@ class Experts:
         return {name: array if self.stacked else array[None] for name, array in self.params.items() if name != "layer"}
 
     def fp4_stack(self, name: str) -> dict[str, Array]:
-        """The FP4 arrays of ``gate_up`` or ``down`` as stacks of layers, by part."""
+        """The packed arrays of ``gate_up`` or ``down`` as stacks of layers, by part."""
         stack = self.stack()
         return {part: stack[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stack}
 

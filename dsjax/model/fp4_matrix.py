@@ -1,4 +1,4 @@
-"""A stack of matrices that is kept in FP4: a routed expert's ``weight``, ``scale`` and, in NVFP4, ``global_scale``."""
+"""A stack of matrices that is kept in a packed format: a routed expert's ``weight``, ``scale`` and, in NVFP4, ``global_scale``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from dsjax.fp4 import rows
 from dsjax.fp4.decode import decode
-from dsjax.fp4.formats import MXFP4, NVFP4, FP4Format
+from dsjax.fp4.formats import INT4, MXFP4, NVFP4, PackedFormat
 from dsjax.kernels.gate import gated
 from dsjax.model.fp8_product import ActivationScheme, block_product
 from dsjax.model.parameters import WEIGHT_DTYPES, Declaration, reinterpret, value_of
@@ -46,14 +46,16 @@ class FP4Matrix(nnx.Module):
         return decoded(arrays, "stack" in self.weight.info.logical_axes, dtype)
 
 
-def format_of(names: Mapping[str, object], weight_dtype: np.dtype) -> FP4Format | None:
-    """The format of a layer's experts from the names of their arrays and what their weights mean; None where it is not FP4."""
+def format_of(arrays: Mapping[str, Array], weight_dtype: np.dtype) -> PackedFormat | None:
+    """The format of a layer's experts from their arrays as stored and what their weights mean; None where it is not packed."""
     if weight_dtype != PACKED:
         return None
-    return NVFP4 if any(name.endswith(".global_scale") for name in names) else MXFP4
+    if any(name.endswith(".global_scale") for name in arrays):
+        return NVFP4
+    return next(form for form in (MXFP4, INT4) if form.scale_bytes == arrays["down.scale"].dtype.itemsize)
 
 
-def meant(arrays: Mapping[str, Array], form: FP4Format) -> dict[str, Array]:
+def meant(arrays: Mapping[str, Array], form: PackedFormat) -> dict[str, Array]:
     """A matrix's arrays as stored, with the scales read as the dtype that they mean."""
     return dict(arrays) | {"scale": reinterpret(arrays["scale"], np.dtype(form.scale_dtype))}
 
@@ -75,7 +77,8 @@ def swiglu_w4a8(
     """``down(silu(gate) × up)`` of one expert in float32, with activations quantised 1 × 128 to FP8 before each product (W4A8).
 
     ``Σ_b (values[b] · weight[b]) × scales[b]`` over blocks b of 128 of the depth, then times the tensor's scale; ``weight[b]`` is
-    ``e2m1 × scale``, which bfloat16 holds exactly. What goes into ``down`` is rounded to the dtype of ``x`` and then quantised.
+    ``value × scale`` in the dtype of ``x``; bfloat16 holds it exactly but in INT4. What goes into ``down`` is rounded to the dtype of ``x``
+    and then quantised.
     """
     hidden = _w4a8(scheme.quantise(x), gate_up, x.dtype, fused=True)
     hidden = gated(hidden[..., 0, :], hidden[..., 1, :], limit).astype(x.dtype)

@@ -69,7 +69,7 @@ class MatricesInPlace:
             return frozenset()
         names = {"gate_up", "down", *attention}
         if self.native:
-            return frozenset(names)
+            return frozenset({*names, "router"})
         on_tpu = self.kernels.pallas.platform == "tpu"
         paths = [(path, path.split(".")[-2]) for path in self.infos if path.endswith(".weight")]
         if on_tpu:  # the routed experts' matrices, whose names are the same, have kernels of their own

@@ -64,9 +64,11 @@ def further(
         if filled is not None:
             filled = mark(step, filled, tokens.window_slots if step.fills_windows else tokens.slots, True)
         tokens = replace(tokens, filled=filled)
-        normalise, embedded = products.normalise, step.embed(model, tokens.ids)
-        x = module.join(sharding.whole(hidden), embedded, products.multiply(jnp.int32(0)), normalise)
-        x = sharding.whole(x)
+        normalise = products.normalise
+        embedded, hidden = (
+            step.without_padding(array, tokens) for array in (step.embed(model, tokens.ids), sharding.whole(hidden))
+        )
+        x = sharding.whole(module.join(hidden, embedded, products.multiply(jnp.int32(0)), normalise))
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
             x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)

@@ -42,7 +42,7 @@ class NativeProducts:
         without it gives for prompts (``--mla-prefill``, whose default it is).
 
     Weights may be of any format: they are widened to float32 first, which gives the bits of kernels that widen them by themselves.
-    Experts in FP4 are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
+    Packed experts are the exception: their kernel multiplies by blocks. Sparse attention chooses as with ``--index-scores float``.
     """
 
     kernels: NativeKernels
@@ -91,7 +91,8 @@ class NativeProducts:
                     where = layer, count.reshape(-1) - 1, jnp.ones(B * S), jnp.arange(B * S)[:, None], None
             cache = {"latent": latent[None], "rope": k_rope[None]}
             name, scale = form.kernels["native"], config.softmax_scale
-            out = self.kernels.attention(name, q_nope, q_rope, weight, cache, *where, scale=scale)
+            weights = {"weight": weight.reshape(1, len(weight), -1)}
+            out = self.kernels.attention(name, q_nope, q_rope, weights, layer, cache, *where, scale=scale)
             return out.reshape(B, S, *out.shape[2:])
 
         def plain(q_nope, q_rope, latent, k_rope, weight, index):

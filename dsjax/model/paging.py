@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from sharding.indices import put, take
@@ -39,17 +40,16 @@ class Rows:
 def write(
     cache: Shaped[Array, "L P G *w"], layer: Int[Array, ""], slots: Int[Array, "T"], values: Shaped[Array, "T *w"]
 ) -> Shaped[Array, "L P G *w"]:
-    """Put each token's entry into its slot (``page × G + offset``); −1 writes nothing."""
-    L, pages, G = cache.shape[:3]
-    flat = rearrange(cache, "l p g ... -> (l p g) ...")
-    nowhere = L * pages * G
-    index = jnp.where(slots < 0, nowhere, layer * (pages * G) + slots)
-    if index.shape[0] == 1:
+    """Put each token's entry into its slot (``page × G + offset``); −1 writes nothing that is read."""
+    pages, G = cache.shape[1:3]
+    if slots.shape[0] == 1:
         # XLA turns a scatter of one entry into a conditional update of the whole array, which it then copies: seconds
-        # instead of microseconds for a cache of a gigabyte. A second entry that is always dropped prevents it.
-        index = jnp.concatenate([index, jnp.full_like(index, nowhere)])
-        values = jnp.concatenate([values, jnp.zeros_like(values)])
-    return put(flat, index, values.astype(cache.dtype)).reshape(cache.shape)
+        # instead of microseconds for a cache of a gigabyte. This one writes −1's entry to page 0, which nothing reads.
+        slot, entry = jnp.maximum(slots[0], 0), values.astype(cache.dtype)
+        at = (layer, slot // G, slot % G, *[0] * (cache.ndim - 3))
+        return lax.dynamic_update_slice(cache, entry[None, None], at, allow_negative_indices=False)
+    page = jnp.where(slots < 0, pages, slots // G)
+    return put(cache, (jnp.broadcast_to(layer, page.shape), page, slots % G), values.astype(cache.dtype))
 
 
 def read(

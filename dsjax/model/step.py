@@ -58,9 +58,7 @@ class ModelStep(StepDescription):
             model: Transformer = self.table.bind(params)
             tokens = self.tokens(groups)
             if x is None:
-                x = model.residual.enter(self.embed(model, tokens.ids))
-                if self.in_place.native:  # a row of zeros stays one through all layers, and native kernels pass it over
-                    x = jnp.where(jnp.expand_dims(tokens.active, range(2, x.ndim)), x, 0)
+                x = self.without_padding(model.residual.enter(self.embed(model, tokens.ids)), tokens)
             x = self.sharding.whole(x)
             layer, row, reports = 0, 0, []
             for run in self.config.layer_runs:
@@ -86,6 +84,10 @@ class ModelStep(StepDescription):
                 hidden = self.sharding.split(self.sharding.whole(hidden))
             logits = self.in_place.project(model, hidden, self.dtype, by_data=by_data)
             return self.sharding.constrain(logits, *placed)
+
+    def without_padding(self, x: Float[Array, "B T *n D"], tokens: Tokens) -> Float[Array, "B T *n D"]:
+        """``x`` with zeros for padding, if products are native: a row of zeros stays one, and native kernels pass it over."""
+        return jnp.where(jnp.expand_dims(tokens.active, range(2, x.ndim)), x, 0) if self.in_place.native else x
 
     def embed(self, model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of the embedding, wherever that lies."""

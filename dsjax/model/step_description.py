@@ -222,7 +222,11 @@ class StepDescription:
         # GPUs multiply with the other matrices in place as well, where a kernel can.
         forms = [] if tokens is None else [group.shape.form for group in tokens.groups]
         in_place = self.in_place.names(self.attention.in_stack(forms))
-        return nnx.split(stack, lambda path, _: "experts" in path or (len(path) > 1 and path[-2] in in_place), ...)
+
+        def stays(path, _) -> bool:
+            return "experts" in path or (len(path) > 1 and path[-2] in in_place and path[-1] in ("weight", "scale"))
+
+        return nnx.split(stack, stays, ...)
 
     def in_halves(self, shapes: Sequence[GroupShape]) -> bool:
         """Whether a step of these groups is computed in two halves (``dsjax/model/two_batch.py``): where it is wanted and rows travel."""

@@ -1,7 +1,5 @@
 """What lies in a device's memory: weights to the byte, the latent cache, and what is set aside."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
@@ -60,9 +58,9 @@ def stage_shares(
         sizes = {
             "attention": attention,
             "hyper-connections": 4 * (layers * residual + (stage.ends + modules) * at_end),
-            "dense MLP": (layers - moe) * _mlp(width, config.intermediate_size // tp, precision.mlp),
+            "dense MLP": (layers - moe) * _mlp(width, config.intermediate_size // tp, precision, precision.mlp),
             "experts": moe * slots * expert_bytes(config, shards, precision),
-            "shared experts": moe * _mlp(width, shared, precision.mlp),
+            "shared experts": moe * _mlp(width, shared, precision, precision.mlp),
             "router": moe * counts["router"] * 2 + 4 * chosen,
             "embedding and head": vocabulary * 2 // tp + width * 2 * stage.ends,
             "MTP projection and norms": modules * (2 * width * width + 3 * width) * 2,
@@ -89,11 +87,11 @@ def expert_side_bytes(config: ModelConfig, layout: InstanceLayout, precision: Pr
 
 def expert_bytes(config: ModelConfig, shards: int, precision: Precision) -> int:
     """Bytes of one routed expert on one device; shards: into how many pieces its width is cut."""
-    return _mlp(config.hidden_size, config.moe_intermediate_size // shards, precision.expert)
+    return _mlp(config.hidden_size, config.moe_intermediate_size // shards, precision, precision.expert)
 
 
-def _mlp(width: int, hidden: int, itemsize: float) -> int:
-    return bytes_of([(width, hidden), (width, hidden), (hidden, width)], itemsize) if hidden else 0
+def _mlp(width: int, hidden: int, precision: Precision, itemsize: float) -> int:
+    return bytes_of([(width, hidden), (width, hidden), (hidden, width)], itemsize, precision.packed) if hidden else 0
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:

@@ -1,7 +1,5 @@
 """Times on the links: the exchanges of expert parallelism, the sums of tensor parallelism, the transfer of a cache."""
 
-from __future__ import annotations
-
 import math
 
 from dsjax.config import ModelConfig

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsjax.config import ModelConfig
-from dsjax.config.quantization import QuantizationConfig
 from dsjax.errors import UserError
-from dsjax.fp4.formats import MXFP4, NVFP4
+from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat
 from dsjax.hardware import Hardware
 from dsjax.model import cache_groups
 from dsjax.model.cache_groups import CacheGroup
@@ -21,8 +20,6 @@ from sharding import fp8
 
 FP8_BLOCK = 1 + 4 / (128 * 128)
 """Bytes of an FP8 weight with its share of the block's float32 scale."""
-FP4_BLOCK, MXFP4_BLOCK = NVFP4.bytes_per_value, MXFP4.bytes_per_value
-"""Bytes of a weight in NVFP4 and in MXFP4 with its share of the block's scale."""
 BF16 = 2.0
 FP8_CACHE = 656 / 576
 """Bytes a value of dsjax's FP8 cache, V3's widths: 512 e4m3 latents, their four float32 scales, 64 rotary values in bf16, as
@@ -33,8 +30,7 @@ FlashMLA has them. Other engines' FP8 caches are taken as one byte a value with 
 class Precision:
     """Bytes a value of expert and dense-MLP weights, of the other linear weights, of the cache, and of a dispatched value.
 
-    Embedding, head, router and norms are bf16; the way back from the experts is bf16. mlp_bytes: of dense-MLP and shared-expert weights;
-    None: as the routed experts'. widens_fp4: FP4 weights are multiplied in bf16, which every device can.
+    Embedding, head, router and norms are bf16; the way back from the experts is bf16.
     """
 
     name: str
@@ -42,13 +38,14 @@ class Precision:
     linear: float
     cache: float = BF16
     wire: float = FP8_BLOCK
-    mlp_bytes: float | None = None
-    widens_fp4: bool = False
+    mlp_bytes: float | None = None  # of dense-MLP and shared-expert weights; None: as the routed experts'
+    packed: PackedFormat | None = None  # the format of expert weights of four bits
+    widens_fp4: bool = False  # FP4 weights are multiplied in bf16, which every device can
 
     @property
     def weights(self) -> str | None:
         """What a dry run calls these weights; None where none has such."""
-        if self.widens_fp4 and self.expert < 1:
+        if self.widens_fp4 and self.packed is not None:
             return self.name
         return {FP8_BLOCK: "fp8", BF16: "bfloat16"}.get(self.linear) if self.expert == self.linear else None
 
@@ -70,9 +67,9 @@ class Precision:
 
     @property
     def blocks(self) -> dict[str, int | None]:
-        """Blocks that no device may have a part of: of FP8 matrices, and of routed experts where these are FP4."""
-        fp4 = {FP4_BLOCK: NVFP4.block, MXFP4_BLOCK: MXFP4.block}.get(self.expert)
-        return {"block": 128 if self.linear == FP8_BLOCK else None, "expert_block": fp4}
+        """Blocks that no device may have a part of: of FP8 matrices, and of routed experts where these are packed."""
+        packed = None if self.packed is None else self.packed.block
+        return {"block": 128 if self.linear == FP8_BLOCK else None, "expert_block": packed}
 
     @property
     def expert_bits(self) -> int:
@@ -81,8 +78,10 @@ class Precision:
             return 16 if self.widens_fp4 else 4
         return 8 if self.expert < BF16 else 16
 
-    def only_experts_in_fp4(self) -> Precision:
-        """With FP4 as dsjax has it (docs/fp4.md): routed experts only, widened to bf16, and rows sent to them in FP8."""
+    def only_experts_packed(self) -> Precision:
+        """With four bits as dsjax has them (docs/fp4.md): of routed experts only, widened to bf16, and rows sent to them in FP8."""
+        if self.packed is None:
+            return self
         return dataclasses.replace(self, wire=_WIRE_FP8, mlp_bytes=self.linear, widens_fp4=True)
 
     def check_units(self, chip: Hardware) -> None:
@@ -109,45 +108,55 @@ def tabled(itemsize: float) -> str:
 
 
 def of_files(config: ModelConfig, chosen: Precision) -> Precision:
-    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. FP4 files are taken to be of the
-    chosen precision."""
+    """What a model's own checkpoint is kept in, which dsjax reads and quantises or widens while it loads. Files whose configuration does
+    not say which format of four bits they have are taken to be of the chosen precision."""
     if config.quantization is None:
         return PRECISIONS["bf16"]
-    is_fp8 = isinstance(config.quantization, QuantizationConfig) and config.quantization.expert_dtype in (None, "fp8")
-    return PRECISIONS["fp8"] if is_fp8 else chosen
+    kept = config.quantization.weights
+    return chosen if kept is None else PRECISIONS[kept].only_experts_packed()
 
 
-def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float) -> int:
-    """Bytes of matrices of these shapes, of which a value takes `itemsize`, with the scales of blocks that are not whole and of tensors."""
+def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float, packed: PackedFormat | None = None) -> int:
+    """Bytes of matrices of these shapes, of which a value takes `itemsize`, with the scales of blocks that are not whole and of tensors.
+
+    packed: their format, if a value takes less than a byte.
+    """
     if itemsize == FP8_BLOCK:
         return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
-    wholes = 4 * len(matrices) if itemsize == FP4_BLOCK else 0  # NVFP4 has a float32 scale for each matrix
+    wholes = 4 * len(matrices) if itemsize < 1 and packed.has_global else 0
     return round(sum(k * n * itemsize for k, n in matrices)) + wholes
 
 
 _WIRE_FP8 = 1 + 4 / 128
 
+
+def _packed(form: PackedFormat, wire: float = _WIRE_FP8, cache: float = BF16) -> dict[str, Precision]:
+    """The two rows of a packed format, by name: linear weights in FP8, and in bf16. Dense MLPs are packed, too, but in INT4."""
+    rows = {form.name: FP8_BLOCK, form.name + UNQUANTISED: BF16}
+    return {
+        name: Precision(
+            name, form.bytes_per_value, linear, cache, wire, mlp_bytes=linear if form.integers else None, packed=form
+        )
+        for name, linear in rows.items()
+    }
+
+
 PRECISIONS = {
     "fp8": Precision("fp8", FP8_BLOCK, FP8_BLOCK, wire=_WIRE_FP8),
     "bf16": Precision("bf16", BF16, BF16, wire=BF16),
-    "nvfp4": Precision("nvfp4", FP4_BLOCK, FP8_BLOCK, cache=1.0, wire=FP4_BLOCK),
-    "nvfp4-bf16": Precision("nvfp4-bf16", FP4_BLOCK, BF16, cache=1.0, wire=FP4_BLOCK),
-    "mxfp4": Precision("mxfp4", MXFP4_BLOCK, FP8_BLOCK, cache=1.0, wire=_WIRE_FP8),
-    "mxfp4-bf16": Precision("mxfp4-bf16", MXFP4_BLOCK, BF16, cache=1.0, wire=_WIRE_FP8),
+    **_packed(NVFP4, wire=NVFP4.bytes_per_value, cache=1.0),
+    **_packed(MXFP4, cache=1.0),
+    **_packed(INT4),
     "int8": Precision("int8", FP8_BLOCK, FP8_BLOCK, wire=BF16),
 }
 """`fp8`: DeepSeek's own checkpoint. `nvfp4`: experts and dense MLP in FP4, attention FP8, FP8 cache, FP4 dispatch; `nvfp4-bf16`: the same
-with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `mxfp4`, `mxfp4-bf16`: MXFP4 in their place, dispatched in FP8. dsjax itself
-keeps only routed experts in FP4 (`Precision.only_experts_in_fp4`). `int8`: block-wise INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's
-speed: their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
+with attention in bf16, as NVIDIA's DeepSeek-R1-0528-FP4 is. `mxfp4`, `mxfp4-bf16`: MXFP4 in their place, dispatched in FP8; `int4`,
+`int4-bf16`: INT4, as Kimi-K2.5's checkpoint. dsjax itself packs only routed experts (`Precision.only_experts_packed`). `int8`: block-wise
+INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed: their units are as fast on Hopper, Ada and B200, and bf16 is dispatched."""
 
 
 def precision(name: str, cache: str = "auto") -> Precision:
-    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes.
-
-    Raises:
-        UserError: an unknown name of either.
-    """
+    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes. Raises `UserError`: an unknown name of either."""
     if name not in PRECISIONS:
         raise UserError(f"--precision is {name!r}, expected one of auto, {', '.join(PRECISIONS)}")
     if cache not in ("auto", "bf16", "fp8"):

@@ -36,6 +36,7 @@ from sharding.dispatch.local import RankExperts
 from sharding.dispatch.route import Route, fill_cells, plan_route
 from sharding.dispatch.statistics import DispatchStatistics
 from sharding.dispatch.wire import WireFormat
+from sharding.indices import counted
 from sharding.mesh import MeshSpec
 from sharding.sums import add_in_order
 
@@ -162,10 +163,7 @@ class Between:
         """Likewise: how many (token, expert) pairs of each token device every physical expert has. slots_TK: as ``pack`` has it."""
 
         def on_device(slots_TK, _):
-            counts_X = (
-                jnp.zeros((self.experts + 1,), jnp.int32).at[slots_TK].add(1)
-            )  # what is none, -1, counts in the last, dropped
-            return counts_X[None, :-1]
+            return counted(slots_TK, self.experts)[None]
 
         return self._on_tokens(on_device, self._padded(slots_TK), 0)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sharding.dispatch.group import ExpertGroup
 from sharding.dispatch.wire import PackedRows
-from sharding.indices import pick
+from sharding.indices import counted, pick
 
 Rows = Float[Array, "N D"] | PackedRows
 LocalExperts = Callable[[Any, Rows, Int[Array, "N K"], Float[Array, "N K"]], Float[Array, "N D"]]
@@ -82,10 +82,9 @@ class RankExperts:
     def _seen(self, ids: Int[Array, "N J"]) -> Counts:
         if not self.count:
             return {}
-        # What is none, -1, counts in the last, dropped; so does the expert for own tokens.
-        per_expert = jnp.zeros((self.group.experts + 1,), jnp.int32).at[ids].add(1)
+        per_expert = counted(ids, self.group.experts)  # without the expert for own tokens
         used_N = jnp.any((ids >= 0) & (ids < self.group.experts), axis=1)
-        return {"tokens_per_expert": per_expert[:-1], "rows_received": jnp.sum(used_N)}
+        return {"tokens_per_expert": per_expert, "rows_received": jnp.sum(used_N)}
 
     def _local(self, slots_NK: Int[Array, "N K"]) -> Int[Array, "N K"]:
         """Slots as numbers of this rank's experts, -1 for what is not here."""

@@ -19,6 +19,10 @@ _CLASSES = {
     "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
     # Kimi-K2's remote code is DeepSeek-V3's under another name; transformers has no class of that name.
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "kimi_k25": (transformers.Kimi_K25Config, transformers.Kimi_K25ForConditionalGeneration),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
+    "sarvam_mla": (transformers.SarvamMLAConfig, transformers.DeepseekV3ForCausalLM),
 }
 
 
@@ -27,10 +31,15 @@ def reference_model(raw: Mapping[str, Any], weights: RandomWeights) -> torch.nn.
     config_class, model_class = _CLASSES[raw["model_type"]]
     config = config_class(**{key: value for key, value in raw.items() if key != "model_type"})
     # The fused expert products want sizes that are multiples of 4; eager takes any.
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
+    for part in (config, config.get_text_config()):
+        part._attn_implementation = "eager"
+        part._experts_implementation = "eager"
     model = model_class(config).to(torch.float32).eval()
-    state = {name: torch.from_numpy(_value(weights, name, value)) for name, value in model.state_dict().items()}
+    state = {
+        # A text part's weights are those of the text model alone.
+        name: torch.from_numpy(_value(weights, name.replace("model.language_model.", "model."), value))
+        for name, value in model.state_dict().items()
+    }
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)

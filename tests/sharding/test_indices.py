@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.indices import cut, pick, put, take
+from sharding.indices import counted, cut, pick, put, take
 
 ARRAY = np.arange(20).reshape(5, 4)
 
@@ -24,3 +24,11 @@ def test_indices_are_not_looked_through_for_negative_ones(function, index, plain
     ours, jax_s = (str(jax.make_jaxpr(one)(jnp.asarray(ARRAY), index)) for one in (function, plain))
     assert "select_n" in jax_s
     assert "select_n" not in ours
+
+
+@pytest.mark.parametrize("numbers", [60, 6000])  # compared, and scattered
+def test_numbers_are_counted_without_those_out_of_range(numbers):
+    drawn = np.random.default_rng(0).integers(-3, 12, (numbers // 6, 6))
+    np.testing.assert_array_equal(
+        jax.jit(counted, static_argnums=1)(drawn, 10), np.bincount(drawn[(drawn >= 0) & (drawn < 10)], minlength=10)
+    )

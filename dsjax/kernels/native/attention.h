@@ -24,12 +24,52 @@ struct Cache {
 };
 constexpr long kScaled = 128;
 
+// W^UK and W^UV where they lie in the stack of layers, [layers, M, columns]: of each head N columns for keys, then U for values. `bytes` of a
+// value: 4 float32, 2 bfloat16, 1 e4m3 with scales [layers, M / kScaleBlock, columns / kScaleBlock].
+struct KeyValueWeights {
+  const void* data;
+  int bytes;
+  long layer, M, columns;
+  const float* scale = nullptr;
+  static constexpr long kAhead = 8;  // rows asked of memory before they are read: each is on a page of its own
+
+  // Values [first, first + count) of row m: where they lie if those are float32, else widened to `copy`.
+  const float* row(long m, long first, long count, float* copy) const {
+    const long at = (layer * M + m) * columns + first;
+    if (m + kAhead < M) {
+      const char* ahead = static_cast<const char*>(data) + (at + kAhead * columns) * bytes;
+      for (long byte = 0; byte < count * bytes; byte += 64) __builtin_prefetch(ahead + byte);
+    }
+    if (bytes == 4) return static_cast<const float*>(data) + at;
+    if (bytes == 2) {
+      widen<BFloat16>(static_cast<const uint16_t*>(data) + at, count, 1.0f, copy);
+      return copy;
+    }
+    const float* factor = scale + (layer * blocks(M) + m / kScaleBlock) * blocks(columns);
+    for (long i = 0, end; i < count; i = end) {
+      const long block = (first + i) / kScaleBlock;
+      end = std::min(count, (block + 1) * kScaleBlock - first);
+      widen<Float8>(static_cast<const uint8_t*>(data) + at + i, end - i, factor[block], copy + i);
+    }
+    return copy;
+  }
+
+ private:
+  static long blocks(long size) { return (size + kScaleBlock - 1) / kScaleBlock; }
+  template <class Format>
+  static void widen(const typename Format::Stored* from, long count, float factor, float* to) {
+    long i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, Format::widen(from + i) * factor);
+    for (; i < count; i++) to[i] = Format::widen_one(from[i]) * factor;
+  }
+};
+
 // What both forms share. Letters as in docs/glossary.md: R rows, C queries of each, H heads, N and O the widths of a head's
 // query, U of its value, M of the latent.
 struct Attention {
   const float* q_nope;   // [R, C, H, N]
   const float* q_rope;   // [R, C, H, O]
-  const float* weights;  // W^UK and W^UV by head, [M, H, N + U]
+  KeyValueWeights weights;
   Cache cache;
   const int32_t* start;   // [R]: position of a row's first query
   const int32_t* length;  // [R]: its queries; the others are padding, and so is a row of 0
@@ -191,6 +231,12 @@ struct Attention {
     return to + count;
   }
 
+  // `weights.row`, always copied.
+  void side_by_side(long m, long first, long count, float* to) const {
+    const float* found = weights.row(m, first, count, to);
+    if (found != to) copy(found, count, to);
+  }
+
   static void multiply(float* values, long count, float factor) {
     for (long i = 0; i < count; i++) values[i] *= factor;
   }
@@ -226,7 +272,7 @@ struct AbsorbedAttention : Attention {
     size_t own_bytes, total;
   };
   struct Own {  // a worker's
-    float *query, *copy, *scores, *key, *maximum, *total;
+    float *query, *copy, *scores, *rows, *block, *maximum, *total;
     const float **latent, **rope, **a, **c;
     size_t bytes;
   };
@@ -255,7 +301,8 @@ struct AbsorbedAttention : Attention {
     o.scores = floats(base, used, kMostLanes * kBlock);
     o.maximum = floats(base, used, kMostLanes);
     o.total = floats(base, used, kMostLanes);
-    o.key = floats(base, used, std::max(N, U) * M);
+    o.rows = floats(base, used, N * kBlock);
+    o.block = floats(base, used, std::max(N, U) * kBlock);
     o.latent = pointers(base, used, kBlock);
     o.rope = pointers(base, used, kBlock);
     o.a = pointers(base, used, std::max({R * C, kItemQueries, kBlock}));
@@ -287,22 +334,26 @@ struct AbsorbedAttention : Attention {
     Own o = own(at.own + at.own_bytes * worker);
     const long count = all_queries(q_nope, head, N, o.a);
     all_queries(at.q_latent, head, M, o.c);
-    // W^UK of the head transposed, [N, M]: its rows run along the latent then.
+    // W^UK of the head transposed, a block at a time, [N, kBlock]: its rows run along the latent then.
     for (long m = 0; m < M; m += kBlock) {
       const long rows = std::min(kBlock, M - m);
-      for (long i = 0; i < rows; i++) o.latent[i] = weights + ((m + i) * H + head) * (N + U);
-      transposed(o.latent, rows, N, o.key + m, M, rows);
+      for (long i = 0; i < rows; i++) o.latent[i] = weights.row(m + i, head * (N + U), N, o.rows + i * N);
+      transposed(o.latent, rows, N, o.block, kBlock, rows);
+      product(count, o.a, 1, Matrix<Float32>{o.block, kBlock}, 0, rows, N, const_cast<float**>(o.c), Sums::replace, m);
     }
-    product(count, o.a, 1, Matrix<Float32>{o.key, M}, 0, M, N, const_cast<float**>(o.c), Sums::replace);
   }
 
   void absorb_value(const Layout& at, long head, int worker) const {
     Own o = own(at.own + at.own_bytes * worker);
     const long count = all_queries(at.heads, head, M, o.a);
     all_queries(out, head, U, o.c);
-    // W^UV of the head side by side: as far apart as they are, its rows would drive each other out of the first cache.
-    for (long m = 0; m < M; m++) copy(weights + (m * H + head) * (N + U) + N, U, o.key + m * U);
-    product(count, o.a, 1, Matrix<Float32>{o.key, U}, 0, U, M, const_cast<float**>(o.c), Sums::replace);
+    // W^UV of the head side by side, a block at a time: as far apart as they are, its rows would drive each other out of the first cache.
+    for (long m = 0; m < M; m += kBlock) {
+      const long rows = std::min(kBlock, M - m);
+      for (long i = 0; i < rows; i++) side_by_side(m + i, head * (N + U) + N, U, o.block + i * U);
+      product(count, o.a, 1, Matrix<Float32>{o.block, U}, 0, U, rows, const_cast<float**>(o.c), m == 0 ? Sums::replace : Sums::go_on);
+      for (long q = 0; q < count; q++) o.a[q] += rows;
+    }
   }
 
   void attend(const Layout& at, long row, long part, long parts, int worker) const {
@@ -505,7 +556,7 @@ struct ExpandedAttention : Attention {
     const long all = queries(row);
     if (all == 0) return;
     // W^UK and W^UV of the head side by side: as far apart as they are, their rows would drive each other out of the first cache.
-    for (long m = 0; m < M; m++) copy(weights + (m * H + head) * (N + U), N + U, o.up + m * (N + U));
+    for (long m = 0; m < M; m++) side_by_side(m, head * (N + U), N + U, o.up + m * (N + U));
     std::fill(o.maximum, o.maximum + C + kLanes, -1e30f);
     std::fill(o.total, o.total + C + kLanes, 0.0f);
     for (long q = 0; q < all; q++) {

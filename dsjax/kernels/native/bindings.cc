@@ -191,7 +191,7 @@ Experts described_experts(Call& call) {
   kernel.bytes = call.bytes_of(0);
   kernel.layer = *call.values<int32_t>(6);
   kernel.X = shape[1], kernel.D = shape[2] * (fp4_block ? 2 : 1), kernel.F = shape[4];
-  kernel.fp4_block = fp4_block;
+  kernel.fp4_block = fp4_block, kernel.integers = fp4_block && call.bytes_of(2) == 2;
   kernel.hidden_format = static_cast<Hidden>(call.setting<int64_t>("hidden")), kernel.powers = call.setting<bool>("powers");
   kernel.limit = call.setting<float>("limit");
   kernel.gate_up_whole = wholes ? call.values<float>(4) : nullptr;
@@ -248,31 +248,31 @@ XLA_FFI_Error* router(Call call) {
   return call.run(kernel);
 }
 
-// q_nope [R, C, H, N], q_rope [R, C, H, O], weights [M, H, N + U], latent [L, P, G, M], rope [L, P, G, O], the latents' scales
-// [L, P, G, M / 128] (or one value, unless they are one byte wide), layer [], start [R], length [R],
-// tables [R, Pr], filled [P, G] of one byte (or one value, where all is), chosen [R, C, Pr G / 32] (or one value, for all positions)
-// -> [R, C, H, U]. The scale of the scores is one value [].
+// q_nope [R, C, H, N], q_rope [R, C, H, O], weights [L', M, H (N + U)], their scales [L', M / 128, H (N + U) / 128] (or one value, unless they
+// are one byte wide), their layer [], latent [L, P, G, M], rope [L, P, G, O], the latents' scales [L, P, G, M / 128] (or one value, likewise),
+// layer [], start [R], length [R], tables [R, Pr], filled [P, G] of one byte (or one value, where all is), chosen [R, C, Pr G / 32] (or one
+// value, for all positions) -> [R, C, H, U]. The scale of the scores is one value [].
 template <class Kernel>
 XLA_FFI_Error* attention(Call call) {
-  auto shape = call.shape(0), pages = call.shape(3);
+  auto shape = call.shape(0), weights = call.shape(2), pages = call.shape(5);
   Kernel kernel;
   kernel.q_nope = call.values<float>(0);
   kernel.q_rope = call.values<float>(1);
-  kernel.weights = call.values<float>(2);
+  kernel.weights = {call.data(2), call.bytes_of(2), *call.values<int32_t>(4), weights[1], weights[2], call.values<float>(3)};
   kernel.R = shape[0], kernel.C = shape[1], kernel.H = shape[2];
   kernel.N = shape[3], kernel.O = call.shape(1)[3], kernel.U = call.result(0).shape()[3], kernel.M = pages[3];
-  kernel.Pr = call.shape(9)[1];
+  kernel.Pr = call.shape(11)[1];
   Cache& cache = kernel.cache;
-  cache.latent = call.data(3);
-  cache.bytes = call.bytes_of(3);
-  cache.rope = call.data(4);
-  cache.scale = call.values<float>(5);
-  cache.layer = *call.values<int32_t>(6), cache.pages = pages[1], cache.G = pages[2];
-  kernel.start = call.values<int32_t>(7);
-  kernel.length = call.values<int32_t>(8);
-  kernel.tables = call.values<int32_t>(9);
-  kernel.filled = call.array(10).rank() == 2 ? call.values<uint8_t>(10) : nullptr;
-  kernel.chosen = call.array(11).rank() == 3 ? call.values<uint32_t>(11) : nullptr;
+  cache.latent = call.data(5);
+  cache.bytes = call.bytes_of(5);
+  cache.rope = call.data(6);
+  cache.scale = call.values<float>(7);
+  cache.layer = *call.values<int32_t>(8), cache.pages = pages[1], cache.G = pages[2];
+  kernel.start = call.values<int32_t>(9);
+  kernel.length = call.values<int32_t>(10);
+  kernel.tables = call.values<int32_t>(11);
+  kernel.filled = call.array(12).rank() == 2 ? call.values<uint8_t>(12) : nullptr;
+  kernel.chosen = call.array(13).rank() == 3 ? call.values<uint32_t>(13) : nullptr;
   kernel.scale = call.setting<float>("scale");
   kernel.out = call.results<float>(0);
   return call.run(kernel);

@@ -23,8 +23,8 @@ struct Experts {
   // scales [layers, X, D/128, 2, F/128] and [layers, X, F/128, D/128].
   const void* gate_up;
   const void* down;
-  // FP4, `fp4_block` 16 or 32: two values a byte, [layers, X, D/2, 2, F] and [layers, X, F/2, D], with scales of a byte
-  // [layers, X, D/block, 2, F] and [layers, X, F/block, D].
+  // Packed, `fp4_block` 16 or 32: two values a byte, [layers, X, D/2, 2, F] and [layers, X, F/2, D], with scales of a byte, or with
+  // `integers` in bfloat16, [layers, X, D/block, 2, F] and [layers, X, F/block, D].
   const void* gate_up_scale;
   const void* down_scale;
   int bytes;
@@ -40,6 +40,7 @@ struct Experts {
   long pieces;  // of each sum over F (a power of two, at most 8): as many as this rank has of the 8 that the whole width has
   bool apart;
   long fp4_block = 0;
+  bool integers = false;
   // Of each matrix of an expert in NVFP4, [layers, X, 2] and [layers, X]; null for 1.
   const float* gate_up_whole = nullptr;
   const float* down_whole = nullptr;
@@ -275,9 +276,12 @@ struct Experts {
   template <class Use>
   void with_matrix(const void* data, const void* scale, long expert, long depth, long width, long parts, long part, Use use) const {
     const long size = depth * parts * width, stride = parts * width;
-    if (fp4_block)
-      return use(Fp4{static_cast<const uint8_t*>(data) + expert * size / 2 + part * width,
-                     static_cast<const uint8_t*>(scale) + expert * size / fp4_block + part * width, stride, fp4_block});
+    if (fp4_block) {
+      const uint8_t* bytes = static_cast<const uint8_t*>(data) + expert * size / 2 + part * width;
+      const long scales = expert * size / fp4_block + part * width;
+      if (integers) return use(Int4{bytes, static_cast<const uint16_t*>(scale) + scales, stride, fp4_block});
+      return use(Fp4{bytes, static_cast<const uint8_t*>(scale) + scales, stride, fp4_block});
+    }
     auto matrix = [&](auto format, const float* scales, long scale_stride) {
       typedef decltype(format) Format;
       use(Matrix<Format>{static_cast<const typename Format::Stored*>(data) + expert * size + part * width, stride, scales, scale_stride});

@@ -1,4 +1,5 @@
-// B in FP4: two e2m1 values a byte along the depth, and a scale for each 16 (e4m3) or 32 (e8m0) of the depth, by column.
+// Packed B: two values a byte along the depth, and a scale for each 16 or 32 of the depth, by column. FP4: e2m1 values, with e4m3 scales of
+// 16 or e8m0 scales of 32. INT4: integers, whose code is 8 more, with bfloat16 scales of 32.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +11,14 @@ namespace dsjax {
 
 constexpr long kRoundedTogetherInFp4 = 16;  // values of a row that share a scale in NVFP4
 
-// A matrix [depth, columns]; `pieces` of a sum over its depth are of whole bytes.
-struct Fp4 {
-  const uint8_t* data;   // [depth / 2, columns] in rows `stride` apart
-  const uint8_t* scale;  // [depth / block, columns] in rows `stride` apart
+// A matrix [depth, columns]; `pieces` of a sum over its depth are of whole bytes. Scale: the bits of a scale, two bytes in INT4.
+template <class Scale>
+struct Packed {
+  const uint8_t* data;  // [depth / 2, columns] in rows `stride` apart
+  const Scale* scale;   // [depth / block, columns] in rows `stride` apart
   long stride, block;
   static constexpr bool scaled = true;
+  static constexpr bool integers = sizeof(Scale) == 2;
   static constexpr long line = 64;
   static constexpr int rows_of_a_byte = 2;
 
@@ -25,7 +28,9 @@ struct Fp4 {
   float one(long k, long column) const {
     constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     const int code = data[k / 2 * stride + column] >> (k % 2 * 4) & 15;
-    const float size = sizes[code & 7] * scale_in(UIntVec{} + scale[k / block * stride + column])[0];
+    const UIntVec own = UIntVec{} + scale[k / block * stride + column];
+    if constexpr (integers) return static_cast<float>(code - 8) * bits<Vec>(own << 16)[0];
+    const float size = sizes[code & 7] * scale_in(own)[0];
     return code & 8 ? -size : size;
   }
   Vec at(long k, long column) const {
@@ -46,7 +51,7 @@ struct Fp4 {
     return bits<Vec>(bits<UIntVec>(value) | ((byte & 0x80) << 24));
   }
 
-  // A product of a value and its scale has six bits, so that neither way of having it rounds.
+  // A product of a value and its scale has six bits, of an integer twelve, so that neither way of having it rounds.
   typedef AnyCode Codes;
 #if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__) && !defined(__clang__)
   typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
@@ -67,6 +72,18 @@ struct Fp4 {
     static constexpr uint8_t high[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
     static constexpr uint8_t higher[16] = {0, 0x43, 0x43, 0x43, 0x44, 0x44, 0x44, 0x44, 0x80, 0xc3, 0xc3, 0xc3, 0xc4, 0xc4, 0xc4, 0xc4};
     Factors found;
+    if constexpr (integers) {
+      static constexpr uint8_t lower[16] = {0, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0, 0x80, 0, 0x80, 0, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
+      static constexpr uint8_t upper[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
+      found.low = both_lanes(lower), found.high = both_lanes(upper);
+      for (int part = 0; part < 2; part++) {
+        const Scale* own = scale + k / block * stride + column + 8 * part;
+        UIntVec pairs;
+        std::memcpy(&pairs, own, 16), std::memcpy(reinterpret_cast<char*>(&pairs) + 16, own + 16, 16);
+        found.of[2 * part] = bits<Vec>(pairs << 16), found.of[2 * part + 1] = bits<Vec>(pairs & 0xffff0000u);
+      }
+      return found;
+    }
     found.low = both_lanes(low);
     const Chars scales = load_as<Chars>(scale + k / block * stride + column), none{};
     if (block == 32) {
@@ -104,16 +121,25 @@ struct Fp4 {
     Vec of[kGroup];
   };
   Factors factors(long k, long column) const {
-    const UIntVec scales = load_as<UIntVec>(scale + k / block * stride + column);
+    const Scale* own = scale + k / block * stride + column;
     Factors found;
-    for (int v = 0; v < kGroup; v++) found.of[v] = scale_in(scales >> (8 * v));
+    if constexpr (integers) {
+      for (int v = 0; v < kGroup; v++) {
+        UIntVec high;
+        for (int lane = 0; lane < kLanes; lane++) high[lane] = static_cast<uint32_t>(own[kGroup * lane + v]) << 16;
+        found.of[v] = bits<Vec>(high);
+      }
+    } else {
+      const UIntVec scales = load_as<UIntVec>(own);
+      for (int v = 0; v < kGroup; v++) found.of[v] = scale_in(scales >> (8 * v));
+    }
     return found;
   }
   // As the columns' bytes lie in 32-bit words: vector v has columns v, v + 4, v + 8, ...
   void quick(long k, int part, long column, const Factors& factors, Vec (&values)[kGroup], Codes&) const {
     const UIntVec words = load_as<UIntVec>(data + (k >> 1) * stride + column);
 #pragma GCC unroll 4
-    for (int v = 0; v < kGroup; v++) values[v] = widen_e2m1(words >> (8 * v + 4 * part)) * factors.of[v];
+    for (int v = 0; v < kGroup; v++) values[v] = widen(words >> (8 * v + 4 * part)) * factors.of[v];
   }
   static void order(Vec (&values)[kGroup]) {
     interleave(values[0], values[2]);
@@ -131,7 +157,8 @@ struct Fp4 {
 
  private:
   // Of a byte in each lane, in its low eight bits: the value of its low half. Higher bits may be anything.
-  static Vec widen_e2m1(UIntVec code) {
+  static Vec widen(UIntVec code) {
+    if constexpr (integers) return __builtin_convertvector(bits<IntVec>(code & 15), Vec) - 8.0f;
 #if !defined(__clang__) && (defined(__AVX512F__) || defined(__AVX2__))
     // A shuffle looks at as many bits of an index as there are lanes: four with AVX-512, three with AVX2, which leaves the sign.
     const Vec table = [] {
@@ -153,8 +180,13 @@ struct Fp4 {
   }
 };
 
+typedef Packed<uint8_t> Fp4;
+typedef Packed<uint16_t> Int4;
+
 DSJAX_PANEL_PRODUCT(extern, Fp4)
+DSJAX_PANEL_PRODUCT(extern, Int4)
 DSJAX_STREAM_PRODUCT(extern, Fp4)
+DSJAX_STREAM_PRODUCT(extern, Int4)
 
 // The e2m1 number nearest to a value of at most 6; of two equally near the one whose fraction is even.
 inline float to_e2m1(float value) {

@@ -80,14 +80,16 @@ void experts(const std::vector<int64_t>& s, int threads) {
   kernel.X = s[1], kernel.D = s[2], kernel.F = s[3], kernel.N = s[4], kernel.K = s[5], kernel.bytes = static_cast<int>(s[6]);
   kernel.layer = layers - 1, kernel.row_stride = stride, kernel.threads = threads;
   auto blocks = [](long size) { return (size + kScaleBlock - 1) / kScaleBlock; };
-  kernel.fp4_block = s[10];
+  kernel.fp4_block = s[10], kernel.integers = s[11];
   const bool scaled = kernel.bytes == 1 && !kernel.fp4_block;
   const long pairs_of_values = kernel.fp4_block ? 2 : 1;
   auto gate_up = read<char>(layers * kernel.X * kernel.D * 2 * kernel.F * kernel.bytes / pairs_of_values);
   auto down = read<char>(layers * kernel.X * kernel.F * kernel.D * kernel.bytes / pairs_of_values);
   auto gate_up_scale = read<float>(scaled ? layers * kernel.X * blocks(kernel.D) * 2 * blocks(kernel.F) : 0);
   auto down_scale = read<float>(scaled ? layers * kernel.X * blocks(kernel.F) * blocks(kernel.D) : 0);
-  auto small = [&](long values) { return read<uint8_t>(kernel.fp4_block ? layers * kernel.X * values / kernel.fp4_block : 0); };
+  auto small = [&](long values) {
+    return read<uint8_t>(kernel.fp4_block ? layers * kernel.X * values / kernel.fp4_block * (kernel.integers ? 2 : 1) : 0);
+  };
   auto gate_up_fp4 = small(kernel.D * 2 * kernel.F), down_fp4 = small(kernel.F * kernel.D);
   auto gate_up_whole = read<float>(kernel.fp4_block == 16 ? layers * kernel.X * 2 : 0);
   auto down_whole = read<float>(kernel.fp4_block == 16 ? layers * kernel.X : 0);
@@ -135,7 +137,8 @@ void attention(const std::vector<int64_t>& s, float scale, int threads) {
   auto rope = read<char>(layers * pages * G * kernel.O * std::max<long>(bytes, 2));
   auto start = read<int32_t>(kernel.R), length = read<int32_t>(kernel.R), tables = read<int32_t>(kernel.R * kernel.Pr);
   auto filled = read<uint8_t>(holes ? pages * G : 0);
-  kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = weights.data();
+  kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data();
+  kernel.weights = {weights.data(), 4, 0, kernel.M, kernel.H * (kernel.N + kernel.U)};
   kernel.cache = {latent.data(), rope.data(), static_cast<int>(bytes), layers - 1, pages, G, scale_of_latents.data()};
   kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data();
   kernel.filled = holes ? filled.data() : nullptr;

@@ -1,9 +1,11 @@
-// Products with matrices in FP4.
+// Products with packed matrices.
 #include "fp4.h"
 
 namespace dsjax {
 
 DSJAX_PANEL_PRODUCT(, Fp4)
+DSJAX_PANEL_PRODUCT(, Int4)
 DSJAX_STREAM_PRODUCT(, Fp4)
+DSJAX_STREAM_PRODUCT(, Int4)
 
 }  // namespace dsjax

@@ -66,7 +66,7 @@ struct SelfTest {
     for (long i = 0; i < P * G; i++) filled[i] = i % 5 != 1;
     std::vector<float> out(R * C * H * U);
     Kernel kernel;
-    kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = weights.data();
+    kernel.q_nope = q_nope.data(), kernel.q_rope = q_rope.data(), kernel.weights = {weights.data(), 4, 0, M, H * (N + U)};
     kernel.cache = {latent.data(), rope.data(), 4, 0, P, G};
     kernel.start = start.data(), kernel.length = length.data(), kernel.tables = tables.data(), kernel.filled = filled.data();
     kernel.R = R, kernel.C = C, kernel.H = H, kernel.N = N, kernel.O = O, kernel.U = U, kernel.M = M, kernel.Pr = Pr;

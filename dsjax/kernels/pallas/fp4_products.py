@@ -1,10 +1,10 @@
-"""The routed experts' products with weights in FP4, read where they lie in the stack of layers (Triton, by Pallas).
+"""The routed experts' products with packed weights, read where they lie in the stack of layers (Triton, by Pallas).
 
 As ``products``, over pairs of (row, expert) that stand sorted by expert. A byte has two values of the depth, so that rows come apart, those
 at even places of the depth and those at odd ones, and each byte is multiplied with both: nothing is interleaved in registers. Values times
-block scales are exact in bfloat16; tensor cores multiply them with bfloat16 rows, and the tensor's scale multiplies the float32 sum. Rows
-in FP8 (W4A8) are widened to bfloat16, exactly, and each 128 of the depth are multiplied by the row's scale. Hopper has no FP4 product;
-Blackwell's is not used, since Triton's lowering here has none.
+block scales are exact in bfloat16, but INT4's, which are rounded to it; tensor cores multiply them with bfloat16 rows, and the tensor's
+scale multiplies the float32 sum. Rows in FP8 (W4A8) are widened to bfloat16, exactly, and each 128 of the depth are multiplied by the row's
+scale. Hopper has no FP4 product; Blackwell's is not used, since Triton's lowering here has none.
 
 A stack of 2³¹ to 2³² bytes, which Pallas does not address rightly, is read as 16-bit words of two columns; of a stack of scales that is as
 large, one layer is copied.
@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsjax.fp4.decode import codes_to_values, scales_to_values
-from dsjax.fp4.formats import FP4Format
+from dsjax.fp4.formats import PackedFormat
 from dsjax.kernels.gate import gated
 from dsjax.kernels.pallas import pl, plgpu
 from dsjax.kernels.pallas.addressing import addressable, addressable_layer
@@ -37,7 +37,7 @@ from sharding import fp8
 
 def gate_up(
     arrays: Mapping[str, Array],
-    form: FP4Format,
+    form: PackedFormat,
     layer: Int[Array, ""],
     x_PD: Float[Array, "P D"] | fp8.Quantised,
     groups: Groups,
@@ -69,7 +69,7 @@ def gate_up(
 
 def down(
     arrays: Mapping[str, Array],
-    form: FP4Format,
+    form: PackedFormat,
     layer: Int[Array, ""],
     hidden_PF: Float[Array, "P F"] | fp8.Quantised,
     groups: Groups,
@@ -83,7 +83,7 @@ def down(
 
 
 def _product(
-    arrays, form: FP4Format, layer, x, groups: Groups, *, fused, dtype, interpret, cores, powers=False, limit=None
+    arrays, form: PackedFormat, layer, x, groups: Groups, *, fused, dtype, interpret, cores, powers=False, limit=None
 ):
     quantised = isinstance(x, fp8.Quantised)
     tiles = ProductTiles.for_load(groups.mean_load)
@@ -101,9 +101,9 @@ def _product(
     # Whole tiles of the depth; halves of it: even places, then odd ones.
     values = jnp.pad(values[:, :K], ((0, 0), (0, -K % max(tiles.depth, BLOCK))))
     values = values.reshape(rows, -1, 2).swapaxes(1, 2)
-    # Triton has no FP8 constant to load in place of what is masked: scales are loaded as bytes.
-    scale = arrays["scale"]
-    scale = scale if scale.dtype == jnp.uint8 else lax.bitcast_convert_type(scale, jnp.uint8)
+    # Triton has no FP8 constant to load in place of what is masked: scales are loaded as unsigned integers.
+    scale, bits = arrays["scale"], {1: jnp.uint8, 2: jnp.uint16}[form.scale_bytes]
+    scale = scale if scale.dtype == bits else lax.bitcast_convert_type(scale, bits)
     scales, scale_layer = addressable_layer({"scale": scale}, layer)
     layers = jnp.stack([layer, scale_layer])  # in the stack of weights, and in that of scales
     inputs = [array.astype(jnp.int32) for array in (layers, groups.start_X, groups.count_X)]
@@ -162,11 +162,11 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
         for lane, n in enumerate(columns):
             at = (scale_layer, expert, block[:, None], *middle, n[None, :])
             scale = plgpu.load(scale_ref.at[at], mask=inside, other=0)
-            if form.has_global:
-                scale = lax.bitcast_convert_type(scale, fp8.E4M3)
+            if form.scale_dtype != "uint8":
+                scale = lax.bitcast_convert_type(scale, jnp.dtype(form.scale_dtype))
             scale = scales_to_values(scale)
             codes = (packed >> (8 * lane + shift) for shift in (0, 4))
-            pairs.append([(codes_to_values(code) * scale).astype(dtype) for code in codes])
+            pairs.append([(codes_to_values(code, form.integers) * scale).astype(dtype) for code in codes])
         return pairs
 
     def one_tile(tile, _):
@@ -214,7 +214,7 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
     lax.fori_loop(0, turns, lambda turn, _: one_tile(spread + turn * tiles.spread, _), 0)
 
 
-def _cost(x: Array, weight: Array, form: FP4Format, mean_load: float, tiles: ProductTiles, dtype) -> KernelCost:
+def _cost(x: Array, weight: Array, form: PackedFormat, mean_load: float, tiles: ProductTiles, dtype) -> KernelCost:
     """Under even routing: rows of all tiles that are begun, and weights with their scales of every expert that has a pair, once."""
     X, K, columns = weight.shape[1], 2 * weight.shape[2], math.prod(weight.shape[3:])
     rows = X * tiles.rows * expected_tiles(mean_load, tiles.rows)

@@ -1,7 +1,7 @@
 """The indexer's weights, and what it makes of each token: index queries, the heads' weights, and the index key.
 
 Source: the report of DeepSeek-V3.2-Exp, equation 1, and ``Indexer`` of its published ``inference/model.py``. ``I`` index heads of width
-``A``; the first ``O`` values of each are rotated, in halves and not in interleaved pairs as MLA's are.
+``A``; the first ``O`` values of each are rotated: in V3.2 in halves, and not in interleaved pairs as MLA's are; in GLM-5 in pairs, too.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Indexer(nnx.Module):
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
         with jax.named_scope("index_project"):
             O, I = self.config.qk_rope_head_dim, self.config.index_n_heads
-            in_halves = dataclasses.replace(rotation, interleave=False)
+            turn = dataclasses.replace(rotation, interleave=self.config.family.index_interleave)
 
             def rotate(values: Array) -> Array:
-                return jnp.concatenate([in_halves(values[..., :O]), values[..., O:]], axis=-1)
+                return jnp.concatenate([turn(values[..., :O]), values[..., O:]], axis=-1)
 
             query = rearrange(multiply(self.query, q_latent), "... (j w) -> ... j w", j=I)
             weight = multiply(self.head_weights, x.astype(jnp.float32)) * I**-0.5

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -85,6 +86,23 @@ def test_narrower_dtypes_come_back_as_they_were(
     assert_same_tensors(convert_checkpoint(source, tmp_path / "again", to="hf"), tensors)
     convert_checkpoint(source, tmp_path / "orbax", to="orbax")
     assert_same_tensors(convert_checkpoint(tmp_path / "orbax", tmp_path / "back", to="hf"), tensors)
+
+
+def test_of_a_model_with_a_vision_part_the_text_part_is_read_and_converted(
+    tiny_config, checkpoints, tmp_path, make_checkpoint
+):
+    tensors = checkpoints("bf16")[1]
+    whole = {f"language_model.{name}": value for name, value in tensors.items()}
+    whole |= {"vision_tower.patch_embed.proj.bias": np.ones(3, np.float32), "mm_projector.proj.0.weight": np.eye(2)}
+    source = make_checkpoint(tmp_path / "source", tiny_config, whole)
+    nested = {"model_type": "kimi_k25", "text_config": tiny_config.to_dict(), "vision_config": {}}
+    (source / "config.json").write_text(json.dumps(nested))
+    with pytest.warns(CheckpointWarning, match=r"2 tensors of its vision part \(mm_projector, vision_tower\).*images"):
+        text = convert_checkpoint(source, tmp_path / "text", to="hf")
+    assert json.loads((text / "config.json").read_text()) == tiny_config.to_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_tensors(text, tensors)
 
 
 def test_layers_of_different_dtypes_come_back_with_the_same_values(tiny_config, checkpoints, tmp_path, make_checkpoint):

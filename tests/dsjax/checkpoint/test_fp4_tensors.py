@@ -1,4 +1,4 @@
-"""Checkpoints with FP4 matrices, of every convention, load as the same numbers; and any weights become FP4 and come back from it."""
+"""Checkpoints with packed matrices, of every convention, load as the same numbers; and any weights are packed and come back from it."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import QuantizationConfig, load_config
 from dsjax.config.weights import PACKED
 from dsjax.fp4 import host
-from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
+from dsjax.fp4.formats import FORMATS, INT4, MXFP4, NVFP4
 from sharding import MeshSpec, Rules
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -51,13 +51,18 @@ CONVENTIONS = {
     },
     "quark": lambda name, values, scales, _: {name: values, f"{name}_scale": scales},
     "ct_mxfp4": lambda name, values, scales, _: {f"{name}_packed": values, f"{name}_scale": scales},
+    "ct_int4": lambda name, values, scales, _: {
+        f"{name}_packed": values.view(np.int32),
+        f"{name}_scale": scales,
+        f"{name}_shape": np.array([len(values), 2 * values.shape[1]], np.int64),
+    },
     "deepseek": lambda name, values, scales, _: {name: values.view(np.int8), f"{name}_scale_inv": scales.view(E8M0)},
 }
 """Tensors of a matrix from its values, the scales of its blocks, and that of the whole."""
 
 
 def form_of(convention):
-    return NVFP4 if convention in ("modelopt", "ct_nvfp4") else MXFP4
+    return {"modelopt": NVFP4, "ct_nvfp4": NVFP4, "ct_int4": INT4}.get(convention, MXFP4)
 
 
 def stored(tensors, convention, where=r"\.mlp\.experts\."):
@@ -73,7 +78,7 @@ def stored(tensors, convention, where=r"\.mlp\.experts\."):
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_every_convention_loads_as_the_same_parameters(config, tensors, convention, make_checkpoint, tmp_path, recwarn):
-    weights = "nvfp4-bf16" if form_of(convention) is NVFP4 else "mxfp4-bf16"
+    weights = f"{form_of(convention).name}-bf16"
     expected = from_hf_tensors(config, tensors, weights=weights)
     checkpoint = open_checkpoint(make_checkpoint(tmp_path / "model", config, stored(tensors, convention)))
     assert checkpoint.stored_weights == weights
@@ -99,8 +104,8 @@ def decoded(tensors, form):
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_fp4_loads_as_other_weights_as_its_decoded_numbers_do(config, tensors, form):
-    packed = stored(tensors, "modelopt" if form is NVFP4 else "quark")
-    other = {NVFP4: "mxfp4", MXFP4: "nvfp4"}[form]
+    packed = stored(tensors, {NVFP4: "modelopt", MXFP4: "quark", INT4: "ct_int4"}[form])
+    other = {NVFP4: "mxfp4", MXFP4: "int4", INT4: "nvfp4"}[form]
     for weights in ("f32", "bf16", "fp8", other):
         found = from_hf_tensors(config, packed, weights=weights)
         expected = from_hf_tensors(config, decoded(tensors, form), weights=weights)
@@ -109,7 +114,8 @@ def test_fp4_loads_as_other_weights_as_its_decoded_numbers_do(config, tensors, f
 
 
 @pytest.mark.parametrize(
-    ("mesh", "weights"), [("dp=4", "mxfp4-bf16"), ("tp=2,ep=1", "nvfp4-bf16"), ("dp=2,tp=2", "mxfp4-bf16")]
+    ("mesh", "weights"),
+    [("dp=4", "mxfp4-bf16"), ("tp=2,ep=1", "nvfp4-bf16"), ("dp=2,tp=2", "mxfp4-bf16"), ("tp=2,ep=1", "int4-bf16")],
 )
 def test_a_mesh_gets_its_parts_of_what_is_encoded_while_loading(
     config, tensors, make_checkpoint, tmp_path, mesh, weights
@@ -148,7 +154,13 @@ def test_conversion_gives_what_loading_gives_and_comes_back_to_the_byte(
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
     assert not (plain / "hf_quant_config.json").exists()
     written = to_hf_tensors(config, expected)
-    assert {f"{EXPERT}_scale", EXPERT} <= written.keys() <= opened.tensors.keys()
+    assert {f"{EXPERT}_scale", EXPERT} <= written.keys()
+    if weights.startswith("int4"):  # written in words, with the shape beside them
+        words, shape = opened.tensors[f"{EXPERT}_packed"], opened.tensors[f"{EXPERT}_shape"]
+        np.testing.assert_array_equal(words.view(np.uint8), written[EXPERT])
+        assert (words.dtype, shape.dtype, list(shape)) == (np.int32, np.int32, [96, 64])
+    else:
+        assert written.keys() <= opened.tensors.keys()
 
 
 def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensors):
@@ -162,7 +174,7 @@ def test_shared_experts_and_dense_layers_that_are_fp4_are_decoded(config, tensor
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(f"{EXPERT}_scale"), "FP4 without scales"),
+        (lambda t: t.pop(f"{EXPERT}_scale"), "four bits without scales"),
         (lambda t: t.pop(f"{EXPERT}_scale_2"), "without the scale of the tensor"),
         (lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"][:, :-1]}), "one scale per 16 values"),
         (lambda t: t.update({EXPERT: t[EXPERT][:-1]}), "shape"),
@@ -179,14 +191,26 @@ def test_what_is_wrong_with_an_fp4_matrix_is_said_before_anything_is_read(config
 
 
 def test_scales_that_are_no_numbers_are_found(config, tensors):
-    for convention, weights, bad in (("modelopt", "nvfp4-bf16", 0x7F), ("quark", "mxfp4-bf16", 0xFF)):
+    for convention, weights, bad in (
+        ("modelopt", "nvfp4-bf16", 0x7F),
+        ("quark", "mxfp4-bf16", 0xFF),
+        ("ct_int4", "int4-bf16", 0x7FC0),
+    ):
         packed = stored(tensors, convention)
-        packed[f"{EXPERT}_scale"].view(np.uint8)[2, 1] = bad
+        scale = packed[f"{EXPERT}_scale"]
+        scale.view(f"u{scale.dtype.itemsize}")[2, 1] = bad
         with pytest.raises(CheckpointError, match=rf"{EXPERT}_scale: has values that are not finite"):
             from_hf_tensors(config, packed, weights=weights)
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
+def test_scales_of_int4_that_are_not_in_bfloat16_are_refused(config, tensors):
+    packed = stored(tensors, "ct_int4")
+    packed[f"{EXPERT}_scale"] = packed[f"{EXPERT}_scale"].astype(np.float16)
+    with pytest.raises(CheckpointError, match=f"{EXPERT}_scale: dtype float16, expected bfloat16"):
+        from_hf_tensors(config, packed, weights="int4-bf16")
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16", "int4-bf16"])
 def test_weights_that_are_no_numbers_are_not_encoded(config, tensors, weights):
     broken = dict(tensors) | {EXPERT: tensors[EXPERT].copy()}
     broken[EXPERT][3, 3] = np.nan

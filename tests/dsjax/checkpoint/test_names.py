@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from dsjax.checkpoint.check import check_structure
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.source import written
 from dsjax.config import load_config
 from dsjax.model.parameter_table import abstract_parameters
 
@@ -42,6 +44,36 @@ def test_every_tensor_of_the_real_checkpoint_is_placed_with_its_shape_and_dtype(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_structure("R1", TensorNames(config, abstract_parameters(config, weights="bf16")), specs)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "numbers"), [("glm-4.7-flash", 9_703, 31_221_488_576), ("glm-5.1", 59_870, 753_864_139_008)]
+)
+def test_a_neighbour_has_as_many_tensors_and_numbers_as_its_published_files(model, tensors, numbers):
+    """Of zai-org/GLM-4.7-Flash, whose MTP module has copies of embedding and head, and of zai-org/GLM-5.1, whose has none."""
+    config = load_config(model)
+    names = TensorNames(config, abstract_parameters(config, weights="bf16"))
+    shapes = names.expected()
+    if model == "glm-4.7-flash":
+        shapes |= {copy: shapes[original] for copy, original in names.copies().items()}
+    assert len(shapes) == tensors
+    assert sum(math.prod(shape) for shape in shapes.values()) == numbers
+
+
+def test_kimi_k2_5_s_text_part_has_the_tensors_of_its_published_files():
+    """Of moonshotai/Kimi-K2.5: 208,550 tensors, of which 335 are its vision part's; an expert's matrices are three tensors each."""
+    config = load_config("kimi-k2.5")
+    names = TensorNames(config, abstract_parameters(config, weights="int4-bf16", platform="any"))
+    found = {}
+    for name, (path, piece) in names.places().items():
+        info = names.parameters[path]
+        found |= written(names, path, name, TensorSpec(info.dtype, piece.shape(info.shape)))
+    assert len(found) == 208_550 - 335
+    expert = "model.layers.60.mlp.experts.383.gate_proj.weight"
+    assert found[f"{expert}_packed"][0] == TensorSpec(np.dtype(np.int32), (2048, 896))
+    assert found[f"{expert}_shape"][0] == TensorSpec(np.dtype(np.int32), (2,))
+    assert found.keys() >= {f"{expert}_scale", "lm_head.weight"}
+    assert expert not in found
 
 
 def test_a_region_names_only_the_pieces_that_touch_it(tiny_config):

@@ -57,7 +57,7 @@ def test_the_command_of_the_h20_plan_and_old_names_of_vllm_are_answered() -> Non
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--quantization modelopt_fp4", "is --weights fp8, nvfp4, nvfp4-bf16, mxfp4, mxfp4-bf16: "),
+        ("--quantization modelopt_fp4", "is --weights fp8, nvfp4, nvfp4-bf16, mxfp4, mxfp4-bf16, int4, int4-bf16: "),
         ("--speculative-draft-model-path", "not needed.*MTP module|MTP module.*not needed"),  # and not the config
         ("--dcp-size 8", "^--dcp-size has no counterpart here: "),
     ],

@@ -17,7 +17,9 @@ from dsjax.model.parameter_counts import parameter_counts
 
 REFERENCE = Path(__file__).parents[3] / ".." / "shared" / "reference" / "deepseek-r1.config.json"
 DEEPSEEK = ("deepseek-r1", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.1")
-RELEASED = (*DEEPSEEK, "deepseek-v3.2", "deepseek-v3.2-exp", "deepseek-v3.2-speciale", "kimi-k2", "moonlight")
+V32 = ("deepseek-v3.2", "deepseek-v3.2-exp", "deepseek-v3.2-speciale")
+NEIGHBOURS = ("glm-4.7-flash", "glm-5", "glm-5.1", "kimi-k2", "kimi-k2.5", "moonlight", "sarvam-105b")
+RELEASED = (*DEEPSEEK, *V32, *NEIGHBOURS)
 
 
 def changed(name: str, /, **changes) -> dict:
@@ -29,7 +31,17 @@ def changed(name: str, /, **changes) -> dict:
 v2, v3 = functools.partial(changed, "deepseek-v2"), functools.partial(changed, "deepseek-v3")
 
 V32_INDEXER = {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+GLM_INDEXER = V32_INDEXER | {"model_type": "glm_moe_dsa"}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def int4(**weights) -> dict:
+    """Kimi-K2.5's `quantization_config`, with some fields of its weights changed."""
+    written = dict(load_config("kimi-k2.5").quantization.to_dict())
+    group = written["config_groups"]["group_0"]
+    return written | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -39,7 +51,7 @@ def test_bundled_r1_equals_the_released_config():
 
 
 # Released sizes: V3's from its tensors (DESIGN.md); the others' public figures are 236 B, 15.7 B, 1.04 T (1,026 B
-# without rounding up), 16 B, with 21 B, 2.4 B, 32 B, 3 B active. The exact numbers below are this arithmetic's.
+# without rounding up), 16 B, 744 B, 30 B, 105 B, with 21 B, 2.4 B, 32 B, 3 B active. The exact numbers below are this arithmetic's.
 @pytest.mark.parametrize(
     ("name", "main_model", "active"),
     [
@@ -53,6 +65,10 @@ def test_bundled_r1_equals_the_released_config():
         ("deepseek-v4-pro", 1_572_999_528_803, 49_781_408_099),  # 1.6 T, 49 B
         ("kimi-k2", 1_026_408_232_448, 32_861_500_928),
         ("moonlight", 15_960_111_872, 2_914_776_192),
+        ("kimi-k2.5", 1_026_408_232_448, 32_861_500_928),
+        ("glm-5.1", 743_911_218_432, 41_784_728_832),
+        ("glm-4.7-flash", 29_943_393_920, 3_896_766_080),
+        ("sarvam-105b", 106_031_767_424, 12_414_902_144),
     ],
 )
 def test_released_models_have_their_public_sizes(name, main_model, active):
@@ -122,6 +138,7 @@ def test_eos_may_be_one_id_several_or_none():
         ("num_mtp_layers", "num_nextn_predict_layers"),
         ("num_experts", "n_routed_experts"),
         ("num_local_experts", "n_routed_experts"),
+        ("num_shared_experts", "n_shared_experts"),
     ],
 )
 def test_a_field_is_read_by_the_other_name_that_transformers_has_for_it(alias, name):
@@ -142,6 +159,25 @@ def test_missing_keys_take_the_defaults_of_transformers():
     assert config.topk_group == config.n_group == 8
     config = ModelConfig.from_dict(v2(topk_method=..., scoring_func=..., norm_topk_prob=...))
     assert (config.topk_method, config.scoring_func, config.norm_topk_prob) == ("greedy", "softmax", False)
+
+
+def test_a_family_s_own_defaults_and_spellings_are_read():
+    raw = changed("sarvam-105b", q_lora_rank=..., first_k_dense_replace=..., head_dim=576)
+    raw["rope_scaling"] = raw["rope_scaling"] | {"type": "deepseek_yarn", "rope_type": "deepseek_yarn"}
+    assert ModelConfig.from_dict(raw) == load_config("sarvam-105b")
+    written = load_config("glm-4.7-flash").to_dict()
+    assert written["mlp_layer_types"] == ["dense"] + ["sparse"] * 46, "transformers' class reads nothing else"
+    del written["mlp_layer_types"], written["first_k_dense_replace"]
+    assert ModelConfig.from_dict(written) == load_config("glm-4.7-flash")
+
+
+def test_of_a_model_with_a_vision_part_the_text_part_is_read():
+    """Of keys on both levels the text part's count, but for the tied head's: transformers asks the whole for it."""
+    text = changed("kimi-k2", bos_token_id=None, quantization_config=..., torch_dtype=..., tie_word_embeddings=True)
+    whole = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"patch_size": 14}, "eos_token_id": 7}
+    whole |= {"tie_word_embeddings": False, "bos_token_id": 5, "dtype": "bfloat16", "quantization_config": FP8}
+    expected = dataclasses.replace(load_config("kimi-k2"), bos_token_id=5)
+    assert ModelConfig.from_dict(whole) == expected
 
 
 def test_keys_that_are_unknown_or_ignored_are_named_in_a_warning():
@@ -220,7 +256,28 @@ FAULTS = [
         '"dynamic"',
     ),
     ({"quantization_config": []}, "quantization_config", "a JSON object"),
-    ({"index_topk": 2048}, "index_topk", "only deepseek_v32"),
+    *(
+        (
+            {"quantization_config": int4(**{key: value})},
+            f"quantization_config.config_groups.group_0.weights.{key}",
+            accepted,
+        )
+        for key, value, accepted in (
+            ("num_bits", 8, "4"),
+            ("group_size", 128, "32"),
+            ("symmetric", False, "True"),
+            ("actorder", "group", "None"),
+        )
+    ),
+    ({"quantization_config": int4() | {"config_groups": None}}, "quantization_config.config_groups", "a JSON object"),
+    ({"index_topk": 2048}, "index_topk", "only deepseek_v32, deepseek_v4 and glm_moe_dsa"),
+    (GLM_INDEXER | {"indexer_rope_interleave": False}, "indexer_rope_interleave", "accepted is True"),
+    (V32_INDEXER | {"indexer_rope_interleave": True}, "indexer_rope_interleave", "accepted is False"),
+    (GLM_INDEXER | {"indexer_types": ["full"] * 60 + ["shared"]}, "indexer_types", "not supported"),
+    (GLM_INDEXER | {"index_topk_freq": 4}, "index_topk_freq", "not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "not supported"),
+    ({"text_config": {}}, "model_type", '"kimi_k25"'),
+    ({"model_type": "kimi_k25", "text_config": []}, "text_config", "a JSON object"),
     ({"layer_types": ["indexed_attention"]}, "layer_types", "not supported"),
     ({"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types", '"dense" ones first'),
     ({"model_type": "deepseek_v32", "index_topk": None}, "index_topk", "at least 1"),

@@ -29,5 +29,5 @@ def test_a_checkpoint_says_which_quantisation_it_has():
     methods = {name: (row.quantization_config(3) or {}).get("quant_method") for name, row in WEIGHT_FORMATS.items()}
     assert methods == {
         "f32": None, "bf16": None, "mixed": None, "fp8": "fp8", "nvfp4": "fp8", "nvfp4-bf16": "modelopt", "mxfp4": "fp8",
-        "mxfp4-bf16": "mxfp4",
+        "mxfp4-bf16": "mxfp4", "int4": "fp8", "int4-bf16": "compressed-tensors",
     }  # fmt: skip

@@ -173,8 +173,8 @@ def test_by_so_many_rows_nothing_is_drafted_but_the_module_stays_on_the_device(d
     assert (found.weights, found.cache) == (held.weights, held.cache)
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16"])
-def test_experts_in_fp4_take_the_bytes_of_the_format_and_count_as_numbers_of_the_model(weights, described):
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4-bf16", "int4-bf16"])
+def test_packed_experts_take_the_bytes_of_the_format_and_count_as_numbers_of_the_model(weights, described):
     kept, plain = (
         described(DryRunArgs(engine=EngineArgs(model="demo", mesh="dp=2", weights=one), batch=2, context=64))
         for one in (weights, "auto")

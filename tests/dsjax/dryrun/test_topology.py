@@ -157,6 +157,7 @@ def test_a_step_for_32_gpus_has_asynchronous_dispatch_and_fits(step, options, fo
         ("b200", "--model deepseek-v3 --mesh dp=32"),
         ("gb300", "--model deepseek-v3.2 --mesh dp=32 --weights nvfp4 --step prefill"),
         ("rtx-4090", "--model demo --mesh dp=2 --weights mxfp4 --context 512"),
+        ("gb200", "--model demo --mesh dp=2 --weights int4-bf16 --context 512"),
     ],
 )
 def test_a_step_compiles_for_gpus_other_than_hopper(target, options):

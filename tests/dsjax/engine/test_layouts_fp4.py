@@ -1,4 +1,4 @@
-"""With experts in FP4, every layout gives the answer of one device to the bit, and a mesh that cuts a block is refused."""
+"""With packed experts, every layout gives the answer of one device to the bit, and a mesh that cuts a block is refused."""
 
 import functools
 
@@ -49,6 +49,7 @@ def one_device(checkpoint):
         ("mxfp4-bf16", "auto", "dp=2", "ragged", EPLB),
         ("nvfp4-bf16", "nvfp4", "dp=2,tp=2", "padded", {"redundant_experts": 4}),
         ("nvfp4-bf16", "dynamic", "dp=2", "gather", {}),
+        ("int4-bf16", "auto", "dp=2,tp=2", "padded", {"redundant_experts": 4}),
     ],
 )
 def test_layout_gives_the_answer_of_one_device(

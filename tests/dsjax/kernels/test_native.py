@@ -38,7 +38,8 @@ def experts_of(kernels, case, threads=1):
     return np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
 
 
-def attention_of(kernels, case, form, threads=1, chosen=None):
+def attention_of(kernels, case, form, threads=1, chosen=None, weights=None):
+    """weights: ``W^UK`` and ``W^UV`` as a stack of layers, of which the last counts; None: those of the case, in float32."""
     native = with_threads(kernels, threads).native
     filled = None if case.filled is None else jnp.asarray(case.filled, bool)
 
@@ -46,7 +47,9 @@ def attention_of(kernels, case, form, threads=1, chosen=None):
         layer = jnp.int32(len(case.latent) - 1)
         return native.attention(f"{form}_attention", *queries, cache, layer, *rows, filled, *chosen, scale=case.scale)
 
-    queries, rows = (case.q_nope, case.q_rope, case.weights), (case.start, case.length, case.tables)
+    weights = weights or {"weight": case.weights.reshape(1, len(case.weights), -1)}
+    last = jnp.int32(len(weights["weight"]) - 1)
+    queries, rows = (case.q_nope, case.q_rope, weights, last), (case.start, case.length, case.tables)
     return np.asarray(jax.jit(run)(queries, case.cache(), rows, *([] if chosen is None else [chosen])))
 
 
@@ -243,6 +246,23 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_rows_attention(kernels, f
     row = {name: getattr(case, name)[3:4] for name in ("q_nope", "q_rope", "start", "length", "tables")}
     np.testing.assert_array_equal(attention_of(kernels, dataclasses.replace(case, **row), form), once[3:4])
     assert not once[1].any()
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("stored", [2, 1])
+def test_attention_widens_stored_weights_to_the_bits_of_float32_ones(kernels, form, stored):
+    case = AttentionCase.drawn(
+        4, R=3, C=2, H=3, N=75, O=16, U=43, M=150, G=16, longest=90
+    )  # heads that cut blocks of 128
+    weight = np.random.default_rng(5).standard_normal((2, 150, 3 * (75 + 43))).astype(STORED[stored])
+    arrays, factor = {"weight": weight.view(f"u{stored}")}, np.float32(1)
+    if stored == 1:
+        arrays["scale"] = np.random.default_rng(6).uniform(0.5, 2, (2, 2, 3)).astype(np.float32)
+        factor = arrays["scale"][1].repeat(128, axis=0)[:150].repeat(128, axis=1)[:, : weight.shape[2]]
+    widened = dataclasses.replace(case, weights=(weight[1].astype(np.float32) * factor).reshape(150, 3, -1))
+    np.testing.assert_array_equal(
+        attention_of(kernels, case, form, weights=arrays), attention_of(kernels, widened, form)
+    )
 
 
 @pytest.mark.parametrize(("stored", "H"), [(4, 3), (2, 16), (1, 8)])

@@ -1,4 +1,4 @@
-"""The native experts' product with weights in FP4 is that of their decoded numbers."""
+"""The native experts' product with packed weights is that of their decoded numbers."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ExpertsCase
 
-from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
+from dsjax.fp4.formats import FORMATS, INT4, MXFP4, NVFP4
 from dsjax.kernels.table import PLAIN
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -63,14 +63,14 @@ def test_products_are_those_of_the_decoded_numbers(kernels, seed, form, X, sizes
     assert np.all(np.abs(drawn.run(kernels) - expected) <= 1e-6 * (D + F) ** 0.5 * (size + 1))
 
 
-@pytest.mark.parametrize(("form", "count"), [(NVFP4, 40), (MXFP4, 6), (NVFP4, 1), (MXFP4, 3)])
+@pytest.mark.parametrize(("form", "count"), [(NVFP4, 40), (MXFP4, 6), (NVFP4, 1), (MXFP4, 3), (INT4, 40), (INT4, 1)])
 def test_wide_matrices_and_any_number_of_rows(kernels, form, count):
     drawn = Drawn.of(3, form, X=2, D=1088, F=544, N=count, K=1, routing="one expert")
     expected, size = drawn.numbers.expected()
     assert np.all(np.abs(drawn.run(kernels) - expected) <= 1e-6 * 1632**0.5 * (size + 1))
 
 
-@pytest.mark.parametrize(("form", "threads"), [(NVFP4, 2), (MXFP4, 5)], ids=FORMATS)
+@pytest.mark.parametrize(("form", "threads"), [(NVFP4, 2), (MXFP4, 5), (INT4, 3)], ids=FORMATS)
 def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, threads):
     drawn = Drawn.of(1, form, X=3, D=288, F=160, N=90, K=2, routing="all")
     many = drawn.run(kernels)
@@ -86,8 +86,9 @@ def test_threads_and_the_other_rows_change_no_bit_of_a_result(kernels, form, thr
         (NVFP4, ActivationScheme(dynamic=True)),
         (MXFP4, ActivationScheme(dynamic=True, powers=True)),
         (NVFP4, ActivationScheme(dynamic=True, experts="nvfp4")),
+        (INT4, ActivationScheme(dynamic=True)),
     ],
-    ids=["NVFP4 × FP8", "MXFP4 × FP8 by powers of two", "NVFP4 × NVFP4"],
+    ids=["NVFP4 × FP8", "MXFP4 × FP8 by powers of two", "NVFP4 × NVFP4", "INT4 × FP8"],
 )
 def test_rows_and_hidden_values_are_rounded_as_the_plain_form_does_whatever_threads_and_rows(kernels, form, scheme):
     drawn = Drawn.of(9, form, X=4, D=320, F=288, N=70, K=2, routing="all")
@@ -102,26 +103,24 @@ def test_rows_and_hidden_values_are_rounded_as_the_plain_form_does_whatever_thre
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_every_byte_of_values_and_scales_is_widened_as_the_definition_says(kernels, form):
-    """One expert of 256 columns: column c has the byte c everywhere, or the scale c."""
+    """One expert of 256 columns: column c has the byte c everywhere, or the scale c, of INT4 its upper byte."""
     block = form.block
     D, F = block, 256
     columns = np.arange(F, dtype=np.uint8)
-    one = np.uint8(0x38 if form.has_global else 127)  # the scale 1
+    one = {"nvfp4": np.uint8(0x38), "mxfp4": np.uint8(127), "int4": np.uint16(0x3F80)}[form.name]  # the scale 1
+    numbers = {"nvfp4": (columns & 0x7F) != 0x7F, "mxfp4": columns <= 250, "int4": (columns & 0x7F) < 0x7D}[form.name]
+    zero, unit = (0x88, 9) if form.integers else (0, 2)  # a byte of two zeros, and the code of 1
     for which in ("values", "scales"):
         weight = np.broadcast_to(columns if which == "values" else np.uint8(0x22), (1, 1, D // 2, 2, F))
-        # e4m3 has two codes for no number, and e8m0 one; 2^127 × 1 × 1 is still a number.
-        scale = (
-            np.where((columns & 0x7F) == 0x7F, one, columns)
-            if form.has_global
-            else np.where(columns > 250, one, columns)
-        )
+        # e4m3 has two codes for no number, and e8m0 one; 2^127 × 1 × 1 is still a number. bfloat16 has more, and large ones overflow.
+        scale = np.where(numbers, columns.astype(one.dtype) << 8 * (form.scale_bytes - 1), one)
         scale = np.broadcast_to(scale if which == "scales" else one, (1, 1, 1, 2, F))
         # Down is the identity on the first of each 256 hidden values: rows of F, columns of D.
         for at in range(0, F, 128):
-            down = np.zeros((1, 1, F // 2, D), np.uint8)
+            down = np.full((1, 1, F // 2, D), zero, np.uint8)
             for column in range(D):
                 hidden = at + column * (128 // D)
-                down[0, 0, hidden // 2, column] = 2 << 4 * (hidden % 2)  # 1.0
+                down[0, 0, hidden // 2, column] ^= (unit ^ zero & 15) << 4 * (hidden % 2)
             params = {"gate_up.weight": weight, "gate_up.scale": scale, "down.weight": down,
                       "down.scale": np.full((1, 1, F // block, D), one)}  # fmt: skip
             if form.has_global:

@@ -1,4 +1,4 @@
-"""The Pallas product of FP4 experts, run by the interpreter, is that of the decoded numbers; W4A8 is that of the plain form."""
+"""The Pallas product of packed experts, run by the interpreter, is that of the decoded numbers; W4A8 is that of the plain form."""
 
 import functools
 
@@ -10,7 +10,7 @@ from fp4_weights import in_fp4
 from kernel_cases import ExpertsCase
 from test_kernel_order import kernel_arrays, shape
 
-from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
+from dsjax.fp4.formats import FORMATS, INT4, MXFP4, NVFP4
 from dsjax.kernels.pallas import addressing, fp4_products
 from dsjax.kernels.pallas.products import Groups, ProductTiles
 from dsjax.kernels.table import choose_kernels
@@ -32,7 +32,9 @@ def case_of(form, D, F, N, dtype=np.float32):
     return packed, decoded, jnp.asarray(case.rows * D**0.5, dtype), case.ids, case.weights
 
 
-@pytest.mark.parametrize(("form", "D", "F", "N"), [(NVFP4, 64, 96, 5), (MXFP4, 320, 160, 40)], ids=FORMATS)
+@pytest.mark.parametrize(
+    ("form", "D", "F", "N"), [(NVFP4, 64, 96, 5), (MXFP4, 320, 160, 40), (INT4, 320, 96, 9)], ids=FORMATS
+)
 def test_products_are_those_of_the_decoded_numbers(form, D, F, N):
     packed, decoded, rows, ids, weights = case_of(form, D, F, N)
     expected = np.asarray(jax.jit(ExpertProduct("tiles"))(decoded, rows, ids, weights))
@@ -40,15 +42,17 @@ def test_products_are_those_of_the_decoded_numbers(form, D, F, N):
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
-def test_in_bfloat16_only_the_results_are_rounded():
-    packed, decoded, rows, ids, weights = case_of(NVFP4, 160, 64, 12, jnp.bfloat16)
+@pytest.mark.parametrize("form", [NVFP4, INT4], ids=lambda form: form.name)
+def test_in_bfloat16_the_results_are_rounded(form):
+    """And in INT4 a value times its scale, once, to eight bits of twelve."""
+    packed, decoded, rows, ids, weights = case_of(form, 160, 64, 12, jnp.bfloat16)
     expected = np.asarray(jax.jit(ExpertProduct("tiles"))(decoded, rows.astype(jnp.float32), ids, weights))
     found = jax.jit(ExpertProduct(weight_dtype=BYTES, kernels=PALLAS))(packed, rows, ids, weights)
     # hidden values, each expert's result and the sum, to 8 bits each
     assert np.abs(np.asarray(found, np.float32) - expected).max() <= 0.02 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("form", "powers"), [(NVFP4, False), (MXFP4, True)], ids=FORMATS)
+@pytest.mark.parametrize(("form", "powers"), [(NVFP4, False), (MXFP4, True), (INT4, False)], ids=FORMATS)
 def test_w4a8_is_the_plain_form_s(form, powers):
     packed, _, rows, ids, weights = case_of(form, 320, 160, 9)
     scheme = ActivationScheme(dynamic=True, powers=powers)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_cases import ATTENTION, DENSE, EXPERTS, INDEX, AttentionCase, DenseCase, ExpertsCase, IndexCase
 
 from dsjax.engine.device.process import cache_folder
-from dsjax.fp4.formats import MXFP4, NVFP4
+from dsjax.fp4.formats import FORMATS
 from dsjax.kernels import build
 
 pytestmark = pytest.mark.slow  # all together: they compile the kernels twice
@@ -81,7 +81,7 @@ def run(harness, *case):
 def test_experts(harness, X, D, F, N, K, stored, threads, pieces, apart, **drawn):
     case = ExpertsCase.drawn(X=X, D=D, F=F, N=N, K=K, stored=stored, **drawn)
     arrays = (case.gate_up, case.down, *(case.scales or ()), case.rows, case.ids, case.weights)
-    sizes = (2, X, D, F, N, K, stored, D, pieces if F % pieces == 0 else 1, apart, 0)
+    sizes = (2, X, D, F, N, K, stored, D, pieces if F % pieces == 0 else 1, apart, 0, False)
     found = run(harness, 0, threads, sizes, 0.0, *arrays)
     found = found.reshape(N, K, D).sum(axis=1) if apart else found
     expected, size = case.expected()
@@ -91,7 +91,7 @@ def test_experts(harness, X, D, F, N, K, stored, threads, pieces, apart, **drawn
 @FEW
 @given(
     seed=st.integers(0, 2**31),
-    form=st.sampled_from([NVFP4, MXFP4]),
+    form=st.sampled_from([*FORMATS.values()]),
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     N=st.sampled_from([1, 2, 60]),
     threads=st.sampled_from([1, 2, 4]),
@@ -103,7 +103,7 @@ def test_experts_in_fp4(harness, seed, form, sizes, N, threads, pieces):
     packed, decoded = in_fp4({"gate_up.weight": case.gate_up[-1], "down.weight": case.down[-1]}, form)
     parts = ("weight", "scale", "global_scale")[: 3 if form.has_global else 2]
     weights = [packed[f"{name}.{part}"] for part in parts for name in ("gate_up", "down")]
-    sizes = (1, 3, D, F, N, 2, 1, D, pieces, False, form.block)
+    sizes = (1, 3, D, F, N, 2, 1, D, pieces, False, form.block, form.integers)
     found = run(harness, 0, threads, sizes, 0.0, *weights, case.rows, case.ids, case.weights)
     numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
     expected, size = numbers.expected()

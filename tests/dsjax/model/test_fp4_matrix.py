@@ -1,4 +1,4 @@
-"""Experts in FP4 give what their decoded numbers give, in every implementation, and W4A8 what its definition says."""
+"""Packed experts give what their decoded numbers give, in every implementation, and W4A8 what its definition says."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from fp4_weights import encoded, in_fp4
 
 from dsjax.fp4 import host
-from dsjax.fp4.formats import FORMATS, MXFP4, NVFP4
+from dsjax.fp4.formats import FORMATS, INT4, MXFP4, NVFP4
 from dsjax.fp4.rows import quantise
 from dsjax.model.experts import ExpertProduct
 from dsjax.model.fp8_product import ActivationScheme
@@ -33,7 +33,13 @@ def case():
 
 @pytest.mark.parametrize(
     ("form", "implementation", "stacked"),
-    [(NVFP4, "tiles", True), (MXFP4, "einsum", True), (MXFP4, "tiles", False)],
+    [
+        (NVFP4, "tiles", True),
+        (MXFP4, "einsum", True),
+        (MXFP4, "tiles", False),
+        (INT4, "tiles", True),
+        (INT4, "einsum", False),
+    ],
 )
 def test_the_product_is_that_of_the_decoded_numbers(form, implementation, stacked, case):
     params, rows, ids, weights = case
@@ -47,9 +53,10 @@ def test_the_product_is_that_of_the_decoded_numbers(form, implementation, stacke
     np.testing.assert_array_equal(found, expected)
 
 
-def test_in_bfloat16_the_decoded_numbers_are_rounded_once(case):
+@pytest.mark.parametrize("form", [NVFP4, INT4], ids=lambda form: form.name)
+def test_in_bfloat16_the_decoded_numbers_are_rounded_once(form, case):
     params, rows, ids, weights = case
-    packed, decoded = in_fp4(params, NVFP4)
+    packed, decoded = in_fp4(params, form)
     rounded = {name: array.astype(ml_dtypes.bfloat16) for name, array in decoded.items()}
     rows = jnp.asarray(rows, jnp.bfloat16)
     expected = jax.jit(ExpertProduct("einsum", weight_dtype=np.dtype(ml_dtypes.bfloat16)))(rounded, rows, ids, weights)
@@ -67,7 +74,9 @@ def by_loop(decoded, rows, ids, weights, rounded):
 
 
 @pytest.mark.parametrize(
-    ("form", "implementation", "powers"), [(NVFP4, "einsum", False), (MXFP4, "tiles", True)], ids=FORMATS
+    ("form", "implementation", "powers"),
+    [(NVFP4, "einsum", False), (MXFP4, "tiles", True), (INT4, "tiles", False)],
+    ids=FORMATS,
 )
 def test_w4a8_multiplies_activations_in_fp8_with_the_decoded_numbers(form, implementation, powers, case):
     params, rows, ids, weights = case

@@ -36,12 +36,12 @@ ROWS, CHUNK = 2, 4
 class Module:
     """A tiny model with its MTP module on a mesh; one program serves prompts' chunks and decodes."""
 
-    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None, router=None):
+    def __init__(self, mesh="dp=2", form="A_CC_ME", block_tokens=None, router=None, **changes):
         spec = MeshSpec.parse(mesh)
         args = EngineArgs(mesh=mesh, page_size=G, dtype="float32", mla_prefill=form, mla_decode=form, router=router)
         step = make_step(args, CONFIG, spec, spec.build(), mtp=True)
         dispatch = dataclasses.replace(step.dispatch, report=True)
-        self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch)
+        self.step = dataclasses.replace(step, block_tokens=block_tokens, dispatch=dispatch, **changes)
         self.params = placed(step, from_hf_tensors(CONFIG, tensors(CONFIG)))
         self.ranks, self.on_ranks = spec.dp_size, NamedSharding(step.mesh, P(spec.batch_axes))
         self.shape = GroupShape(ROWS, CHUNK, TABLE, step.decode_form)
@@ -83,7 +83,7 @@ class Module:
         out, cache, filled, self.reports = jax.block_until_ready(
             self._further(params or self.params, cache, filled, packed, hidden, next_tokens, copies or self.copies)
         )
-        out = np.asarray(out).reshape(self.ranks, ROWS, CHUNK, D)
+        out = self.every = np.asarray(out).reshape(self.ranks, ROWS, CHUNK, D)
         assert np.all(np.isfinite(out))
         return {at: out[at][: len(row[0])] for at, row in rows.items()}, cache, filled
 
@@ -197,6 +197,13 @@ def test_its_router_is_given_the_tokens_after_the_hidden_states():
     experts = (first[:, None] + np.arange(CONFIG.num_experts_per_tok)) % CONFIG.n_routed_experts
     counts = np.asarray(one.reports["tokens_per_expert"]).reshape(-1, CONFIG.n_routed_experts).sum(0)
     np.testing.assert_array_equal(counts, np.bincount(experts.ravel(), minlength=CONFIG.n_routed_experts))
+
+
+def test_padding_stays_zeros_which_native_kernels_pass_over(kernels):
+    """Ranks without a draft would else read the module's matrices and the head for nothing."""
+    one, [long, _] = Module(kernels=kernels), sequences(2)
+    one.further(*one.empty(), long.rows(0, 3))
+    assert one.every.any(axis=-1).sum() == 3
 
 
 def test_it_fills_its_tokens_slots_in_its_own_layer_and_no_other():

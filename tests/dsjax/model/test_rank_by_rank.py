@@ -1,5 +1,6 @@
 """Emulated ranks run each a region of their own, in which a rank without a token leaves its layers out."""
 
+import math
 import re
 
 import pytest
@@ -21,7 +22,10 @@ def computations(text: str) -> dict[str, str]:
 @pytest.fixture
 def decode_program(kernels, tmp_path):
     def compile_step(mesh, drafts=0):
-        """Text of the step's program, or of that which proposes so many drafts. One MLA form, since a second one is a branch."""
+        """Text of the step's program, or of that which proposes so many drafts, and numbers of elements of a device's cache arrays.
+
+        One MLA form, since a second one is a branch.
+        """
         speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
         directory = write_checkpoint(tmp_path, mtp=drafts > 0)
         options = FEW_SHAPES | {"kernels": "native", "batch_invariant": True} | speculation
@@ -30,7 +34,8 @@ def decode_program(kernels, tmp_path):
             programs = llm.executor.programs
             shape = programs.shape(Rectangle(1, 1 + drafts), None)
             lowered = programs.lower_drafts(shape, drafts) if drafts else programs.lower_step(shape)
-            return lowered.compile().as_text()
+            cache = [array.addressable_shards[0].data.size for array in llm.executor.state.cache.values()]
+            return lowered.compile().as_text(), cache
         finally:
             llm.shutdown()
 
@@ -40,7 +45,7 @@ def decode_program(kernels, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 2], ids=["layers", "the MTP module"])
 def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_program, drafts):
-    text = decode_program("dp=4", drafts)
+    text, _ = decode_program("dp=4", drafts)
     branches = set(
         re.findall(r"%([\w.\-]+)", " ".join(re.findall(r"(?:branch|true|false)_computations?=\{?[^}\n]*", text)))
     )
@@ -55,6 +60,15 @@ def test_a_rank_without_a_token_leaves_attention_out_but_not_its_experts(decode_
 
 @pytest.mark.slow
 def test_ranks_whose_devices_add_sums_compute_in_step(decode_program):
-    text = decode_program("dp=2,tp=2")
+    text, _ = decode_program("dp=2,tp=2")
     assert ATTENTION in text
     assert "conditional(" not in text
+
+
+@pytest.mark.slow
+def test_passes_that_draft_write_the_cache_in_place(decode_program):
+    """The first pass writes several entries and the second one, each by another operation: XLA must not copy the cache between them."""
+    text, cache = decode_program("dp=4", drafts=2)
+    copied = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)]
+    assert copied, "small arrays are"
+    assert max(copied) < min(cache)

@@ -41,9 +41,12 @@ def test_what_several_devices_or_stages_of_a_host_hold_is_read_once_each(ask):
     assert whole <= host_bytes(instance(ask, "pp=2,tp=4")) < 1.06 * whole  # of which the fullest has 31 of 61 layers
 
 
-@pytest.mark.parametrize(("model", "named", "kept"), [("deepseek-v2", "fp8", "bf16"), ("deepseek-v3", "mxfp4", "fp8")])
+@pytest.mark.parametrize(
+    ("model", "named", "kept"),
+    [("deepseek-v2", "fp8", "bf16"), ("deepseek-v3", "mxfp4", "fp8"), ("kimi-k2.5", "fp8", "int4-bf16")],
+)
 def test_the_files_of_a_checkpoint_are_read_and_have_room_whatever_they_become(ask, model, named, kept):
-    """V2's are bf16 and V3's FP8; they are quantised while they are loaded."""
+    """V2's are bf16, V3's FP8, and Kimi-K2.5's experts INT4; they are quantised while they are loaded."""
     config = load_config(model)
     options = PlanOptions(
         precision=find_engine("dsjax").precision(PRECISIONS[named]), engine=find_engine("dsjax"), dispatch="auto"

@@ -56,9 +56,10 @@ def test_fp8_blocks_are_not_cut(v3):
 @pytest.mark.parametrize(
     ("model", "weights", "most"),
     [
-        # Experts of 1,408: a device of tp=8 has 176, eleven blocks of NVFP4, five and a half of MXFP4.
+        # Experts of 1,408: a device of tp=8 has 176, eleven blocks of NVFP4, five and a half of MXFP4 and INT4.
         ("deepseek-v2-lite", "nvfp4-bf16", 8),
         ("deepseek-v2-lite", "mxfp4-bf16", 4),
+        ("deepseek-v2-lite", "int4-bf16", 4),
         # Two shared experts of 3,072: over tp=16 that is a block of 128 and a half. Moonlight's are 22 blocks together.
         ("deepseek-v2", "fp8", 8),
         ("kimi-k2", "fp8", 16),

@@ -404,8 +404,10 @@ def test_a_value_is_a_word_of_a_manifest_or_goes_into_it_as_json_or_a_comment():
             fill("computedomain.yaml", **values | {"name": name})
 
 
-@pytest.mark.parametrize(("cluster", "weights"), [("b200-8", "nvfp4"), ("h200-8", "mxfp4-bf16")])
-def test_a_plan_with_fp4_experts_is_one_that_dsjax_serves(ask, cluster, weights):
+@pytest.mark.parametrize(
+    ("cluster", "weights"), [("b200-8", "nvfp4"), ("h200-8", "mxfp4-bf16"), ("h200-8", "int4-bf16")]
+)
+def test_a_plan_with_packed_experts_is_one_that_dsjax_serves(ask, cluster, weights):
     engine = find_engine("dsjax")
     kept, mesh = engine.precision(precision(weights)), MeshSpec.parse("dp=8")
     options = PlanOptions(engine=engine, precision=kept, modes=("aggregated",), mesh=mesh, dispatch="auto")

@@ -1,17 +1,24 @@
 """What the indexer makes of a token, and what index queries and keys go through before they are multiplied."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.model.parameter_counts import indexer_parameters
 from dsjax.model.parameter_table import abstract_parameters
+from dsjax.model.parameters import Declaration, multiply
+from dsjax.model.rope import Rotation
 from dsjax.model.sparse import IndexScores
+from dsjax.model.sparse.indexer import Indexer
 from sharding import fp8
 
 V32 = load_config("deepseek-v3.2")
+SMALL = {"hidden_size": 8, "q_lora_rank": 8, "index_n_heads": 1, "index_head_dim": 8, "qk_rope_head_dim": 4}
 
 
 def hadamard(width: int) -> np.ndarray:
@@ -25,6 +32,25 @@ def test_rotation_is_the_product_with_a_hadamard_matrix():
     x = np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32)
     found = np.asarray(IndexScores(hadamard=True).rotate(jnp.asarray(x)))
     np.testing.assert_allclose(found, x @ hadamard(128), atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "pairs"), [("deepseek-v3.2", ((0, 2), (1, 3))), ("glm-5", ((0, 1), (2, 3)))])
+def test_a_family_rotates_index_queries_in_pairs_of_its_own(model, pairs):
+    """All first elements of the pairs come first, then all second ones; what is not rotated stays."""
+    config = dataclasses.replace(load_config(model), **SMALL)
+    indexer = Indexer(Declaration("f32", "cpu"), config)
+    for name in ("query", "key"):
+        matrix = getattr(indexer, name)
+        matrix.weight = nnx.Param(jnp.eye(8), info=matrix.weight.info)
+    for name, value in (("scale", 1.0), ("bias", 0.0)):
+        setattr(indexer.key_norm, name, nnx.Param(jnp.full(8, value), info=getattr(indexer.key_norm, name).info))
+    indexer.head_weights.weight = nnx.Param(jnp.zeros((8, 1)), info=indexer.head_weights.weight.info)
+    q = np.arange(1.0, 9.0, dtype=np.float32)
+    rotation = Rotation.at(jnp.array([3]), config.rope, 4)
+    found = indexer(jnp.ones((1, 8)), jnp.asarray(q[None]), rotation, multiply).query[0, 0]
+    (a, b), (cos, sin) = np.transpose(pairs), (np.asarray(rotation.cos[0]), np.asarray(rotation.sin[0]))
+    expected = [q[a] * cos - q[b] * sin, q[b] * cos + q[a] * sin, q[4:]]
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize("powers", [False, True])

@@ -1,0 +1,57 @@
+"""The families of models: a row for each `model_type` that `config.json` may name, with what sets it apart from DeepSeek-V3."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How the models of one `model_type` differ from DeepSeek-V3. Transformers' class of the family is the standard.
+
+    architecture: written into `config.json`. routers: topk_method -> scoring_func, all that the family's router computes.
+    sparse: each layer chooses the tokens to attend to by an indexer (docs/sparse-attention.md). index_interleave: the indexer rotates
+    pairs (0, 1), (2, 3), …, else (0, O/2), …. only_interleaved: MLA rotates interleaved pairs, whatever `rope_interleave` says.
+    lists_mlps: transformers' class reads `mlp_layer_types` alone, and ignores `first_k_dense_replace`.
+    defaults: values of fields that `config.json` leaves out, where they are not `ModelConfig`'s.
+    """
+
+    architecture: str = "DeepseekV3ForCausalLM"
+    routers: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"noaux_tc": "sigmoid"})
+    sparse: bool = False
+    index_interleave: bool = False
+    only_interleaved: bool = False
+    lists_mlps: bool = False
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FAMILIES = {
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        routers={"greedy": "softmax", "group_limited_greedy": "softmax"},
+        only_interleaved=True,
+        defaults={"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+    ),
+    "deepseek_v3": Family(),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", sparse=True, only_interleaved=True),
+    "deepseek_v4": Family(
+        "DeepseekV4ForCausalLM",
+        routers={"noaux_tc": "sqrtsoftplus"},
+        sparse=True,
+        only_interleaved=True,
+        defaults={"scoring_func": "sqrtsoftplus"},
+    ),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", lists_mlps=True, defaults={"first_k_dense_replace": 1}),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM",
+        sparse=True,
+        index_interleave=True,
+        only_interleaved=True,
+        defaults={"first_k_dense_replace": 3},
+    ),
+    "kimi_k2": Family(),
+    "sarvam_mla": Family("SarvamMLAForCausalLM", defaults={"q_lora_rank": None, "first_k_dense_replace": 1}),
+}
+WITH_TEXT_PART = ("kimi_k25",)
+"""Each `model_type` whose `config.json` nests a model of `FAMILIES` as `text_config`. Its vision part is not read."""
+SPARSE = tuple(name for name, family in FAMILIES.items() if family.sparse)
