@@ -24,6 +24,7 @@ from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step
+from dsjax.engine.setup.sizes import with_windows
 from dsjax.model.apart import ExpertWork, LayerPass
 from dsjax.model.expert_dispatch import ExpertsApart
 from dsjax.model.step import ModelStep
@@ -126,7 +127,8 @@ def compile_apart(
         parts = step.apart.spec.num_devices // expert_mesh.size
         step = dataclasses.replace(step, apart=dataclasses.replace(step.apart, parts=parts))
     experts = DescribedExperts(step.apart, expert_mesh, target, answering)
-    limits, speculation = args.limits(config, spec), args.engine.speculation
+    limits = with_windows(args.limits(config, spec), engine, step)
+    speculation = args.engine.speculation
     params = step.abstract_parameters()
     state = device_state.describe(step, limits, speculation.num_speculative_tokens if speculation else 0)
     programs = Programs(step, params, state, limits, experts=experts)

@@ -21,6 +21,7 @@ from dsjax.engine.device.process import without_compile_cache
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.device.slots import LaunchShape
 from dsjax.engine.setup.assembly import experts_per_exchange, make_step
+from dsjax.engine.setup.sizes import with_windows
 from dsjax.errors import UserError
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
@@ -123,7 +124,7 @@ def compile_step(
         # Native kernels are custom calls, whose operations and bytes a compiled program does not tell; the plain forms' are theirs.
         engine = dataclasses.replace(engine, kernels="plain")
     step = make_step(engine, config, spec, mesh, mtp=engine.speculation is not None, stage=stage)
-    limits = args.limits(config, spec)
+    limits = with_windows(args.limits(config, spec), engine, step)
     speculation = args.engine.speculation
     most_drafts = speculation.num_speculative_tokens if speculation else 0
     moved = experts_per_exchange(engine, step)

@@ -253,6 +253,7 @@ class LLM:
             logits = []
             for sequence in sequences:
                 pages = pool.allocate(pool.pages_for(len(sequence)), store=False)
+                pages += pool.allocate(self.executor.limits.window_columns, windows=True, store=False)
                 try:
                     score = self.executor.launch(Score(int32s(sequence), int32s(pages)))
                     logits.append(self.executor.collect(score))

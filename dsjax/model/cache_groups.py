@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +16,7 @@ from sharding import fp8
 
 Layout = Literal["decompressed", "joined", "split"]
 Table = Literal["context", "window"]
+TABLES: tuple[Table, ...] = get_args(Table)
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 """Arrays of a cache → trailing shape of an entry in one layer, and its dtype."""
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -16,6 +16,8 @@ ALWAYS = 2**31 - 1
 """`until` of a bias that holds for every token."""
 NAME_BYTES = 32
 """Bytes of a page's name, which is a SHA-256 (`extend_hashes` of `dsjax/engine/schedule/pages.py`)."""
+WINDOW_NUMBERS = 2**30
+"""Numbers from here on, of slots in host memory, of pages that are read or pulled and of chunks, are of window pages."""
 TOKEN_MADE = -1
 """`PrefillRow.next_token` where the prompt ends with the row: what follows is the token that the row makes."""
 
@@ -67,7 +69,11 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageChange(msgspec.Struct, frozen=True, array_like=True):
-    """Entries `first`, `first + 1`, … of a slot's page table."""
+    """Entries `first`, `first + 1`, … of a slot's page table.
+
+    In all commands, numbers from `ExecutorLimits.pages_per_rank` on are of window pages. Their entries stand behind those of the other
+    pages, as a ring (`window_columns`).
+    """
 
     slot: int
     first: int
@@ -221,7 +227,7 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
-    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both)."""
+    """Logits of every position of one sequence, computed through `pages` of rank 0 (int32 both), the last of which may be a ring's."""
 
     tokens: bytes
     pages: bytes

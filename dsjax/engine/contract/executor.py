@@ -71,7 +71,7 @@ class ExecutorLimits:
 
     Attributes:
         windows_per_rank: window pages, numbered behind the others in commands; the first is never allocated either. 0: the model has none.
-        window_columns: entries of a slot's ring of window pages, behind its page table.
+        window_columns: entries of a slot's ring of window pages, behind its page table. host_windows_per_rank: of host memory, too.
         host_pages_per_rank: of host memory, for evicted pages. disk_pages: of all ranks together; disk_page_bytes: that each takes there.
         transfers: whether pages go to other engines, or come from them. moves_pages: whether they go anywhere beside the devices.
         num_stages: stages that a step goes through, and so steps that can be computed at the same time.
@@ -93,6 +93,7 @@ class ExecutorLimits:
     num_stages: int = 1
     windows_per_rank: int = 0
     window_columns: int = 0
+    host_windows_per_rank: int = 0
 
     @property
     def max_pages(self) -> int:

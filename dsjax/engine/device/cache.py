@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import UserError
+from dsjax.model.cache_groups import Table
 from dsjax.model.parameters import storage_dtype
 from dsjax.model.step import ModelStep
 
@@ -16,24 +17,38 @@ HOST_CACHE_BYTES = 2 << 30
 """On the CPU platform all emulated devices share the host's memory: their caches together take at most this by default."""
 
 
-def bytes_per_page(step: ModelStep) -> int:
-    """Bytes of one page, all layers, on one device."""
-    return sum(group.device_page_bytes(step.spec.tp_size) for group in step.cache_groups)
+KEPT_SHARE = 1 / 5
+"""Share of the cache's bytes for window pages that no request holds: the borders at which prompts that are sent again may go on."""
 
 
-def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None) -> int:
-    """Pages of a DP rank: ``wanted``, or what memory allows, whichever is less. pool: of an accelerator; None on the CPU platform.
+def bytes_per_page(step: ModelStep, table: Table = "context") -> int:
+    """Bytes of one page of this kind, all layers, on one device; 0 where no layer has any."""
+    return sum(group.device_page_bytes(step.spec.tp_size) for group in step.cache_groups if group.table == table)
+
+
+def with_kept_windows(step: ModelStep, pages: int, held: int) -> int:
+    """Window pages of a DP rank beside so many others: those that requests may hold, and those that are kept."""
+    window = bytes_per_page(step, "window")
+    return held + int(KEPT_SHARE / (1 - KEPT_SHARE) * pages * bytes_per_page(step) / window) if window else 0
+
+
+def pages_that_fit(step: ModelStep, wanted: int, pool: Pool | None = None, held_windows: int = 0) -> int:
+    """Pages of a DP rank: ``wanted``, or what memory allows beside window pages, whichever is less.
+
+    pool: of an accelerator; None on the CPU platform. held_windows: see ``with_kept_windows``.
 
     Raises:
         UserError: not even two pages fit (page 0 is never used).
     """
     stages = step.stage.count if step.stage else 1
     room = HOST_CACHE_BYTES // (step.spec.num_devices * stages) if pool is None else pool.room
-    pages = min(wanted, room // bytes_per_page(step))
+    each, windows = bytes_per_page(step), held_windows * bytes_per_page(step, "window")
+    kept = 1 - KEPT_SHARE if windows else 1
+    pages = min(wanted, int((room - windows) * kept / each) if each else wanted if room >= windows else 0)
     if pages < 2:
         left = "" if pool is None else f" ({pool})"
         raise UserError(
-            f"the cache has room for {max(pages, 0)} pages of {bytes_per_page(step)} bytes a device, expected at least 2{left}; "
+            f"the cache has room for {max(pages, 0)} pages of {each} bytes a device, expected at least 2{left}; "
             "use a mesh of more devices, FP8 weights (--weights fp8), an FP8 cache (--kv-cache-dtype fp8), "
             + ("" if pool is None else "a higher --gpu-memory-utilization, a smaller --max-num-batched-tokens, ")
             + "or a smaller --page-size"
@@ -71,11 +86,15 @@ class Pool:
         )
 
 
-def describe(step: ModelStep, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, entries, …]``, pages spread over the DP ranks."""
+def describe(step: ModelStep, pages: int, windows: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, storage dtypes and shardings of the cache's arrays ``[layers, dp × pages, entries, …]``, pages spread over the DP ranks.
+
+    pages, windows: of a rank, of each kind.
+    """
     described, platform = {}, step.mesh.devices.flat[0].platform
     for group in step.cache_groups:
-        lead = (len(group.layers), step.spec.dp_size * pages, group.entries)
+        own = windows if group.table == "window" else pages
+        lead = (len(group.layers), step.spec.dp_size * own, group.entries)
         spec = P(None, step.spec.batch_axes, None, step.spec.head_axes if group.by_head else None)
         sharding = NamedSharding(step.mesh, spec)
         described |= {

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device import cache as device_cache
 from dsjax.engine.device.sampler import SlotSampling
+from dsjax.model.cache_groups import Table
 from dsjax.model.paging import Cache
 from dsjax.model.step import ModelStep
 from sharding.placement import CopyTables
@@ -28,6 +29,8 @@ MOST_COUNTED = 32_000
 
 MOVED_PAGES = 16
 """Pages of a rank that one program takes to host memory or brings from it."""
+MOVED_WINDOWS = 2
+"""Window pages, which are larger and of which few are moved."""
 PagesOnTheWay = dict[str, Array]
 """Arrays as ``describe_moved`` describes them."""
 
@@ -39,7 +42,7 @@ class DeviceState:
 
     cache: Cache
     filled: Bool[Array, "P_all G"] | None
-    tables: Int[Array, "B Z Pr"]
+    tables: Int[Array, "B Z Pt"]
     start: Int[Array, "B Z"]
     last_token: Int[Array, "B Z"]
     drafts: Int[Array, "B Z n"] | None
@@ -73,12 +76,13 @@ def describe(
         loads = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(step.mesh, P(None, step.spec.token_axes)))
     filled = None
     if num_drafts and step.ends:
-        shape = (ranks * limits.pages_per_rank, limits.page_size)
+        pages = limits.windows_per_rank if step.fills_windows else limits.pages_per_rank
+        shape = (ranks * pages, limits.page_size)
         filled = jax.ShapeDtypeStruct(shape, bool, sharding=rows)
     return DeviceState(
-        cache=device_cache.describe(step, limits.pages_per_rank),
+        cache=device_cache.describe(step, limits.pages_per_rank, limits.windows_per_rank),
         filled=filled,
-        tables=array(limits.max_pages),
+        tables=array(limits.max_pages + limits.window_columns),
         start=array(),
         last_token=array(),
         drafts=array(num_drafts) if num_drafts else None,
@@ -98,18 +102,18 @@ def description(tree: Tree) -> Tree:
 
 
 def copy_pages(step: ModelStep, state: DeviceState, pairs: Int[Array, "B K 2"]) -> DeviceState:
-    """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0."""
+    """Copy pages (from, to) of each rank, in all layers; (0, 0) is nothing: nobody reads page 0. Window pages are never copied."""
 
     def local(cache, filled, pairs):
         sources, targets = pairs[0].T
         cache = {name: array.at[:, targets].set(array[:, sources]) for name, array in cache.items()}
         return cache, None if filled is None else filled.at[targets].set(filled[sources])
 
-    return _change_pages(step, state, local, pairs)
+    return _change_pages(step, state, "context", local, pairs)
 
 
-def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P"]) -> DeviceState:
-    """Zeros in the pages that are marked, rank by rank, in all layers."""
+def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P+W"]) -> DeviceState:
+    """Zeros in the pages that are marked, rank by rank, in all layers: window pages behind the others."""
 
     def local(cache, filled, marked):
         def clear(array: Array, axis: int) -> Array:
@@ -119,63 +123,93 @@ def clear_pages(step: ModelStep, state: DeviceState, marked: Bool[Array, "B P"])
         cache = {name: clear(array, 1) for name, array in cache.items()}
         return cache, None if filled is None else clear(filled, 0)
 
-    return _change_pages(step, state, local, marked)
+    windows = [array for name, array in state.cache.items() if _table_of(step, name) == "window"]
+    if not windows:
+        return _change_pages(step, state, "context", local, marked)
+    first = marked.shape[1] - windows[0].shape[1] // step.spec.dp_size
+    state = _change_pages(step, state, "context", local, marked[:, :first])
+    return _change_pages(step, state, "window", local, marked[:, first:])
 
 
-def describe_moved(step: ModelStep, state: DeviceState) -> dict[str, jax.ShapeDtypeStruct]:
-    """Pages on their way to host memory or from it: of each array that has pages ``[B, MOVED_PAGES, layers, page_size, …]``."""
+def describe_moved(step: ModelStep, state: DeviceState, table: Table = "context") -> dict[str, jax.ShapeDtypeStruct]:
+    """Pages of a kind on their way to host memory or from it: ``[B, moved(table), layers, page_size, …]`` of each array on such pages."""
     B, batch = step.spec.dp_size, step.spec.batch_axes
-    moved = {}
-    for name, array in state.cache.items():
+    described, (cache, filled) = {}, _of_kind(step, state, table)
+    for name, array in cache.items():
         layers, _, *rest = array.shape
         sharding = NamedSharding(step.mesh, P(batch, None, None, *array.sharding.spec[2:]))
-        moved[name] = jax.ShapeDtypeStruct((B, MOVED_PAGES, layers, *rest), array.dtype, sharding=sharding)
-    if state.filled is not None:
-        shape = (B, MOVED_PAGES, *state.filled.shape[1:])
-        moved["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
-    return moved
+        described[name] = jax.ShapeDtypeStruct((B, moved(table), layers, *rest), array.dtype, sharding=sharding)
+    if filled is not None:
+        shape = (B, moved(table), *filled.shape[1:])
+        described["filled"] = jax.ShapeDtypeStruct(shape, bool, sharding=NamedSharding(step.mesh, P(batch)))
+    return described
 
 
-def take_pages(step: ModelStep, state: DeviceState, pages: Int[Array, "B K"]) -> PagesOnTheWay:
-    """Copies of pages, rank by rank."""
+def moved(table: Table) -> int:
+    """Pages of a kind of a rank that one program takes to host memory or brings from it."""
+    return MOVED_WINDOWS if table == "window" else MOVED_PAGES
+
+
+def take_pages(
+    step: ModelStep, state: DeviceState, pages: Int[Array, "B K"], table: Table = "context"
+) -> PagesOnTheWay:
+    """Copies of pages of a kind, rank by rank."""
 
     def local(cache, filled, pages):
         taken = {name: jnp.moveaxis(array[:, pages[0]], 1, 0)[None] for name, array in cache.items()}
         return taken if filled is None else taken | {"filled": filled[pages[0]][None]}
 
-    return _over_pages(step, state, local, _specs_of_moved(step, state), pages)
+    return _over_pages(step, state, table, local, _specs_of_moved(step, state, table), pages)
 
 
-def put_pages(step: ModelStep, state: DeviceState, moved: PagesOnTheWay, pages: Int[Array, "B K"]) -> DeviceState:
-    """Write pages, rank by rank; page 0 is nothing: nobody reads it."""
+def put_pages(
+    step: ModelStep, state: DeviceState, arrived: PagesOnTheWay, pages: Int[Array, "B K"], table: Table = "context"
+) -> DeviceState:
+    """Write pages of a kind, rank by rank; page 0 is nothing: nobody reads it."""
 
     def local(cache, filled, pages, moved):
         cache = {name: array.at[:, pages[0]].set(jnp.moveaxis(moved[name][0], 0, 1)) for name, array in cache.items()}
         return cache, None if filled is None else filled.at[pages[0]].set(moved["filled"][0])
 
-    return _change_pages(step, state, local, pages, (moved, _specs_of_moved(step, state)))
+    return _change_pages(step, state, table, local, pages, (arrived, _specs_of_moved(step, state, table)))
 
 
-def _cache_specs(step: ModelStep) -> dict[str, P]:
-    return {name: array.sharding.spec for name, array in device_cache.describe(step, 2).items()}
+def _table_of(step: ModelStep, name: str) -> Table:
+    return next(group.table for group in step.cache_groups if name in group.arrays)
 
 
-def _specs_of_moved(step: ModelStep, state: DeviceState) -> dict[str, P]:
+def _of_kind(step: ModelStep, state: DeviceState, table: Table) -> tuple[Cache, Array | None]:
+    """The arrays on pages of a kind; ``filled`` where the MTP module's entries are on such pages."""
+    cache = {name: array for name, array in state.cache.items() if _table_of(step, name) == table}
+    return cache, state.filled if step.fills_windows == (table == "window") else None
+
+
+def _cache_specs(step: ModelStep, table: Table) -> dict[str, P]:
+    described = device_cache.describe(step, 2, 2)
+    return {name: array.sharding.spec for name, array in described.items() if _table_of(step, name) == table}
+
+
+def _specs_of_moved(step: ModelStep, state: DeviceState, table: Table) -> dict[str, P]:
     batch = step.spec.batch_axes
-    specs = {name: P(batch, None, None, *spec[2:]) for name, spec in _cache_specs(step).items()}
-    return specs if state.filled is None else specs | {"filled": P(batch)}
+    specs = {name: P(batch, None, None, *spec[2:]) for name, spec in _cache_specs(step, table).items()}
+    _, filled = _of_kind(step, state, table)
+    return specs if filled is None else specs | {"filled": P(batch)}
 
 
-def _change_pages(step: ModelStep, state: DeviceState, local: Callable, argument: Array, *further) -> DeviceState:
-    """The state with the cache and the marks of filled pages that ``local`` makes, as ``_over_pages`` calls it."""
-    changed = _cache_specs(step), P(step.spec.batch_axes)
-    cache, filled = _over_pages(step, state, local, changed, argument, *further)
-    return dataclasses.replace(state, cache=cache, filled=filled)
+def _change_pages(
+    step: ModelStep, state: DeviceState, table: Table, local: Callable, argument: Array, *further
+) -> DeviceState:
+    """The state with the arrays of a kind and the marks of filled pages that ``local`` makes, as ``_over_pages`` calls it."""
+    changed = _cache_specs(step, table), P(step.spec.batch_axes)
+    cache, filled = _over_pages(step, state, table, local, changed, argument, *further)
+    return dataclasses.replace(state, cache=state.cache | cache, filled=state.filled if filled is None else filled)
 
 
-def _over_pages(step: ModelStep, state: DeviceState, local: Callable, out_specs, argument: Array, *further):
-    """``local(cache, filled, argument, *further)`` on each rank's part of them; ``further``: pairs of what else it takes and its specs."""
+def _over_pages(
+    step: ModelStep, state: DeviceState, table: Table, local: Callable, out_specs, argument: Array, *further
+):
+    """``local(cache, filled, argument, *further)`` on each rank's part of a kind; ``further``: pairs of a value and its specs."""
     rows = P(step.spec.batch_axes)
-    specs = _cache_specs(step), rows, rows, *(spec for _, spec in further)
+    specs = _cache_specs(step, table), rows, rows, *(spec for _, spec in further)
     run = jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return run(state.cache, state.filled, argument, *(value for value, _ in further))
+    return run(*_of_kind(step, state, table), argument, *(value for value, _ in further))

@@ -42,10 +42,11 @@ NOTHING_ALLOWED = (
 )
 
 
-def split_page_changes(step: Step, room: int) -> tuple[list[list[PageEntry]], list[list[PageEntry]]]:
+def split_page_changes(step: Step, room: int, num_pages: int) -> tuple[list[list[PageEntry]], list[list[PageEntry]]]:
     """Each rank's changes of page tables: those that go with the first launch, and those that must be made before it.
 
     room: changes of a rank that the launch takes. A slot that is given to a request in this step has all of its changes made before.
+    num_pages: numbers from here on are of window pages, which tables count from 0.
     """
     within, before = [], []
     for rank in step.ranks:
@@ -53,7 +54,8 @@ def split_page_changes(step: Step, room: int) -> tuple[list[list[PageEntry]], li
         with_launch: list[PageEntry] = []
         ahead: list[PageEntry] = []
         for slot, first, pages in ((change.slot, change.first, change.pages) for change in rank.pages):
-            entries = [(slot, index, page) for index, page in enumerate(pages, start=first)]
+            own = pages if pages[0] < num_pages else [page - num_pages for page in pages]
+            entries = [(slot, index, page) for index, page in enumerate(own, start=first)]
             fits = slot not in admitted and len(with_launch) + len(entries) <= room
             (with_launch if fits else ahead).extend(entries)
         within.append(with_launch)

@@ -231,7 +231,8 @@ class MeshExecutor(DeviceAccess):
         self._slots.admit(command)
         launches = self.buckets.launches(command)
         shapes = [self.programs.shape(launch.decode, launch.prefill) for launch in launches]
-        within, before = split_page_changes(command, shapes[0].page_changes if shapes else 0)
+        room, limits = shapes[0].page_changes if shapes else 0, self.limits
+        within, before = split_page_changes(command, room, limits.pages_per_rank)
         admit = self._change("admit", pack_admissions(command, before))
         nothing: list[list] = [[] for _ in command.ranks]
         most_drafts = [self._slots.most_drafts(rank) for rank in command.ranks]
@@ -314,13 +315,16 @@ class MeshExecutor(DeviceAccess):
         """Lay out one sequence in chunks, which go through pages of rank 0."""
         pending.kept = []
         tokens, pages = np.frombuffer(command.tokens, "<i4"), np.frombuffer(command.pages, "<i4")
-        chunk, ranks = self.limits.max_chunk, self.limits.num_ranks
+        limits = self.limits
+        chunk, ranks, columns = limits.max_chunk, limits.num_ranks, limits.max_pages + limits.window_columns
+        windows, pages = pages[pages >= limits.pages_per_rank], pages[pages < limits.pages_per_rank]
         inputs = []
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            row, table = np.zeros((ranks, 1, chunk), np.int32), np.zeros((ranks, 1, self.limits.max_pages), np.int32)
+            row, table = np.zeros((ranks, 1, chunk), np.int32), np.zeros((ranks, 1, columns), np.int32)
             first, length = np.zeros((ranks, 1), np.int32), np.zeros((ranks, 1), np.int32)
             row[0, 0, : len(part)], table[0, 0, : len(pages)] = part, pages
+            table[0, 0, limits.max_pages : limits.max_pages + len(windows)] = windows - limits.pages_per_rank
             first[0, 0], length[0, 0] = start, len(part)
             inputs.append(self.send(RowGroup.pack(row, first, length, table)))
 
@@ -338,14 +342,19 @@ class MeshExecutor(DeviceAccess):
         return self._change("copy", padded_pieces(pairs, COPIES, 0))
 
     def _clear(self, _: Pending, command: Clear) -> Running:
-        marked = np.zeros((self.limits.num_ranks, self.limits.pages_per_rank), bool)
+        marked = np.zeros((self.limits.num_ranks, self._num_pages), bool)
         for rank, rank_pages in enumerate(command.ranks):
             marked[rank, np.frombuffer(rank_pages, "<i4")] = True
         return self._change("clear", [marked])
 
     def _flush(self, _: Pending, command: Flush) -> Running:
         self._slots.reset()
-        return self._change("clear", [np.ones((self.limits.num_ranks, self.limits.pages_per_rank), bool)])
+        return self._change("clear", [np.ones((self.limits.num_ranks, self._num_pages), bool)])
+
+    @property
+    def _num_pages(self) -> int:
+        """Pages of both kinds of a rank."""
+        return self.limits.pages_per_rank + self.limits.windows_per_rank
 
     def _change(self, kind: str, inputs: Iterable[np.ndarray]) -> Running:
         """Send all inputs now; then run the program of this kind, which changes the state, with each of them."""

@@ -7,7 +7,8 @@ import numpy as np
 
 from dsjax.engine.contract.commands import FetchPages, PlacePages, ReadPages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, Handler, Pending, Running
-from dsjax.engine.device.device_state import MOVED_PAGES, PagesOnTheWay
+from dsjax.engine.device.device_state import PagesOnTheWay, moved
+from dsjax.model.cache_groups import Table
 
 RankArrays = list[np.ndarray]
 """One int32 array for each rank: numbers of pages, or places of pages among those of a command."""
@@ -16,11 +17,12 @@ RankArrays = list[np.ndarray]
 class StagedPiece(NamedTuple):
     """As many pages of each rank as a program places at once.
 
-    layout: of each rank, which page of the command stands at each place; −1: none. make: sends them to the devices.
+    layout: of each rank, which page of the command stands at each place; −1: none. make: sends them to the devices. table: their kind.
     """
 
     layout: RankArrays
     make: Callable[[], PagesOnTheWay]
+    table: Table = "context"
 
 
 class PageStore:
@@ -49,7 +51,7 @@ class PageStaging:
         self._device = device
         self._stores: list[PageStore] = []
         self._staged: dict[int, list[PagesOnTheWay]] = {}
-        self._layouts: dict[int, list[RankArrays]] = {}
+        self._layouts: dict[int, list[tuple[RankArrays, Table]]] = {}
 
     def add(self, store: PageStore) -> None:
         """Look for pages in this store too, behind those that were added before."""
@@ -76,7 +78,7 @@ class PageStaging:
                 raise ValueError(
                     f"FetchPages names the pages {numbers} of rank {rank}, which no page store of this executor has"
                 )
-        self._layouts[command.number] = [piece.layout for piece in pieces]
+        self._layouts[command.number] = [(piece.layout, piece.table) for piece in pieces]
 
         def run() -> Running:
             staged = [piece.make() for piece in pieces]
@@ -89,13 +91,14 @@ class PageStaging:
     def _place(self, _: Pending, command: PlacePages) -> Running:
         """Write what was staged to pages."""
         numbers = [np.frombuffer(own, "<i4") for own in command.ranks]
+        num_pages = self._device.limits.pages_per_rank
         layouts = self._layouts.get(command.number, [])
         self._layouts = {number: layout for number, layout in self._layouts.items() if number > command.number}
         pages = []
-        for layout in layouts:
-            ranks = zip(layout, numbers, strict=True)
-            piece = [np.where(places < 0, 0, own[places] if len(own) else 0) for places, own in ranks]
-            pages.append(self._device.send(packed(piece)))
+        for layout, table in layouts:
+            ranks, first = zip(layout, numbers, strict=True), num_pages if table == "window" else 0
+            piece = [np.where(places < 0, 0, own[places] - first if len(own) else 0) for places, own in ranks]
+            pages.append((table, self._device.send(packed(piece, table))))
 
         def run() -> Running:
             device = self._device
@@ -103,8 +106,8 @@ class PageStaging:
             self._staged = {number: staged for number, staged in self._staged.items() if number > command.number}
             if staged_here is None:
                 return
-            for numbers, staged in zip(pages, staged_here, strict=True):
-                device.state = device.programs.get("put pages")(device.state, staged, numbers)
+            for (table, numbers), staged in zip(pages, staged_here, strict=True):
+                device.state = device.programs.get("put pages", table)(device.state, staged, numbers)
                 yield device.state.start
 
         return run()
@@ -129,15 +132,15 @@ class PageStaging:
         return run()
 
 
-def packed(pages: Sequence[np.ndarray]) -> np.ndarray:
-    """Page numbers of each rank as a program takes them: ``[B, MOVED_PAGES]``, 0 for none; of rows of several numbers the first ones."""
-    packed_pages = np.zeros((len(pages), MOVED_PAGES), np.int32)
+def packed(pages: Sequence[np.ndarray], table: Table = "context") -> np.ndarray:
+    """Page numbers of each rank as a program takes them: ``[B, moved(table)]``, 0 for none; of rows of several numbers the first ones."""
+    packed_pages = np.zeros((len(pages), moved(table)), np.int32)
     for rank, rank_pages in enumerate(pages):
         packed_pages[rank, : len(rank_pages)] = rank_pages if rank_pages.ndim == 1 else rank_pages[:, 0]
     return packed_pages
 
 
-def cut(ranks: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """At most ``MOVED_PAGES`` entries of each rank at a time."""
-    for start in range(0, max(map(len, ranks)), MOVED_PAGES):
-        yield [entries[start : start + MOVED_PAGES] for entries in ranks]
+def cut(ranks: Sequence[np.ndarray], table: Table = "context") -> Iterator[list[np.ndarray]]:
+    """At most ``moved(table)`` entries of each rank at a time."""
+    for start in range(0, max(map(len, ranks)), moved(table)):
+        yield [entries[start : start + moved(table)] for entries in ranks]

@@ -28,6 +28,7 @@ from dsjax.engine.device.sampler import Wanted, bias_width, mask_words
 from dsjax.engine.device.slots import ADMIT_WIDTH, LaunchShape, Positions, StepRows
 from dsjax.engine.program_cache.compiled_programs import CompiledPrograms, ProgramKey
 from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
+from dsjax.model.cache_groups import Table
 from dsjax.model.rows import GroupShape, RowGroup
 from dsjax.model.step import ModelStep
 from sharding.arrays import RepeatedPut, put
@@ -123,9 +124,11 @@ class Programs:
     def shape(self, decode: Rectangle | None, prefill: Rectangle | None) -> LaunchShape:
         """The shape of a launch."""
         if (decode, prefill) not in self._shapes:
-            forms = (self._step.decode_form, self._step.prefill_form)
+            forms, limits = (self._step.decode_form, self._step.prefill_form), self._limits
             groups = [
-                GroupShape(rectangle.rows, rectangle.chunk, self._limits.max_pages, form) if rectangle else None
+                GroupShape(rectangle.rows, rectangle.chunk, limits.max_pages, form, limits.window_columns)
+                if rectangle
+                else None
                 for rectangle, form in zip((decode, prefill), forms, strict=True)
             ]
             drafts = 0 if self._state.drafts is None else self._state.drafts.shape[-1]
@@ -147,9 +150,9 @@ class Programs:
             self._no_masks[positions] = put(np.full(shape, -1, np.int32), self.rows)
         return self._no_masks[positions]
 
-    def described_moved(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Descriptions of what ``take_pages`` gives."""
-        return device_state.describe_moved(self._step, self._state)
+    def described_moved(self, table: Table = "context") -> dict[str, jax.ShapeDtypeStruct]:
+        """Descriptions of what ``take_pages`` gives of a kind of pages; empty of window pages in a model without them."""
+        return device_state.describe_moved(self._step, self._state, table)
 
     def warm_up(self, buckets: Buckets, progress: Progress | None = None) -> None:
         """Compile all that ``buckets`` can ask for: traced here one by one, compiled on all cores at once.
@@ -221,7 +224,9 @@ class Programs:
                     labels["drafting step", shape, count] = f"{name}, then {count} drafts"
         labels |= {("allocate",): "allocation", ("admit",): "admission"}
         if self._limits.moves_pages:
-            labels |= {("take pages",): "pages out of the cache", ("put pages",): "pages into the cache"}
+            for table in ("context", "window") if self._limits.windows_per_rank else ("context",):
+                labels["take pages", table] = f"{table} pages out of the cache"
+                labels["put pages", table] = f"{table} pages into the cache"
         labels |= {("clear",): "clearing pages", ("copy",): "copying pages"}
         if self._exchanged:
             labels["read loads",] = "reading experts' loads"
@@ -358,26 +363,27 @@ class Programs:
 
     def lower_clear(self) -> Lowered:
         """``(state, marked pages) -> state`` with those pages zeroed."""
-        return self._lower_small(device_state.clear_pages, self._described((self._limits.pages_per_rank,), bool))
+        pages = self._limits.pages_per_rank + self._limits.windows_per_rank
+        return self._lower_small(device_state.clear_pages, self._described((pages,), bool))
 
     def lower_read_loads(self) -> Lowered:
         """``loads -> (loads, zeros)``: the experts' loads since they were read last; donated."""
         run = lambda loads: self._pin((loads, jnp.zeros_like(loads)), (self._state.loads,) * 2)  # noqa: E731
         return jax.jit(run, donate_argnums=0).lower(self._state.loads)
 
-    def lower_take_pages(self) -> Lowered:
-        """``(state, pages [B, MOVED_PAGES]) -> copies of them``, see ``device_state.describe_moved``; reads the state alone."""
-        pages = self._described((device_state.MOVED_PAGES,), np.int32)
+    def lower_take_pages(self, table: Table) -> Lowered:
+        """``(state, pages [B, moved(table)]) -> copies of them``, see ``device_state.describe_moved``; reads the state alone."""
+        pages = self._described((device_state.moved(table),), np.int32)
 
         def run(state, pages):
-            return self._pin(device_state.take_pages(self._step, state, pages), self.described_moved())
+            return self._pin(device_state.take_pages(self._step, state, pages, table), self.described_moved(table))
 
         return jax.jit(run).lower(self._state, pages)
 
-    def lower_put_pages(self) -> Lowered:
+    def lower_put_pages(self, table: Table) -> Lowered:
         """``(state, copies, pages) -> state`` with the copies in these pages."""
-        pages = self._described((device_state.MOVED_PAGES,), np.int32)
-        return self._lower_small(device_state.put_pages, self.described_moved(), pages)
+        pages = self._described((device_state.moved(table),), np.int32)
+        return self._lower_small(partial(device_state.put_pages, table=table), self.described_moved(table), pages)
 
     def lower_biases(self, positions: int) -> Lowered:
         """``(state, positions, logits, biases) -> logits``; reads the state alone. ``positions``: their number in ``LaunchShape``."""

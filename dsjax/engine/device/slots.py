@@ -157,9 +157,13 @@ class LaunchShape:
 
     @cached_property
     def page_changes(self) -> int:
-        """Changes of page tables that its input has room for: a page for each decode row, a chunk's pages for each prefill row."""
+        """Changes of page tables that its input has room for: a page for each decode row, a chunk's pages for each prefill row.
+
+        With window pages, so many of each kind.
+        """
         rows, chunk = self.prefill_rows
-        return 1 + self.decode_rows[0] + rows * -(-chunk // self.page_size)
+        kinds = 2 if any(group.windows for group in self.groups) else 1
+        return 1 + kinds * (self.decode_rows[0] + rows * -(-chunk // self.page_size))
 
     def prefill_tokens(self, packed: Int[Array, "B W"]) -> Int[Array, "B R2 C2"]:
         """The prompts' tokens in its input."""
@@ -337,7 +341,7 @@ def commit(
     return _change_slots(step, local, state, names, at, tokens)
 
 
-def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pr"]:
+def tables_of(step: ModelStep, state: DeviceState, rows: StepRows) -> Int[Array, "B R+R2 Pt"]:
     """The page tables of a launch's rows, decode rows first."""
 
     def local(tables, slot, prefill_slot):
@@ -365,6 +369,6 @@ def enter_drafts(
     return _change_slots(step, local, state, ("drafts", "num_drafts"), slots, following, drafts)[0]
 
 
-def _change_pages(tables: Int[Array, "Z Pr"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pr"]:
+def _change_pages(tables: Int[Array, "Z Pt"], changes: Int[Array, "_ 3"]) -> Int[Array, "Z Pt"]:
     slot, index, page = changes.T
     return put(tables, (slot, index), page)

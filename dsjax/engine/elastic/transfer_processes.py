@@ -78,8 +78,9 @@ def keepers_of(own_address: str, group: HostGroup | None) -> Keepers:
 
 def remote_chunks(args: EngineArgs, loaded: LoadedEngine, endpoint: Endpoint) -> RemoteChunks:
     """Make what this process pulls chunks with."""
-    shapes = loaded.executor.extension(ChunkPort).chunk_shapes
-    return RemoteChunks(endpoint, transport_of(args, endpoint.host), shapes, args.transfer_timeout)
+    port = loaded.executor.extension(ChunkPort)
+    shapes, window_shapes = port.chunk_shapes, port.window_shapes
+    return RemoteChunks(endpoint, transport_of(args, endpoint.host), shapes, args.transfer_timeout, window_shapes)
 
 
 def transport_of(args: EngineArgs, host: str) -> Transport:

@@ -36,7 +36,7 @@ def kept(request: Request, page_size: int) -> tuple[int, int]:
     """The borders, in pages, that others are likely to go on from.
 
     The last one before the prompt's last token, where the same prompt is sent again; and where this request found pages without window
-    page: what two requests have begun with, a third may. The last border of a request that ends or is preempted is kept, too.
+    page: what two requests have begun with, a third may. Where a request has gone on, and where it ends or is preempted, is kept, too.
     """
     return (request.num_prompt_tokens - 1) // page_size, request.missed_border
 

@@ -5,6 +5,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dsjax.engine.contract.commands import WINDOW_NUMBERS
+
 MOST_LANDED = 128
 """Room of a rank for pages that have landed, or are about to."""
 
@@ -95,10 +97,12 @@ class LandingArea:
         now: float,
         patience: float | None = None,
         buffer: LandingBuffer | None = None,
+        *,
+        window: bool = False,
     ) -> int:
-        """The number under which a page will land, in a buffer or by itself. There is room for it."""
-        number = self.first_number + self._numbers
-        self._numbers = (self._numbers + 1) % 2**30
+        """The number under which a page will land, in a buffer or by itself. There is room for it. window: whether it is a window page."""
+        number = self.first_number + self._numbers + (WINDOW_NUMBERS if window else 0)
+        self._numbers = (self._numbers + 1) % 2**29
         buffer = buffer or LandingBuffer(1)
         if not buffer.names:
             self._taken += buffer.size

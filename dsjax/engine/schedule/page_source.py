@@ -101,7 +101,10 @@ class PageSource:
         raise NotImplementedError(f"{type(self).__name__} has slots and does not say how they are loaded")
 
     def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
-        """Begin to bring pages that `has` has, from the first of `names` on. ready: that one can be loaded at once; no other is awaited."""
+        """Begin to bring pages that `has` has, from the first of `names` on. ready: that one can be loaded at once; no other is awaited.
+
+        In a model with window pages, the last name is one's (`pool.num_windows` of `ranks`).
+        """
         return Lookup.ABSENT
 
     def lookup(
@@ -109,7 +112,8 @@ class PageSource:
     ) -> Lookup:
         """Have pages made elsewhere that nobody has, behind the `cached` ones.
 
-        names: of all pages that the request may read, those cached first. free_slots: requests that the rank may still start.
+        names: of all pages that the request may read, those cached first, and in a model with window pages that of the last one's window
+            page. free_slots: requests that the rank may still start.
         """
         return Lookup.ABSENT
 

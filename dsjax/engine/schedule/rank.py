@@ -255,7 +255,7 @@ class Rank:
             border = usable(self.pool, names, len(cached))
             request.missed_border = len(cached) if border < len(cached) else 0
             cached = cached[:border]
-            at_border = self.pool.find([window_name(names[border - 1])]) if border and self.pool.num_windows else []
+            at_border = [window_name(names[border - 1])] if border and self.pool.num_windows else []
             copied = self._last_page(request) if len(cached) == len(names) else []
             left = 1 if copied else len(request.token_ids) - len(cached) * self.pool.page_size
             if left > 1 and len(plan.prefills) == self.config.max_prefill_rows:
@@ -264,15 +264,18 @@ class Rank:
             # A hundredth of the pages stays free for decodes under way, lest a newcomer be preempted at once.
             headroom = min(len(self.running), self.pool.num_usable // 100)
             windows = self.pool.pages_for(min(left, self.config.prefill_chunk, budget)) if self.pool.num_windows else 0
-            if not self.pool.can_hold(cached + at_border + copied, count + headroom, windows):
+            shared = self.pool.find(at_border)
+            if not self.pool.can_hold(cached + shared + copied, count + headroom, windows):
                 # At last what is held for itself: a page of it that nobody can find any more is of no use to it.
                 if self.loads.release_held(self.waiting, request) or self.loads.release_held(self.waiting):
                     continue
                 break
             del self.waiting[at]
-            self.pool.hold(at_border)
-            request.window_pages = at_border + self.pool.allocate(windows, windows=True)
-            request.first_window = len(cached) - len(at_border)
+            for name in at_border:  # what two requests have begun with, a third may
+                self.pool.keep(name)
+            self.pool.hold(shared)
+            request.window_pages = shared + self.pool.allocate(windows, windows=True)
+            request.first_window = len(cached) - len(shared)
             self._start(request, cached, copied, count, now)
             self.loads.release(request)
             if copied:

@@ -20,7 +20,7 @@ class SchedulerConfig:
         max_num_seqs: most running requests. max_num_batched_tokens: most tokens in a step, padding not counted.
         prefill_chunk: most tokens of one prompt in a step. max_prefill_rows: most prompts in a step.
         policy: `fcfs`: by arrival; `priority`: lower `RequestOptions.priority` first, then by arrival.
-        host_pages_per_rank, disk_pages, disk_page_bytes, windows_per_rank: see `ExecutorLimits`.
+        host_pages_per_rank, disk_pages, disk_page_bytes, windows_per_rank, host_windows_per_rank: see `ExecutorLimits`.
         prefix_caching: whether requests share the pages of tokens that their beginnings have in common.
         num_batches: batches of running requests that decode in steps of their own, one at each stage of a model. With more than 1, no
             request decodes in two steps under way.
@@ -41,6 +41,7 @@ class SchedulerConfig:
     speculation: SpeculativeConfig | None = None
     num_batches: int = 1
     windows_per_rank: int = 0
+    host_windows_per_rank: int = 0
 
     @classmethod
     def from_limits(cls, limits: ExecutorLimits, *, prefix_caching: bool = True, **options: Any) -> "SchedulerConfig":
@@ -57,6 +58,7 @@ class SchedulerConfig:
             disk_page_bytes=limits.disk_page_bytes,
             prefix_caching=prefix_caching,
             windows_per_rank=limits.windows_per_rank,
+            host_windows_per_rank=limits.host_windows_per_rank if prefix_caching else 0,
             **options,
         )
 

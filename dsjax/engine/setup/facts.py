@@ -125,6 +125,7 @@ def describe_engine(
     if apart is not None:
         infos |= apart.infos
     cache_bytes = device_cache.bytes_per_page(step) * limits.pages_per_rank
+    cache_bytes += device_cache.bytes_per_page(step, "window") * limits.windows_per_rank
     return EngineFacts(
         model=args.model,
         parameters=sum(info.count for info in infos.values()),

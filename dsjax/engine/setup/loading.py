@@ -284,7 +284,9 @@ class _Loader:
             layout.limits(self.args, self.library, one, None, self.experts)
             for layout, one in zip(self.layouts, params, strict=True)
         ]
-        return self.library.settled(str(self.spec), min(each, key=lambda limits: limits.pages_per_rank))
+        least = min(each, key=lambda limits: limits.pages_per_rank)
+        windows = min(limits.windows_per_rank for limits in each)
+        return self.library.settled(str(self.spec), replace(least, windows_per_rank=windows))
 
     def _executor(
         self,
@@ -337,9 +339,9 @@ class _Loader:
 def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> ExecutorLimits:
     """Limits with as many pages as fit the device, and the host, with the least room."""
     limits = group.agreement.run("memory", find)
-    rooms = group.agreement.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
-    pages, host_pages = (min(each) for each in zip(*rooms, strict=True))
-    return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
+    names = "pages_per_rank", "windows_per_rank", "host_pages_per_rank"
+    rooms = group.agreement.ask("pages", [getattr(limits, name) for name in names])
+    return replace(limits, **{name: min(each) for name, each in zip(names, zip(*rooms, strict=True), strict=True)})
 
 
 def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dsjax.engine.device.cache import Pool
 from dsjax.engine.device.process import available_bytes
 from dsjax.engine.device.programs import Programs
 from dsjax.engine.program_cache.library import ProgramLibrary
+from dsjax.engine.schedule.borders import held_windows, window_columns
 from dsjax.engine.schedule.landing_area import MOST_LANDED
 from dsjax.engine.schedule.page_loads import MOST_LOADED
 from dsjax.engine.setup.args import EngineArgs
@@ -25,6 +26,7 @@ from dsjax.engine.setup.assembly import experts_per_exchange, make_step
 from dsjax.engine.tiers.page_folder import bytes_on_disk
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT
 from dsjax.errors import UserError
+from dsjax.model.cache_groups import Table
 from dsjax.model.parameters import device_bytes
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
@@ -91,7 +93,9 @@ def chunk_bytes(args: EngineArgs, step: ModelStep) -> int:
     Of a prefill side, the chunks that it keeps and one that is being made; of a decode side, those that have come and what is staged.
     """
     sides = {"agg": 0, "prefill": MOST_KEPT + CHUNK_PAGES, "decode": MOST_LANDED + MOST_LOADED}
-    return sides[args.disaggregation_mode] * device_cache.bytes_per_page(step)
+    chunk = CHUNK_PAGES * device_cache.bytes_per_page(step)
+    of_windows = device_state.MOVED_WINDOWS * device_cache.bytes_per_page(step, "window")
+    return sides[args.disaggregation_mode] // CHUNK_PAGES * max(chunk, of_windows)
 
 
 def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
@@ -103,7 +107,7 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
     sequences = args.max_num_seqs or min(
         max(LEAST_SEQUENCES, TOTAL_SEQUENCES // step.spec.dp_size), args.max_num_batched_tokens
     )
-    return ExecutorLimits(
+    sizes = ExecutorLimits(
         max_rows_decode=sequences,
         max_rows_prefill=sequences,
         max_chunk=min(args.prefill_chunk, args.max_num_batched_tokens, max_model_len),
@@ -115,12 +119,27 @@ def _sizes(args: EngineArgs, step: ModelStep) -> ExecutorLimits:
         transfers=args.is_side,
         num_stages=1 if step.stage is None else step.stage.count,
     )
+    return with_windows(sizes, args, step)
+
+
+def with_windows(limits: ExecutorLimits, args: EngineArgs, step: ModelStep) -> ExecutorLimits:
+    """Add window pages, where the model has any: all that requests may hold, so that none waits for one, and those that are kept."""
+    if not any(group.table == "window" for group in step.cache_groups):
+        return limits
+    drafts = args.speculation.num_speculative_tokens if args.speculation else 0
+    tokens, page_size = max(2, limits.num_stages) * args.max_num_batched_tokens, limits.page_size
+    held = held_windows(limits.max_rows_decode, tokens, page_size, drafts)
+    return replace(
+        limits,
+        windows_per_rank=device_cache.with_kept_windows(step, limits.pages_per_rank, held),
+        window_columns=window_columns(max(limits.max_chunk, 3 * drafts + 2), page_size),
+    )
 
 
 def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool | None) -> ExecutorLimits:
     """Give ``sizes`` as many pages as are wanted and fit."""
     wanted = -(-args.cache_tokens // args.page_size) if args.cache_tokens else sizes.max_rows_decode * sizes.max_pages
-    pages = device_cache.pages_that_fit(step, wanted + 1, pool)
+    pages = device_cache.pages_that_fit(step, wanted + 1, pool, sizes.windows_per_rank)
     room = (pages - 1) * args.page_size
     if args.cache_tokens and room < args.cache_tokens:
         raise UserError(
@@ -133,45 +152,57 @@ def _limits(args: EngineArgs, step: ModelStep, sizes: ExecutorLimits, pool: Pool
             f"--max-model-len is {args.max_model_len:,}, but the cache of a DP rank holds {room:,} tokens, so a request of that length "
             f"could never run; lower it{cache_tokens or ' or use a mesh of more devices'}"
         )
+    for flag, given in (("--disk-cache", args.disk_cache), ("--page-source", args.page_source)):
+        if given is not None and sizes.windows_per_rank:
+            raise UserError(
+                f"{flag} keeps pages of one kind, and this model also has window pages, without which the others are of no use; leave it "
+                "out, or use --host-cache-bytes"
+            )
     on_disk = 0 if args.disk_cache is None else bytes_on_disk(page_bytes(args, step))
     if on_disk and args.disk_cache_bytes < on_disk:
         raise UserError(
             f"--disk-cache-bytes is {args.disk_cache_bytes:,}, which is less than one page takes; give at least {on_disk:,}"
         )
-    host_pages = _host_pages(args, step)
+    host_pages, host_windows = _host_pages(args, step)
     return replace(
         sizes,
         pages_per_rank=pages,
+        windows_per_rank=device_cache.with_kept_windows(step, pages, sizes.windows_per_rank),
         moves_pages=bool(sizes.transfers or args.page_source is not None or on_disk or host_pages),
         host_pages_per_rank=host_pages,
+        host_windows_per_rank=host_windows,
         disk_pages=args.disk_cache_bytes // on_disk if on_disk else 0,
         disk_page_bytes=on_disk,
     )
 
 
-def _host_pages(args: EngineArgs, step: ModelStep) -> int:
-    """Count the pages of each DP rank for which ``--host-cache-bytes`` has room."""
+def _host_pages(args: EngineArgs, step: ModelStep) -> tuple[int, int]:
+    """Count the pages of each kind of each DP rank for which ``--host-cache-bytes`` has room."""
     if not args.host_cache_bytes:
-        return 0
-    each = page_bytes(args, step)
-    pages = args.host_cache_bytes // step.spec.dp_size // each
+        return 0, 0
+    each, window = page_bytes(args, step), page_bytes(args, step, "window")
+    room = args.host_cache_bytes // step.spec.dp_size
+    windows = max(1, int(device_cache.KEPT_SHARE * room) // window) if window else 0
+    pages = (room - windows * window) // each
     if pages < 1:
+        least = each + window
         raise UserError(
             f"--host-cache-bytes is {args.host_cache_bytes:,}, which is less than a page for each of {step.spec.dp_size} DP ranks; "
-            f"a page takes {each:,} bytes: give at least {each * step.spec.dp_size:,}"
+            f"a page takes {least:,} bytes: give at least {least * step.spec.dp_size:,}"
         )
-    return pages
+    return pages, windows
 
 
-def page_bytes(args: EngineArgs, step: ModelStep) -> int:
-    """Count the bytes of a page outside the devices: all layers of the model, all shards, and which slots the MTP module has filled.
+def page_bytes(args: EngineArgs, step: ModelStep, table: Table = "context") -> int:
+    """Count the bytes of a page of a kind outside the devices: all layers, all shards, and which slots the MTP module has filled.
 
     step: of any stage of the model, where there are several.
     """
     has_module = args.speculation is not None
     layers = step.cache_layers if step.stage is None else step.stage.model_layers + has_module
     groups = step.attention.groups(range(layers), step.page_size)
-    return sum(group.page_bytes for group in groups) + step.page_size * has_module
+    filled = step.page_size * (has_module and step.fills_windows == (table == "window"))
+    return sum(group.page_bytes for group in groups if group.table == table) + filled
 
 
 def check_host_memory(args: EngineArgs, *steps: ModelStep, held: int = 0) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dsjax.engine.contract.commands import Command, DropPages, StorePages, int32s
+from dsjax.engine.contract.commands import WINDOW_NUMBERS, Command, DropPages, StorePages, int32s
 from dsjax.engine.contract.executor import Executor
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageLoad, PageSource, RankPages
@@ -43,7 +43,9 @@ class Reading(NamedTuple):
 class OffloadTiers(PageSource):
     """Either tier may be missing. A page is looked for in host memory first; one that is read from the disk lands before it is loaded.
 
-    config: whose sizes the tiers have from the next `bind` on. host: of each rank; empty without one. disk: None without one.
+    Of a model with window pages, host memory has slots of their own, and there is no disk.
+
+    config: whose sizes the tiers have from the next `bind` on. host, windows: of each rank; empty without any. disk: None without one.
     """
 
     slot_tier = "host"
@@ -52,17 +54,20 @@ class OffloadTiers(PageSource):
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.host: list[HostTier] = []
+        self.windows: list[HostTier] = []
         self.disk: DiskTier | None = None
 
     @property
     def slots(self) -> int:
-        """Pages of host memory of each rank."""
-        return self.config.host_pages_per_rank
+        """Pages of host memory of each rank, of the kind that has most."""
+        return max(self.config.host_pages_per_rank, self.config.host_windows_per_rank)
 
     def bind(self, ranks: Sequence[RankPages]) -> None:
         """Begin with empty host memory, and with a disk whose pages are not known yet."""
         self.ranks, config = ranks, self.config
-        self.host = [HostTier(self.slots, max(2, config.num_batches)) for _ in ranks] if self.slots else []
+        slots, windows, under_way = config.host_pages_per_rank, config.host_windows_per_rank, max(2, config.num_batches)
+        self.host = [HostTier(slots, under_way) for _ in ranks] if slots else []
+        self.windows = [HostTier(windows, under_way, WINDOW_NUMBERS) for _ in ranks] if windows else []
         self.disk = DiskTier(config.disk_pages, config.disk_page_bytes) if config.disk_pages else None
         self._events = ranks[0].pool.events
         if self.disk is not None and self._events is not None:
@@ -84,8 +89,8 @@ class OffloadTiers(PageSource):
 
     def begin_rank(self, rank: int, now: float) -> None:
         """Give up readings that took too long, and wake requests whose pages have come."""
-        if self.host:
-            self.host[rank].begin_step()
+        for host in self._hosts(rank):
+            host.begin_step()
         landing, readings = self.ranks[rank].landing, self._readings[rank]
         for request, numbers, since in readings:
             if now - since > PATIENCE:
@@ -102,15 +107,15 @@ class OffloadTiers(PageSource):
 
     def has(self, rank: int, name: bytes) -> bool:
         """Whether a page is in host memory, or on the disk and may be read."""
-        return (bool(self.host) and name in self.host[rank]) or (self.disk is not None and name in self.disk)
+        return any(name in host for host in self._hosts(rank)) or (self.disk is not None and name in self.disk)
 
     def can_load(self, rank: int, name: bytes) -> bool:
         """Whether a page is in host memory and has come there."""
-        return bool(self.host) and self.host[rank].can_fetch(name)
+        return any(host.can_fetch(name) for host in self._hosts(rank))
 
     def load(self, rank: int, name: bytes) -> PageLoad:
         """Load a page from its slot. It is protected from now on."""
-        return PageLoad(self.host[rank].fetch(name), "host")
+        return PageLoad(next(host for host in self._hosts(rank) if name in host).fetch(name), "host")
 
     def prefetch(self, rank: int, request: Request, names: Sequence[bytes], ready: bool, now: float) -> Lookup:
         """Have those of the longest beginning of `names` read that only the disk has, as far as there is room for them to land."""
@@ -147,7 +152,8 @@ class OffloadTiers(PageSource):
 
     def evict(self, rank: int, page: int, name: bytes) -> None:
         """Copy a page to host memory and write it to the disk, where it is not there already and there is room."""
-        stored = self.host[rank].store(name) if self.host else None
+        hosts = self.windows if self.ranks[rank].pool.is_window(page) else self.host
+        stored = hosts[rank].store(name) if hosts else None
         slot = NOWHERE if stored is None else stored[0]
         number = NOWHERE if self.disk is None else self.disk.write(name)
         if self._events is not None:
@@ -188,8 +194,8 @@ class OffloadTiers(PageSource):
 
     def forget(self, rank: int, names: Sequence[bytes]) -> None:
         """Let pages be found no more, and delete them from the disk."""
-        if self.host:
-            self._tell_gone(rank, self.host[rank].forget(names))
+        for host in self._hosts(rank):
+            self._tell_gone(rank, host.forget(names))
         if self.disk is not None:
             self.disk.forget(names)
 
@@ -202,15 +208,15 @@ class OffloadTiers(PageSource):
     def clear(self, rank: int) -> None:
         """Forget every page, those that were about to be stored among them, and delete those of the disk."""
         self._stores[rank] = []
-        if self.host:
-            self.host[rank].flush()
+        for host in self._hosts(rank):
+            host.flush()
         if self.disk is not None:
             self.disk.flush()
 
     def invalidate(self, rank: int) -> None:
         """Forget host memory, and what was on its way to the disk."""
-        if self.host:
-            self._tell_gone(rank, self.host[rank].flush())
+        for host in self._hosts(rank):
+            self._tell_gone(rank, host.flush())
         if self.disk is not None:
             self.disk.invalidate()
 
@@ -255,6 +261,10 @@ class OffloadTiers(PageSource):
             stored = [StoredPage(page, NOWHERE, self.disk.write(name), name) for page, name in lacking]
             stores.append([one for one in reversed(stored) if one.number != NOWHERE])
         return stores
+
+    def _hosts(self, rank: int) -> list[HostTier]:
+        """Host memory of a rank for pages of each kind."""
+        return [tiers[rank] for tiers in (self.host, self.windows) if tiers]
 
     def _tell_gone(self, rank: int, names: Iterable[bytes]) -> None:
         if self._events is not None:

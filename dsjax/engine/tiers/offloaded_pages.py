@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from dsjax.engine.contract.commands import DropPages, StorePages, names_of
+from dsjax.engine.contract.commands import WINDOW_NUMBERS, DropPages, StorePages, names_of
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
 from dsjax.engine.device.device_state import PagesOnTheWay
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, cut, packed
 from dsjax.engine.tiers.disk_pages import Shapes
 from dsjax.engine.tiers.page_folder import Page
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
+from dsjax.model.cache_groups import TABLES, Table
 
 Shard = tuple[int, tuple[slice, ...], np.ndarray]
 """First rank, where the shard lies in a page's array, and its values ``[ranks, MOVED_PAGES, …]``."""
@@ -37,6 +38,8 @@ class _Landing(NamedTuple):
 class OffloadedPages(DevicePart, PageStore):
     """Slots of host memory, of every DP rank that this process has devices of; and the disk below, where there is one.
 
+    Window pages have slots of their own; they do not go to the disk.
+
     A page leaves by a program that gathers it and a copy to the host that nobody waits for, until a later command needs it. It comes back
     by a transfer beside the steps, and a program that writes it. Programs move ``MOVED_PAGES`` pages of each rank at once.
 
@@ -45,13 +48,16 @@ class OffloadedPages(DevicePart, PageStore):
 
     def __init__(self, device: DeviceAccess, staging: PageStaging, disk: Callable[[Shapes], Any] | None = None):
         self._device = device
-        described = device.programs.described_moved()
-        slots, ranks = device.limits.host_pages_per_rank, device.limits.num_ranks
-        self._num_slots = slots
-        self._disk = disk and disk({name: (a.shape[2:], a.dtype) for name, a in described.items()})
+        limits = device.limits
+        self._num_slots = {"context": limits.host_pages_per_rank, "window": limits.host_windows_per_rank}
+        self._described = described = {table: device.programs.described_moved(table) for table in TABLES}
+        self._disk = disk and disk({name: (a.shape[2:], a.dtype) for name, a in described["context"].items()})
         # Zeros are not in memory before they are written: room that is never used, and other processes' ranks, cost nothing.
-        self._memory = {name: np.zeros((ranks, slots, *a.shape[2:]), a.dtype) for name, a in described.items()}
-        self._described = described
+        self._memory = {
+            name: np.zeros((limits.num_ranks, slots, *a.shape[2:]), a.dtype)
+            for table, slots in self._num_slots.items()
+            for name, a in described[table].items()
+        }
         self._landings: deque[_Landing] = deque()
         staging.add(self)
         if self._disk is not None:
@@ -71,20 +77,23 @@ class OffloadedPages(DevicePart, PageStore):
         """Copy pages to slots, and write them to the disk."""
         stored = [np.frombuffer(rank_pages, "<i4").reshape(-1, 3) for rank_pages in command.ranks]
         names = [iter(names_of(rank_pages)) for rank_pages in command.names]
-        pieces = []
-        for piece in cut(stored):
-            writes = [
-                (rank, place, int(number), next(names[rank]))
-                for rank, rank_pages in enumerate(piece)
-                for place, number in enumerate(rank_pages[:, 2])
-                if number >= 0
-            ]
-            pieces.append(([rank_pages[:, 1] for rank_pages in piece], writes, self._device.send(packed(piece))))
+        pieces, first_window = [], self._device.limits.pages_per_rank
+        for table in TABLES:
+            first, windows = (first_window, True) if table == "window" else (0, False)
+            for piece in cut([own[(own[:, 0] >= first_window) == windows] for own in stored], table):
+                writes = [
+                    (rank, place, int(number), next(names[rank]))
+                    for rank, rank_pages in enumerate(piece)
+                    for place, number in enumerate(rank_pages[:, 2])
+                    if number >= 0
+                ]
+                pages = packed([rank_pages[:, 0] - first for rank_pages in piece], table)
+                pieces.append((table, [rank_pages[:, 1] for rank_pages in piece], writes, self._device.send(pages)))
 
         def run() -> Running:
             self._land()
-            for slots, writes, pages in pieces:
-                taken = self._device.programs.get("take pages")(self._device.state, pages)
+            for table, slots, writes, pages in pieces:
+                taken = self._device.programs.get("take pages", table)(self._device.state, pages)
                 for array in taken.values():
                     array.copy_to_host_async()
                 keep = partial(self._keep, taken, slots, writes)
@@ -114,9 +123,12 @@ class OffloadedPages(DevicePart, PageStore):
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces of all these pages, which lie in slots or were read from the disk."""
         pieces = []
-        for piece in cut(places):
-            numbers = [rank_places[at] for rank_places, at in zip(wanted, piece, strict=True)]
-            pieces.append(StagedPiece(piece, partial(self._sent, numbers)))
+        for table in TABLES:
+            ranks, windows = zip(wanted, places, strict=True), table == "window"
+            own = [rank_places[(numbers[rank_places] >= WINDOW_NUMBERS) == windows] for numbers, rank_places in ranks]
+            for piece in cut(own, table):
+                numbers = [rank_places[at] for rank_places, at in zip(wanted, piece, strict=True)]
+                pieces.append(StagedPiece(piece, partial(self._sent, table, numbers), table))
         return pieces, [rank_places[:0] for rank_places in places]
 
     def forget(self, rank: int, number: int) -> None:
@@ -153,10 +165,10 @@ class OffloadedPages(DevicePart, PageStore):
             for first, rest, values in array_shards:
                 for rank, block in enumerate(values, start=first):
                     if (slots[rank] >= 0).all():  # the usual case, without another copy
-                        self._memory[name][(rank, slots[rank], *rest)] = block[: len(slots[rank])]
+                        self._memory[name][(rank, slots[rank] % WINDOW_NUMBERS, *rest)] = block[: len(slots[rank])]
                     else:
                         kept = np.flatnonzero(slots[rank] >= 0)
-                        self._memory[name][(rank, slots[rank][kept], *rest)] = block[kept]
+                        self._memory[name][(rank, slots[rank][kept] % WINDOW_NUMBERS, *rest)] = block[kept]
         for rank, place, number, page_name in writes:
             # A copy: what was taken has room for `MOVED_PAGES` of each rank, and must not wait for a slow disk for the sake of one.
             self._disk.write(number, page_name, self._page(shards, rank, place))
@@ -165,37 +177,38 @@ class OffloadedPages(DevicePart, PageStore):
         """One page out of what has left the devices, its shards put together."""
         page = {}
         for name, name_shards in shards.items():
-            described = self._described[name]
+            described = self._described["context"][name]
             page[name] = np.empty(described.shape[2:], described.dtype)
             for first, rest, values in name_shards:
                 if first <= rank < first + len(values):
                     page[name][rest] = values[rank - first, place]
         return page
 
-    def _sent(self, slots: list[np.ndarray]) -> PagesOnTheWay:
-        """Send pages of all ranks to the devices, as a program takes them."""
+    def _sent(self, table: Table, slots: list[np.ndarray]) -> PagesOnTheWay:
+        """Send pages of a kind of all ranks to the devices, as a program takes them."""
         self._land_slots(slots)
+        slots, num_slots = [rank_slots % WINDOW_NUMBERS for rank_slots in slots], self._num_slots[table]
         read = {
             (rank, int(number)): self._disk.take(rank, int(number))
             for rank, rank_slots in enumerate(slots)
-            for number in rank_slots[rank_slots >= self._num_slots]
+            for number in rank_slots[rank_slots >= num_slots]
         }
 
         def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
             ranks, _, *rest = index
-            described = self._described[name]
+            described = self._described[table][name]
             numbers = range(*ranks.indices(described.shape[0]))
             whole = np.zeros((len(numbers), *described.shape[1:]), described.dtype)
             for place, rank in enumerate(numbers):
-                here = np.flatnonzero(slots[rank] < self._num_slots)
+                here = np.flatnonzero(slots[rank] < num_slots)
                 whole[place, here] = self._memory[name][rank, slots[rank][here]]
-                for index in np.flatnonzero(slots[rank] >= self._num_slots):
+                for index in np.flatnonzero(slots[rank] >= num_slots):
                     whole[place, index] = read[rank, int(slots[rank][index])][name]
             return np.ascontiguousarray(whole[(slice(None), slice(None), *rest)])
 
         return {
             name: jax.make_array_from_callback(a.shape, a.sharding, lambda index, name=name: part(name, index))
-            for name, a in self._described.items()
+            for name, a in self._described[table].items()
         }
 
 

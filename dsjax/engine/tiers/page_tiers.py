@@ -65,11 +65,12 @@ class HostTier:
     """The slots of host memory that one rank's evicted pages go to, and the names by which they are found.
 
     under_way: most steps at a time. A stored page can be fetched so many planned steps later: it has left the device by then.
+    first: number of its first slot.
     """
 
-    def __init__(self, num_slots: int, under_way: int = 2):
+    def __init__(self, num_slots: int, under_way: int = 2, first: int = 0):
         self.num_slots, self._under_way = num_slots, under_way
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(first + num_slots - 1, first - 1, -1))
         self._names = SegmentedLru(num_slots)
         self._leaving: dict[bytes, int] = {}  # stored so many planned steps ago
         self._stored = self._fetched = self._evicted = 0

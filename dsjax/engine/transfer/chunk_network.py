@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dsjax.background import contained, note_failure, start_thread
+from dsjax.engine.contract.commands import WINDOW_NUMBERS
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, PublishedChunk, PullDone
 from dsjax.engine.transfer.transport import Shapes, Transport
 from dsjax.errors import UserError
@@ -166,11 +167,19 @@ class ChunkServer:
 class RemoteChunks:
     """Pulls chunks from prefill processes, to which it connects when it needs one and again after a loss.
 
-    shapes: of a chunk's arrays. timeout: seconds after which a chunk is given up.
+    shapes: of a chunk's arrays. timeout: seconds after which a chunk is given up. window_shapes: of the arrays of a chunk of window pages.
     """
 
-    def __init__(self, endpoint: Endpoint, transport: Transport, shapes: Shapes, timeout: float):
-        self.endpoint, self._transport, self._shapes, self._timeout = endpoint, transport, shapes, timeout
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        transport: Transport,
+        shapes: Shapes,
+        timeout: float,
+        window_shapes: Shapes | None = None,
+    ):
+        self.endpoint, self._transport, self._timeout = endpoint, transport, timeout
+        self._shapes = {False: shapes, True: window_shapes or {}}
         self._peers: dict[str, Future[Peer]] = {}
         self._transports: dict[Peer, str] = {}  # transport addresses of the processes that chunks were pulled from
         self._lock = threading.Lock()
@@ -190,7 +199,7 @@ class RemoteChunks:
         ok = False
         try:
             threading.Thread(
-                target=self._pull, args=(published, device, pulled), name="dsjax-pull", daemon=True
+                target=self._pull, args=(published, number, device, pulled), name="dsjax-pull", daemon=True
             ).start()
             chunk = pulled.result(self._timeout)
             ok = True
@@ -238,9 +247,10 @@ class RemoteChunks:
         if transport is not None:
             start_thread("transfer connection", self._transport.disconnect, transport, name="dsjax-transfer")
 
-    def _pull(self, published: PublishedChunk, device: Any, pulled: Future[Chunk]) -> None:
+    def _pull(self, published: PublishedChunk, number: int, device: Any, pulled: Future[Chunk]) -> None:
         try:
-            chunk = self._transport.pull(published.transport, published.pull, published.ticket, self._shapes, device)
+            shapes = self._shapes[number >= WINDOW_NUMBERS]
+            chunk = self._transport.pull(published.transport, published.pull, published.ticket, shapes, device)
             pulled.set_result(chunk)
         except BaseException as error:
             pulled.set_exception(error)

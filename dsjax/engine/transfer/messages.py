@@ -25,7 +25,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True, tag="prefill_
 
     Attributes:
         transfer: by which both sides name this.
-        tokens: int32, from the prompt's first one to one behind the last page wanted. first, end: pages [first, end) are wanted.
+        tokens: int32, from the prompt's first one to one behind the last page wanted. first, end: pages [first, end) are wanted, and in a
+            model with window pages the one at `end`, which is sent as page number `end`.
         priority: of the request; it orders prefill's queue too.
         page: name of the last page wanted (`extend_hashes`), from other engines: pages of another name are never sent.
         dp_rank: that a router outside has chosen; None: prefill chooses.
@@ -150,11 +151,13 @@ class ChunkPort(Protocol):
     """Extension of an executor that sends pages to other engines, or pulls theirs.
 
     Attributes:
-        chunk_shapes: shape and dtype of a chunk's arrays, by name.
+        chunk_shapes: shape and dtype of a chunk's arrays, by name. window_shapes: of chunks of window pages, whose numbers are
+            `WINDOW_NUMBERS` and more.
         processes_of_ranks: processes that have devices of each DP rank; the first one keeps the rank's chunks.
     """
 
     chunk_shapes: dict[str, tuple[tuple[int, ...], Any]]
+    window_shapes: dict[str, tuple[tuple[int, ...], Any]]
     processes_of_ranks: Sequence[Sequence[int]]
 
     def send_chunks(self, offer: Offer, drop: Drop = lambda numbers: None) -> None:

@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Array
 
 from dsjax.background import contained, note_failure, start_thread
-from dsjax.engine.contract.commands import DropChunks, PullPages, SendPages
+from dsjax.engine.contract.commands import WINDOW_NUMBERS, DropChunks, PullPages, SendPages
 from dsjax.engine.device.access import CommandTable, DeviceAccess, DevicePart, Handler, Pending, Running
-from dsjax.engine.device.device_state import MOVED_PAGES
+from dsjax.engine.device.device_state import moved
 from dsjax.engine.device.page_staging import PageStaging, PageStore, RankArrays, StagedPiece, packed
 from dsjax.engine.transfer.messages import Chunk, ChunkGoneError, ChunkPort, Drop, Offer, Pull, PulledChunk, Source
+from dsjax.model.cache_groups import TABLES, Table
 
 PULLERS = 2
 """Threads that pull: while one waits for a chunk, the other asks for the next."""
@@ -38,6 +39,11 @@ class Landing:
     pages: list[int]
     chunk: Chunk | None = None
 
+    @property
+    def table(self) -> Table:
+        """The kind of its pages."""
+        return "window" if self.number >= WINDOW_NUMBERS else "context"
+
 
 def move_chunk(chunk: Chunk, device: jax.Device) -> Chunk:
     """Copy a chunk to another device of this process; complete when this returns."""
@@ -50,13 +56,16 @@ class PageChunks(DevicePart, PageStore):
     A chunk is one device's part of what that program gives: the arrays of ``describe_moved`` for one DP rank. Of a rank on several
     processes, the one with its first device keeps the chunks; each pulls to its first device of the rank.
 
-    chunk_shapes, processes_of_ranks: see `ChunkPort`.
+    chunk_shapes, window_shapes, processes_of_ranks: see `ChunkPort`.
     """
 
     def __init__(self, device: DeviceAccess, staging: PageStaging):
         self._device = device
-        self._described = described = device.programs.described_moved()
-        self.chunk_shapes = {name: ((1, *a.shape[1:]), np.dtype(a.dtype)) for name, a in described.items()}
+        self._described = {table: device.programs.described_moved(table) for table in TABLES}
+        self.chunk_shapes, self.window_shapes = (
+            {name: ((1, *a.shape[1:]), np.dtype(a.dtype)) for name, a in described.items()}
+            for described in self._described.values()
+        )
         self._devices, self.processes_of_ranks = self._places_of_ranks()
         self._leaving: queue.SimpleQueue[tuple[int, Any, bool] | list[int] | None] = queue.SimpleQueue()
         self._wanted: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
@@ -88,16 +97,19 @@ class PageChunks(DevicePart, PageStore):
             start_thread("chunk pull", self._pull_on, name="dsjax-pull", restarts=True)
 
     def _send(self, _: Pending, command: SendPages) -> Running:
-        ranks = [_chunks(np.frombuffer(rank_chunks, "<i4").reshape(-1, 2)) for rank_chunks in command.ranks]
+        pairs = [np.frombuffer(rank_pairs, "<i4").reshape(-1, 2) for rank_pairs in command.ranks]
         device = self._device
         launches = []
-        for rank_chunks in itertools.zip_longest(*ranks):
-            pages = packed([np.zeros(0, np.int32) if chunk is None else chunk[1] for chunk in rank_chunks])
-            launches.append((rank_chunks, device.send(pages)))
+        for table in TABLES:
+            windows, first = table == "window", device.limits.pages_per_rank if table == "window" else 0
+            ranks = [_chunks(own[(own[:, 0] >= WINDOW_NUMBERS) == windows] - [0, first]) for own in pairs]
+            for rank_chunks in itertools.zip_longest(*ranks):
+                pages = packed([np.zeros(0, np.int32) if chunk is None else chunk[1] for chunk in rank_chunks], table)
+                launches.append((table, rank_chunks, device.send(pages)))
 
         def run() -> Running:
-            for rank_chunks, pages in launches:
-                taken = device.programs.get("take pages")(device.state, pages)
+            for table, rank_chunks, pages in launches:
+                taken = device.programs.get("take pages", table)(device.state, pages)
                 for rank, chunk in enumerate(rank_chunks):
                     if chunk is not None:
                         kept = self.processes_of_ranks[rank][0] == jax.process_index()
@@ -136,7 +148,7 @@ class PageChunks(DevicePart, PageStore):
     def take(self, wanted: RankArrays, places: RankArrays) -> tuple[list[StagedPiece], RankArrays]:
         """Pieces of the pages that have come in chunks, a chunk of each rank at a time, and the places of all others."""
         rest: RankArrays = []
-        groups: list[list[tuple[Landing, np.ndarray]]] = []
+        groups: dict[Table, list[list[tuple[Landing, np.ndarray]]]] = {table: [] for table in TABLES}
         for rank, (numbers, rank_places) in enumerate(zip(wanted, places, strict=True)):
             by_chunk: dict[int, tuple[Landing, np.ndarray]] = {}
             others = []
@@ -147,14 +159,18 @@ class PageChunks(DevicePart, PageStore):
                     others.append(position)
                     continue
                 landing, place = landed
-                _, positions = by_chunk.setdefault(id(landing), (landing, np.full(MOVED_PAGES, -1, np.int32)))
+                nothing = np.full(moved(landing.table), -1, np.int32)
+                _, positions = by_chunk.setdefault(id(landing), (landing, nothing))
                 positions[place] = position
             rest.append(np.array(others, np.int32))
-            groups.append(list(by_chunk.values()))
+            for table, of_kind in groups.items():
+                of_kind.append([one for one in by_chunk.values() if one[0].table == table])
         pieces = []
-        for now in itertools.zip_longest(*groups):
-            layout = [np.full(MOVED_PAGES, -1, np.int32) if one is None else one[1] for one in now]
-            pieces.append(StagedPiece(layout, partial(self.stage, [one and one[0] for one in now])))
+        for table, of_kind in groups.items():
+            for now in itertools.zip_longest(*of_kind):
+                layout = [np.full(moved(table), -1, np.int32) if one is None else one[1] for one in now]
+                stage = partial(self.stage, [one and one[0] for one in now], table)
+                pieces.append(StagedPiece(layout, stage, table))
         return pieces, rest
 
     def forget(self, rank: int, number: int) -> None:
@@ -162,15 +178,18 @@ class PageChunks(DevicePart, PageStore):
         with self._lock:
             self._landed.pop((rank, number), None)
 
-    def stage(self, landings: Sequence[Landing | None]) -> dict[str, Array]:
-        """Put chunks of all ranks together as the program that places pages takes them; None: nothing of that rank."""
+    def stage(self, landings: Sequence[Landing | None], table: Table = "context") -> dict[str, Array]:
+        """Put chunks of a kind of all ranks together as the program that places pages takes them; None: nothing of that rank."""
         staged = {}
-        for name, described in self._described.items():
+        for name, described in self._described[table].items():
             pieces = []
             for device, index in described.sharding.addressable_devices_indices_map(described.shape).items():
                 landing = landings[index[0].indices(described.shape[0])[0]]
-                piece = self._nothing(name, device) if landing is None else jax.device_put(landing.chunk[name], device)
-                pieces.append(piece)
+                pieces.append(
+                    self._nothing(name, described, device)
+                    if landing is None
+                    else jax.device_put(landing.chunk[name], device)
+                )
             staged[name] = jax.make_array_from_single_device_arrays(described.shape, described.sharding, pieces)
         return staged
 
@@ -184,7 +203,7 @@ class PageChunks(DevicePart, PageStore):
 
     def _places_of_ranks(self) -> tuple[dict[int, jax.Device], list[list[int]]]:
         """The first device here of each rank that has any; and each rank's processes, in the order of its devices."""
-        described = next(iter(self._described.values()))
+        described = next(iter((self._described["context"] or self._described["window"]).values()))
         here: dict[int, jax.Device] = {}
         processes: list[list[int]] = [[] for _ in range(described.shape[0])]
         for device, index in described.sharding.devices_indices_map(described.shape).items():
@@ -203,9 +222,8 @@ class PageChunks(DevicePart, PageStore):
             for name, array in taken.items()
         }
 
-    def _nothing(self, name: str, device: jax.Device) -> Array:
+    def _nothing(self, name: str, described: jax.ShapeDtypeStruct, device: jax.Device) -> Array:
         if (name, device) not in self._zeros:
-            described = self._described[name]
             self._zeros[name, device] = jax.device_put(np.zeros((1, *described.shape[1:]), described.dtype), device)
         return self._zeros[name, device]
 

@@ -83,6 +83,11 @@ class PageSends(PageSource):
             else:
                 waiting.append((send, send.next, pages))
             send.next = end
+        if send.next == send.end and send.windows:
+            page = request.window_pages[send.end - 1 - request.first_window]
+            self.ranks[rank].pool.hold([page])
+            self.waiting[rank].append((send, send.end, [page]))
+            send.next += 1
 
     def begin_rank(self, rank: int, now: float) -> None:
         """Put pages into chunks, as far as there is room. They are copied before anything else of this plan."""
@@ -249,7 +254,9 @@ class PrefillService(Attachment):
             return
         if receive is None and (ask.transfer, names[ask.end - 1]) in self._recent:
             return
-        send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, ask.first, ask.first, ask.end)
+        windows = int(self.scheduler.config.windows_per_rank > 0)
+        pages = ask.first, ask.first, ask.end, windows
+        send = self._sends[ask.transfer] = PageSend(ask.transfer, request, receive, *pages)
         try:
             self.scheduler.add(request)
         except (AdmissionError, ValueError) as error:
@@ -264,7 +271,7 @@ class PrefillService(Attachment):
             return  # its decode engine has asked already
         elif send.receive is not None and not _is_of(send, receive):
             self._refuse(ask, receive, "another engine has asked for it under this name")
-        elif not send.first <= ask.first < ask.end <= send.end:
+        elif not send.first <= ask.first < ask.end <= send.end or (send.windows and ask.end < send.end):
             self._refuse(ask, receive, f"pages {send.first} to {send.end} alone are under way under this name")
         else:
             send.receive = receive

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from dsjax.engine.contract.backoff import Backoff
 from dsjax.engine.contract.commands import NAME_BYTES, Command, PullPages, int32s, names_of
+from dsjax.engine.schedule.borders import usable
 from dsjax.engine.schedule.landing_area import LandingBuffer
 from dsjax.engine.schedule.page_source import CommandTurn, Lookup, PageSource, RankPages
 from dsjax.engine.schedule.pages import extend_hashes
@@ -56,7 +57,8 @@ class Transfer:
     """Pages that one prefill side computes for one rank.
 
     Attributes:
-        names: of the pages, the first of which is page `first` of its requests. awaited: those that have not come.
+        names: of the pages, the first of which is page `first` of its requests; last of all a window page's, in a model that has them.
+            awaited: those that have not come.
         pulling: names by the number under which each lands.
         owner: the request that it was asked for. requests: that wait for it; without any it is cancelled. waiters: those of them that need
             not be looked at before something has come.
@@ -218,12 +220,13 @@ class RemotePrefills(PageSource):
         if joined is not None and joined.owner is request:
             return Lookup.ABSENT
         pool = self.ranks[rank].pool
-        lacking = len(request.token_ids) - len(cached) * pool.page_size
+        lacking = len(request.token_ids) - usable(pool, names, len(cached)) * pool.page_size
         if lacking < self.local_tokens or not self._links(request, now):
             return Lookup.ABSENT
         requests, pages = self._reserved(rank)
         missing = pool.pages_for(len(request.token_ids)) - len(cached)
-        if requests >= free_slots or not pool.can_hold(cached, missing + pages):
+        windows = requests + 1 if pool.num_windows else 0
+        if requests >= free_slots or not pool.can_hold(cached, missing + pages, windows):
             # Without other requests nothing comes back that could be waited for here.
             return Lookup.FULL if requests else Lookup.ABSENT
         self._ask(rank, request, len(cached), names, now)
@@ -344,22 +347,25 @@ class RemotePrefills(PageSource):
 
     def _ask(self, rank: int, request: Request, num_cached: int, names: Sequence[bytes], now: float) -> None:
         link = min(self._links(request, now), key=lambda link: self.awaited[link])
-        rest = list(names[num_cached:])
+        pool = self.ranks[rank].pool
+        end = len(names) - (pool.num_windows > 0)
+        first = min(num_cached, end - 1)  # where the window page alone is missing, it comes with the last page
+        rest = list(names[first:])
         handed = self._names_of.pop(request, None)
         if handed in self._transfers:  # of another request; nobody would hear any more of what that one awaits
             handed = None
         name = handed or f"{self._prefix}-{next(self._numbers)}"
-        transfer = Transfer(name, link, rank, num_cached, rest, now, now, set(rest), request)
+        transfer = Transfer(name, link, rank, first, rest, now, now, set(rest), request)
         self._transfers[name] = transfer
         self.awaited[link] += len(transfer.awaited)
         for page_name in rest:
             self._expected.setdefault((rank, page_name), transfer)
-        tokens = request.token_ids[: len(names) * self.ranks[rank].pool.page_size + 1]
+        tokens = request.token_ids[: end * pool.page_size + 1]
         salt, priority = request.options.cache_salt, request.options.priority
-        ask = PrefillRequest(name, int32s(tokens), num_cached, len(names), salt, priority, names[-1])
+        ask = PrefillRequest(name, int32s(tokens), first, end, salt, priority, names[end - 1])
         self._messages.append((link, ask))
         self._counts["asked"] += 1
-        self.awaits(rank, request, rest[0])
+        self.awaits(rank, request, names[num_cached])
 
     def _links(self, request: Request, now: float) -> list[int]:
         """The prefill engines that may be asked for a request now."""
@@ -405,7 +411,8 @@ class RemotePrefills(PageSource):
             return False
         source, buffer = Source(transfer.link, offer.address), LandingBuffer(CHUNK_PAGES)  # full or not
         for place, name in wanted:
-            number = landing.expect(name, self, TIER, now, buffer=buffer)
+            window = pool.num_windows > 0 and name == transfer.names[-1]
+            number = landing.expect(name, self, TIER, now, buffer=buffer, window=window)
             transfer.pulling[number] = name
             self._pulling[rank, number] = transfer
             self._pulls[rank].append((source, offer.number, place, number))

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dsjax.engine.contract.commands import WINDOW_NUMBERS
+from dsjax.engine.schedule.pages import window_name
 from dsjax.engine.schedule.request import Request
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, Chunk, ChunkReady, ToDecode
 
-_NUMBERS = 2**31
+_NUMBERS = WINDOW_NUMBERS
 
 
 @dataclass(eq=False)
@@ -21,6 +23,7 @@ class PageSend:
     Attributes:
         receive: tells its decode engine; None until that one has asked.
         first, end: pages [first, end) are wanted. next: the first of them that was not handed over.
+        windows: 1 in a model with window pages: the one at `end` follows the pages, as page number `end`.
         cached: tokens that its first admission found cached; None before.
     """
 
@@ -30,12 +33,13 @@ class PageSend:
     first: int
     next: int
     end: int
+    windows: int = 0
     cached: int | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether every page is sent, or about to be."""
-        return self.next >= self.end
+        return self.next >= self.end + self.windows
 
     def tell(self, message: ToDecode) -> None:
         """Tell the decode engine, if one has asked."""
@@ -108,8 +112,10 @@ class SendBuffers:
         with self._lock:
             number = next(self._numbers) % _NUMBERS
             self._room[rank] -= 1
-            address = self._keepers[rank].address
-            names = b"".join(send.request.page_hashes[first : first + count])
+            address, hashes = self._keepers[rank].address, send.request.page_hashes
+            names = b"".join(hashes[first : first + count])
+            if first == send.end:
+                number, names = number + WINDOW_NUMBERS, window_name(hashes[first - 1])
             offer = ChunkReady(send.transfer, number, first, count, send.cached or 0, address, names)
             self._buffers[number] = SendBuffer(rank, send, offer, time.monotonic() + self.timeout)
         return number

@@ -2,13 +2,14 @@
 
 import random
 
-from fake_executor import FakeExecutor
+from fake_executor import SIZES, FakeExecutor
 
 from dsjax.engine.contract.commands import int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.prefill_engine import PrefillEngine
+from dsjax.engine.schedule.borders import window_columns
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.transfer.messages import CHUNK_PAGES, MOST_KEPT, PrefillRequest
@@ -56,10 +57,16 @@ class Pair:
         decode=None,
         engines=None,
         generations=None,
+        windows=None,
     ):
+        """windows: window pages of a rank of each side; None: the model has none."""
+        of_sides = [{}, {}]
+        if windows is not None:
+            columns = window_columns(SIZES["max_chunk"], SIZES["page_size"])
+            of_sides = [{"windows_per_rank": count, "window_columns": columns} for count in windows]
         self.engines = [] if engines is None else engines
         for _ in range(0 if engines else prefills):
-            executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True)
+            executor = FakeExecutor(num_ranks=ranks[0], pages_per_rank=pages[0], transfers=True, **of_sides[0])
             self.engines.append(PrefillEngine(executor, executor.config, timeout=timeout, generations=generations))
         links = [LocalLink(engine) for engine in self.engines]
         self.lost = ()
@@ -67,7 +74,11 @@ class Pair:
         for link in links:
             link.send = self._lossy(link.send)
         executor = FakeExecutor(
-            num_ranks=ranks[1], pages_per_rank=pages[1], max_rows_decode=4, transfers=True, **(decode or {})
+            num_ranks=ranks[1],
+            pages_per_rank=pages[1],
+            max_rows_decode=4,
+            transfers=True,
+            **(decode or {}) | of_sides[1],
         )
         self.decode = PolledLinks(links, local_tokens=local_tokens, timeout=timeout)
         self.core = EngineCore(executor, executor.config, attachments=[*attachments_of(executor.config), self.decode])

@@ -52,7 +52,7 @@ class Subscriber:
                 "disk": set(),
             }
             for source in getattr(scheduler.source, "sources", ()):
-                if getattr(source, "host", None):
+                if getattr(source, "host", None):  # nothing is told of window pages
                     found["host"] = set(source.host[index]._names)
                 if getattr(source, "disk", None) is not None:
                     found["disk"] = set(source.disk._names)

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from dsjax.engine.contract import commands
-from dsjax.engine.contract.commands import TOKEN_MADE, Command, Step, from_int32s, names_of
+from dsjax.engine.contract.commands import TOKEN_MADE, WINDOW_NUMBERS, Command, Step, from_int32s, names_of
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
@@ -254,7 +254,8 @@ class FakeExecutor:
             for cache, host, own, names in zip(self._cache, self._host, command.ranks, command.names, strict=True):
                 numbers, names = from_int32s(own), iter(names_of(names))
                 for page, slot, number in zip(*(numbers[at::3] for at in range(3)), strict=True):
-                    assert -1 <= slot < self.limits.host_pages_per_rank
+                    assert slot == -1 or self._in_host(slot)
+                    assert slot == -1 or (slot >= WINDOW_NUMBERS) == (page >= self.limits.pages_per_rank)
                     assert slot >= 0 or number >= 0
                     assert None not in cache[page], "only full pages leave"
                     if slot >= 0:
@@ -320,11 +321,16 @@ class FakeExecutor:
         return None
 
     def _fetched(self, rank: int, number: int) -> list:
-        if number < self.limits.host_pages_per_rank:
+        if self._in_host(number):
             return list(self._host[rank][number])
         values = self._landed.pop((rank, number))
         assert values is not None, "only pages that have come are fetched"
         return list(values)
+
+    def _in_host(self, number: int) -> bool:
+        if number >= WINDOW_NUMBERS:
+            return number - WINDOW_NUMBERS < self.limits.host_windows_per_rank
+        return number < self.limits.host_pages_per_rank
 
     def _step(self, step: Step) -> list[RankResults]:
         assert len(step.ranks) == self.limits.num_ranks, "every rank takes part in every step"

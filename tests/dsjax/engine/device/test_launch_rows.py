@@ -11,6 +11,7 @@ from dsjax.engine.contract.commands import (
     ALWAYS,
     TOKEN_MADE,
     Admission,
+    PageChange,
     PrefillRow,
     RankStep,
     Sampling,
@@ -44,7 +45,7 @@ def test_a_launch_s_integers_are_its_rows_and_the_pages_that_they_gained():
     plan.ranks[1].prefills.append(ScheduledRow(prompt, 0, 7, False))
     step = told.writer.write(plan)
     shape = LaunchShape(GroupShape(2, 1, MOST, "A_CC"), GroupShape(1, 4, MOST, "CC"), PAGE)
-    within, before = split_page_changes(step, shape.page_changes)
+    within, before = split_page_changes(step, shape.page_changes, 100)
     assert within == [[(2, 2, 9)], []]
     assert before == [[], [(1, 0, 5), (1, 1, 6), (1, 2, 8)]]  # a slot's new owner has its table before the launch
     launch = Launch(Rectangle(2, 1), Rectangle(1, 4), [[], [RowPiece(0, 4, 3)]])
@@ -61,7 +62,7 @@ def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_th
     slots = ADMISSIONS + 1
     requests = [running(slot, list(range(1, 41)), temperature=0.5) for slot in range(slots)]
     step = StepWriter(2, PAGE).write(decode(requests, []))
-    _, before = split_page_changes(step, 3)
+    _, before = split_page_changes(step, 3, 100)
     runs = list(pack_admissions(step, before))
     # An admission voids its slot's pages, so none may be entered before it.
     assert len(runs) == 1 + -(-slots * 40 // PAGE_CHANGES)
@@ -76,7 +77,7 @@ def test_admissions_take_as_many_runs_as_they_need_and_page_changes_come_with_th
         assert (run[1] == -1).all()
     assert given == list(range(slots))
     assert changed == [(slot, index, index + 1) for slot in range(slots) for index in range(40)]
-    (nothing, _) = split_page_changes(StepWriter(1, PAGE).write(decode([])), 3)
+    (nothing, _) = split_page_changes(StepWriter(1, PAGE).write(decode([])), 3, 100)
     assert list(pack_admissions(StepWriter(1, PAGE).write(decode([])), nothing)) == []
 
 
@@ -137,3 +138,9 @@ def test_biases_and_masks_are_of_every_position_of_their_row():
     assert [entry for entry in piece[0].tolist() if entry[0] >= 0] == [[at, 3, 0, ALWAYS] for at in (3, 4, 5, 6)]
     masked = [[7, 0, 0] if 3 <= at <= 6 else [-1] * 3 for at in range(9)]
     assert found.masks[0].tolist() == masked
+
+
+def test_tables_count_window_pages_from_0():
+    step = Step([RankStep([], [PageChange(3, 0, [7, 8]), PageChange(3, 50, [102])], b"", [], [])])
+    within, before = split_page_changes(step, 8, 100)
+    assert (within, before) == ([[(3, 0, 7), (3, 1, 8), (3, 50, 2)]], [[]])

@@ -33,8 +33,8 @@ class Device:
 
     def __init__(self, ranks: int):
         self.tables = [{} for _ in range(ranks)]
-        self.state = SimpleNamespace(start="placed")
-        self.programs = SimpleNamespace(get=lambda kind: self.put)
+        self.state, self.limits = SimpleNamespace(start="placed"), SimpleNamespace(pages_per_rank=100)
+        self.programs = SimpleNamespace(get=lambda *key: self.put)
 
     def send(self, array):
         return array

@@ -92,6 +92,18 @@ def test_a_shared_beginning_hits_from_its_third_use():
     assert found == [0, 896, 896]
 
 
+def test_a_border_where_a_request_went_on_is_kept():
+    of = scheduler(kept=10)
+    shared = request("shared", 1000).token_ids
+    ends = [request(str(index), 900).token_ids for index in range(3)]
+    found = []
+    for index, end in enumerate(ends):
+        found += run(of, request(str(index), shared + end))
+        if index:
+            overwrite_what_is_not_kept(of.ranks[0].pool)
+    assert found == [0, 896, 896], "the first time it was only found because nobody had overwritten it"
+
+
 @pytest.mark.parametrize(
     ("windows", "cached", "border"),
     [((10, 30), 39, 31), ((10, 30), 30, 11), ((), 39, 0), ((38,), 39, 39), ((0,), 39, 1)],

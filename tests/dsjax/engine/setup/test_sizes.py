@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from layouts import TINY
+from sliding_attention import slides
 from tiny_steps import limits_of, step_of, tiny
 
 from dsjax.config import ModelConfig
@@ -92,6 +93,23 @@ def test_the_cache_has_the_pages_that_were_asked_for_and_one_that_is_never_used(
     assert not limits.moves_pages
     args, layout = laid_out(max_num_seqs=3, max_model_len=40)
     assert layout.limits(args, ProgramLibrary(), {}, None).pages_per_rank == 1 + 3 * 10
+
+
+def test_window_pages_are_what_requests_may_hold_and_a_fifth_of_the_bytes(tmp_path):
+    with slides():
+        args, layout = laid_out(max_num_seqs=3, max_num_batched_tokens=32, prefill_chunk=16, host_cache_bytes=1 << 16)
+        limits, step = layout.limits(args, ProgramLibrary(), {}, None), layout.step
+        held = 1 + 3 * 3 + 2 * 32 // args.page_size  # a row's pages, prompts of two steps, and one that nobody gets
+        assert layout.sizes.windows_per_rank == held
+        kept = limits.windows_per_rank - held
+        page, window = device_cache.bytes_per_page(step), device_cache.bytes_per_page(step, "window")
+        assert 0 <= limits.pages_per_rank * page / 5 - kept * window * 4 / 5 < window
+        assert limits.window_columns == (16 + 2 * args.page_size - 3) // args.page_size + 1
+        used = limits.host_pages_per_rank * page + limits.host_windows_per_rank * window
+        assert (1 << 15) - page - window < used <= 1 << 15
+        args, layout = laid_out(disk_cache=str(tmp_path), disk_cache_bytes=1 << 20)
+        with pytest.raises(UserError, match="--disk-cache keeps pages of one kind"):
+            layout.limits(args, ProgramLibrary(), {}, None)
 
 
 def test_what_the_model_or_the_cache_cannot_hold_is_refused_with_what_would_fit(monkeypatch):

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from fake_executor import SIZES
 
 from dsjax.engine.contract.commands import StorePages, int32s
+from dsjax.engine.contract.executor import ExecutorLimits
 from dsjax.engine.device.access import CommandTable
 from dsjax.engine.device.page_staging import PageStaging
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
@@ -36,9 +38,15 @@ class Leaving:
 def offloaded(arrays, disk=None):
     """`OffloadedPages` that these arrays come to, one after the other, and the table of its commands."""
     described, taken = {"latent": jax.ShapeDtypeStruct(Leaving.shape, np.int64)}, iter(arrays)
-    programs = SimpleNamespace(described_moved=lambda: described, get=lambda kind: lambda *_: {"latent": next(taken)})
+    programs = SimpleNamespace(
+        described_moved=lambda table: described if table == "context" else {},
+        get=lambda *key: lambda *_: {"latent": next(taken)},
+    )
     device = SimpleNamespace(
-        programs=programs, limits=SimpleNamespace(host_pages_per_rank=8, num_ranks=2), state=None, send=lambda a: a
+        programs=programs,
+        limits=ExecutorLimits(**SIZES | {"num_ranks": 2, "host_pages_per_rank": 8}),
+        state=None,
+        send=lambda a: a,
     )
     pages, table = OffloadedPages(device, PageStaging(device), disk), CommandTable()
     pages.register(table)

@@ -10,7 +10,7 @@ import pytest
 from engine_pair import Pair, prompts
 from fake_executor import FakeExecutor, expected_tokens
 
-from dsjax.engine.contract.commands import from_int32s
+from dsjax.engine.contract.commands import Step, from_int32s
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.landing_area import MOST_LANDED, LandingArea
 from dsjax.engine.schedule.mesh_changer import Generation
@@ -352,3 +352,26 @@ def test_what_an_executor_has_pulled_does_not_land_on_the_one_that_replaces_it()
     pair.decode.report(PulledChunk(rank=0, link=0, number=12346, pages=[4], ok=True))
     pair.decode.begin_step(1.0)
     assert landed == [(0, [4], True, 1.0)]
+
+
+def test_the_window_page_of_the_last_border_comes_behind_the_pages():
+    pair = Pair(windows=(30, 30), pages=(65, 65))
+    pair.core.executor.keep_commands = True
+
+    def computed_by_decode():
+        steps = [command for command in pair.core.executor.commands if isinstance(command, Step)]
+        pair.core.executor.commands.clear()
+        return sum(row.length for step in steps for rank in step.ranks for row in rank.prefills)
+
+    tokens = list(range(100, 138))
+    for name, length, first in (("whole", 38, 0), ("without its window page", 38, 8), ("beginning", 22, 4)):
+        request = pair.add(name, tokens[:length])
+        pair.run()
+        assert request.output_token_ids == expected_tokens(tokens[:length], 6)
+        ask, end = pair.asked()[-1], (length - 1) // 4
+        assert (ask.first, ask.end) == (first, end)
+        assert computed_by_decode() == length - 4 * end
+        pool = pair.core.scheduler.ranks[0].pool
+        pool.release(pool.allocate(pool.num_free_windows, windows=True))
+    pair.settle()
+    assert not pair.core.scheduler.ranks[0].pool.num_windows - 1 - pool.num_free_windows

@@ -30,9 +30,12 @@ class TransferMachine(RuleBasedStateMachine):
         pages=st.tuples(st.integers(8, 40), st.integers(12, 40)),
         prefills=st.integers(1, 2),
         below=st.sampled_from([{}, {"host_pages_per_rank": 6}, {"disk_pages": 30}]),
+        windows=st.sampled_from([None, (9, 9), (9, 30), (40, 12)]),
     )
-    def make(self, ranks, pages, prefills, below):
-        self.pair = Pair(prefills=prefills, ranks=ranks, pages=pages, decode=below)
+    def make(self, ranks, pages, prefills, below, windows):
+        if windows is not None:
+            below = {"host_pages_per_rank": 6, "host_windows_per_rank": 4} if "host_pages_per_rank" in below else {}
+        self.pair = Pair(prefills=prefills, ranks=ranks, pages=pages, decode=below, windows=windows)
         self.alive, self.count = {}, 0
 
     @rule(several=st.lists(_prompts, min_size=1, max_size=5), turns=st.integers(0, 4))
@@ -106,17 +109,23 @@ class TransferMachine(RuleBasedStateMachine):
             for index, rank in enumerate(core.scheduler.ranks):
                 pool = rank.pool
                 held = Counter(
-                    page for request in [*rank.running, *rank.waiting] for page in request.pages + request.held_pages
+                    page
+                    for request in [*rank.running, *rank.waiting]
+                    for page in request.pages + request.window_pages + request.held_pages
                 )
                 held.update(page for load in rank.loads.under_way if load.request for page in load.pages)
                 if sends is not None:
                     held.update(page for _, _, pages in sends.waiting[index] for page in pages)
-                leaving = pool.num_used - len(held)  # of requests that ended while a step has a row of them
+                leaving = sum(map(bool, pool._holders)) - len(
+                    held
+                )  # of requests that ended while a step has a row of them
                 assert leaving == 0 or core._under_way
                 if not core._under_way:
                     assert {page: count for page, count in enumerate(pool._holders) if count} == held
-                everywhere = [*pool._free, *pool._idle, *(page for page, count in enumerate(pool._holders) if count)]
-                assert sorted(everywhere) == list(range(1, pool.num_pages))
+                nobodys = [*pool._free, *pool._idle, *pool._free_windows, *pool._idle_windows]
+                everywhere = [*nobodys, *(page for page, count in enumerate(pool._holders) if count)]
+                numbers = range(pool.num_pages + pool.num_windows)
+                assert sorted(everywhere) == [number for number in numbers if number not in (0, pool.num_pages)]
 
     def teardown(self):
         if not hasattr(self, "pair"):
