@@ -1,9 +1,14 @@
 """Tiny DeepSeek-V4 models: their `config.json`, and random tensors that reach both sides of the clip and sinks of either sign."""
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 from goldens.our_model import expected_shapes
 from goldens.random_weights import RandomWeights
 
+from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig
 from dsjax.config.deepseek_v4 import KINDS
 
@@ -46,3 +51,17 @@ def v4_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         elif name.endswith(("w1.weight", "w3.weight")):
             made[name] *= np.float32(6)
     return made
+
+
+def write_v4_checkpoint(directory: Path, layers: str, **changes) -> Path:
+    """A checkpoint of such a model in this directory, with the demo's tokenizer."""
+    demo = Path(__file__).parents[1] / "configs" / "models" / "demo"
+    vocabulary = json.loads((demo / "config.json").read_text())["vocab_size"]
+    config = ModelConfig.from_dict(v4_config(layers, **{"vocab_size": vocabulary} | changes))
+    tensors = v4_tensors(config)
+    specs = {name: TensorSpec(values.dtype, values.shape) for name, values in tensors.items()}
+    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
+    (directory / "config.json").write_text(json.dumps(config.to_dict()))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, directory / name)
+    return directory

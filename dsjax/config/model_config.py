@@ -228,13 +228,12 @@ class ModelConfig:
         runs = LayerRun((dense,), self.num_dense_layers), LayerRun((moe,), self.num_moe_layers)
         return tuple(run for run in runs if run.count)
 
-    def check_served(self) -> None:
-        """Raise `UserError` if engines cannot serve the model yet, or what describes engines (dry run, plan) would not know it."""
+    def check_priced(self) -> None:
+        """Raise `UserError` if dry run, planner and module benchmarks do not know the model's operations yet."""
         if self.v4 is not None:
             raise UserError(
-                "deepseek_v4 models cannot be served yet, nor dry-run or planned: engines have no window pages (a second page table of a "
-                "request), and no kernels for attention over them. `dsjax info` and the plain forward pass know the model: see "
-                "docs/deepseek-v4.md"
+                "deepseek_v4 models cannot be dry-run, planned or timed by their modules yet: nobody has counted the operations of their "
+                "attention. `dsjax info` has their bytes, and `dsjax serve` serves them: see docs/deepseek-v4.md"
             )
 
     @property

@@ -81,18 +81,14 @@ class Step:
     [("dp=1", {}), ("dp=8", {}), ("tp=4", {}), ("dp=2,tp=4", {}), ("dp=2", {"kernels": "plain"})],
     ids=lambda value: value if isinstance(value, str) else value.get("kernels", "native"),
 )
-def test_a_prompt_and_a_decode_have_the_plain_forms_hidden_states(monkeypatch, mesh, options):
-    monkeypatch.setattr(ModelConfig, "check_served", lambda config: None)
+def test_a_prompt_and_a_decode_have_the_plain_forms_hidden_states(mesh, options):
     expected, step = plain(), Step(mesh, **options)
     found = np.concatenate([step.run(0, 21, 24), step.run(21, 8, 24), step.run(29, 1, 1)], axis=2)
     for rank in found:
         assert np.abs(rank - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
-def test_engines_refuse_the_model_and_a_mesh_that_cuts_a_group(monkeypatch):
-    args, spec = EngineArgs(mesh="tp=8", page_size=T), MeshSpec.parse("tp=8")
-    with pytest.raises(UserError, match="engines have no window pages"):
-        make_step(args, CONFIG, spec, spec.build())
-    monkeypatch.setattr(ModelConfig, "check_served", lambda config: None)
+def test_a_mesh_that_cuts_a_group_of_the_output_projection_is_refused():
+    spec = MeshSpec.parse("tp=8")
     with pytest.raises(UserError, match="tp=8 does not divide the 4 groups"):
-        make_step(args, CONFIG, spec, spec.build())
+        make_step(EngineArgs(mesh="tp=8", page_size=T), CONFIG, spec, spec.build())
