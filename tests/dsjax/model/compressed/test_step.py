@@ -78,7 +78,15 @@ class Step:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [("dp=1", {}), ("dp=8", {}), ("tp=4", {}), ("dp=2,tp=4", {}), ("dp=4,ep=2", {}), ("dp=2,ep=1,etp=2", {}), ("dp=2", {"kernels": "plain"})],
+    [
+        ("dp=1", {}),
+        ("dp=8", {}),
+        ("tp=4", {}),
+        ("dp=2,tp=4", {}),
+        ("dp=4,ep=2", {}),
+        ("dp=2,ep=1,etp=2", {}),
+        ("dp=2", {"kernels": "plain"}),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.get("kernels", "native"),
 )
 def test_a_prompt_and_a_decode_have_the_plain_forms_hidden_states(mesh, options):
