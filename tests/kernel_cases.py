@@ -128,7 +128,7 @@ class ExpertsCase:
             found |= {"gate_up.scale": self.scales[0], "down.scale": self.scales[1]}
         return found | {"layer": np.int32(len(self.down) - 1)}
 
-    def expected(self):
+    def expected(self, limit=np.inf):
         """Float64, one row and one expert at a time; and the sum of what was added up, to which rounding is relative."""
         gate_up, down = self.gate_up[-1].astype(np.float64), self.down[-1].astype(np.float64)
         if self.scales:
@@ -138,6 +138,7 @@ class ExpertsCase:
         for n, k in np.argwhere(self.ids >= 0):
             x = self.ids[n, k]
             gate, up = np.einsum("d,dgf->gf", self.rows[n].astype(np.float64), gate_up[x])
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
             hidden = self.weights[n, k] * gate / (1 + np.exp(-gate)) * up
             out[n] += hidden @ down[x]
             size[n] += np.abs(hidden) @ np.abs(down[x])

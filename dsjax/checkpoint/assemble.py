@@ -111,8 +111,9 @@ class Assembler:
         if scaled_weight(path, self.names.parameters) is not None:
             yield from self._scale_strips(name, rows, columns)
             return
-        if not name.endswith(".weight"):  # scales of packed matrices, as they are
-            yield from self._read(name, rows, columns)
+        if not name.endswith(".weight"):  # scales of packed matrices, as they are, and what is never quantised
+            for start, block in self._read(name, rows, columns):
+                yield start, block.astype(dtype, copy=False)
             return
         tensor = self.tensors[name]
         scale = self._scale(name) if tensor.dtype == FP8 else None

@@ -18,6 +18,7 @@ from dsjax.model.parameters import blocks
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _SCALES = ("float32", "float8_e8m0fnu")
+_INTEGERS = ("int64", "int32")
 _NAMED = 20
 
 
@@ -128,6 +129,8 @@ def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: 
     allowed = (*_FLOATS, FP8.name) if is_matrix else _FLOATS
     if wanted == np.uint8:
         allowed = (wanted.name,)
+    if wanted == np.int32:
+        allowed = _INTEGERS
     if spec.dtype.name not in allowed:
         problems.append(f"{name}: dtype {spec.dtype.name}, expected one of {', '.join(allowed)}")
     return problems

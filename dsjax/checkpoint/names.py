@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsjax.checkpoint import v4_tensors
 from dsjax.config import ModelConfig
 from dsjax.config.layers import moe_layers, stacks
 from dsjax.model.parameters import ParameterInfo
@@ -240,12 +241,15 @@ def _source(config: ModelConfig, path: str, parameters: Mapping[str, ParameterIn
             names = tuple(template + suffix for template in source.templates)
             return _Source(names, source.layers, source.transposed and part == "scale")
     matrix = path.endswith(".weight") and path != "embed.weight"
-    if path in _MODEL:
-        return _Source((_MODEL[path],), None, matrix)
+    of_model, of_layer, of_mtp = _MODEL, _LAYER, _MTP
+    if config.v4 is not None:
+        of_model, of_layer, of_mtp = _MODEL | v4_tensors.MODEL, _LAYER | v4_tensors.LAYER, _MTP | v4_tensors.MTP
+    if path in of_model:
+        return _Source((of_model[path],), None, matrix)
     modules = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
     layers = {f"{kind.stack}.": numbers for kind, numbers in stacks(config.layer_runs).items()}
     for stack, numbers in (layers | {"mtp.layers.": modules}).items():
         if path.startswith(stack):
-            names = _LAYER[path.removeprefix(stack)]
+            names = of_layer[path.removeprefix(stack)]
             return _Source(tuple(f"model.layers.{{layer}}.{name}" for name in names), numbers, matrix)
-    return _Source((f"model.layers.{{layer}}.{_MTP[path.removeprefix('mtp.')]}",), modules, matrix)
+    return _Source((f"model.layers.{{layer}}.{of_mtp[path.removeprefix('mtp.')]}",), modules, matrix)

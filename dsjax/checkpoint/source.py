@@ -17,11 +17,15 @@ from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
+from dsjax.checkpoint.v4_tensors import V4Tensors
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameters import Weights
 
 if TYPE_CHECKING:
     from dsjax.checkpoint.names import TensorNames
+
+
+_OUTPUT = ("self_attn.o_proj.weight", "self_attn.o_b_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Checkpoint:
     @property
     def natural_weights(self) -> Weights:
         """How to keep matrices when nobody says: in float32 if the checkpoint has them so, else in bf16."""
-        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith("self_attn.o_proj.weight")}
+        dtypes = {spec.dtype.name for name, spec in self.specs.items() if name.endswith(_OUTPUT)}
         return "f32" if dtypes == {"float32"} else "bf16"
 
     @property
@@ -115,7 +119,9 @@ def _open_orbax(directory: Path) -> Checkpoint:
 
 def _open_hf(directory: Path) -> Checkpoint:
     folder = SafetensorsFolder(directory)
-    tensors, unreadable = _TextPart(folder), _text_names(folder.unreadable)
+    config, tensors, unreadable = load_config(directory), _TextPart(folder), _text_names(folder.unreadable)
+    if config.v4 is not None:
+        tensors = V4Tensors.of(folder, folder.specs, config.num_hidden_layers)
     vision = [name for name in folder if name.startswith(_VISION)]
     if vision:
         parts = sorted({name.split(".")[0] for name in vision})
@@ -124,7 +130,7 @@ def _open_hf(directory: Path) -> Checkpoint:
             "part alone, and refuses images"
         )
         warnings.warn(message, CheckpointWarning, stacklevel=3)
-    config = settle_mtp(directory, load_config(directory), [*tensors, *unreadable])
+    config = settle_mtp(directory, config, [*tensors, *unreadable])
     return Checkpoint(
         directory,
         "hf",

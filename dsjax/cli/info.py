@@ -2,6 +2,7 @@
 
 import importlib.resources
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,13 +30,23 @@ def info(
     write_json(json_file, facts)
 
 
+ATTENTION = {
+    "mla": "attention (MLA)",
+    "window": "attention (window)",
+    "csa": "attention (window, rate 4)",
+    "hca": "attention (window, rate 128)",
+}
+"""By `LayerKind.attention`."""
+
+
 def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str | None = None) -> dict[str, Any]:
     """`{"model", "path", "config", "parameters", "layers", "parts", "device"}`.
 
     `config` has Hugging Face's field names, `parameters` the keys of `parameter_counts`. `layers`: `{"dense", "moe", "mtp"}`. `parts`:
     components that do not overlap, `{name: {"each", "count", "parameters"}}`; their sum is `parameters["main_model"]`. `device`: of one
-    device of `mesh`, `{"mesh", "devices", "stages", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token"}`, with
-    the cache in bf16, for each DP rank's tokens. With several stages: weights and cache at the stage that has most of each.
+    device of `mesh`, `{"mesh", "devices", "stages", "weight_bytes": {precision: {component: bytes}}, "cache_bytes_per_token",
+    "window_page_bytes"}`, with the cache in bf16, for each DP rank's tokens; the last is 0 of models without window pages. With several
+    stages: weights and cache at the stage that has most of each.
 
     Raises:
         ConfigError: no such model, or a configuration that cannot be.
@@ -49,7 +60,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
     from dsjax.model.stage import stages_of
     from dsjax.plan.engine import find_engine
     from dsjax.plan.layout import InstanceLayout
-    from dsjax.plan.memory import cache_bytes_per_token, weight_bytes
+    from dsjax.plan.memory import cache_bytes_per_token, weight_bytes, window_page_bytes
     from dsjax.plan.precision import PRECISIONS
     from sharding import MeshSpec
 
@@ -79,6 +90,7 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
                 for name, row in WEIGHT_FORMATS.items()
                 if row.listed and (row.packed is None or config.is_moe)
             },
+            "window_page_bytes": window_page_bytes(config, PRECISIONS["bf16"]),
             "cache_bytes_per_token": max(
                 cache_bytes_per_token(stage.config(config), PRECISIONS["bf16"])
                 for stage in stages_of(config, spec.pp_size)
@@ -89,13 +101,18 @@ def describe(model: str, mesh: str = "dp=1", redundant: int = 0, revision: str |
 
 def _parts(config: Any, counts: dict[str, int]) -> dict[str, dict[str, int]]:
     layers, dense, moe = config.num_hidden_layers, config.num_dense_layers, config.num_moe_layers
+    kinds = [kind for run in config.layer_runs for kind in run.kinds * run.count]
+    attention, hashed = Counter(kind.attention for kind in kinds), sum(kind.mlp == "hash" for kind in kinds)
     rows = [
         ("embedding", counts["embedding"], 1),
-        ("attention (MLA), a layer", counts["mla"], layers),
-        ("dense MLP, a layer", counts["dense_mlp"], dense),
+        *((f"{ATTENTION[kind]}, a layer", counts[kind], count) for kind, count in attention.items()),
+        ("hyper-connections, a layer", counts.get("hyper_connections", 0), layers),
+        ("hyper-connections, at the end", counts.get("hyper_connections_end", 0), 1),
+        ("dense MLP, a layer", counts.get("dense_mlp", 0), dense),
         ("routed expert", counts["expert"], moe * (config.n_routed_experts if config.is_moe else 0)),
         ("shared experts, a layer", counts["shared_experts"], moe),
-        ("router and its bias, a layer", counts["router"] + counts["router_bias"], moe),
+        ("router and its bias, a layer", counts["router"] + counts["router_bias"], moe - hashed),
+        ("router and its table of tokens, a layer", counts["router"] + counts.get("hash_table", 0), hashed),
         ("norms, a layer", counts["layer_norms"], layers),
         ("final norm", counts["final_norm"], 1),
         ("head", counts["head"], 1),
@@ -138,6 +155,10 @@ def _show(console: Console, facts: dict[str, Any]) -> None:
         f"latent cache: {device['cache_bytes_per_token']:,} bytes a token of a DP rank in bf16, {whose}",
         highlight=False,
     )
+    if device["window_page_bytes"]:
+        console.print(
+            f"and window pages of {device['window_page_bytes']:,} bytes, a few of each request", highlight=False
+        )
     table = Table(title="configuration", title_justify="left", show_header=False)
     table.add_column("name")
     table.add_column("value")

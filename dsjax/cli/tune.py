@@ -56,6 +56,7 @@ def tune(
     config, spec = load_config(args.model), MeshSpec.parse(args.mesh)
     dtype = assembly.compute_dtype(args, config, device.platform)
     weights = assembly.weights_format(args, config, dtype)
+    config.check_priced()
     check_layout(config, spec, args.num_redundant, weights, dense_tp=args.moe_dense_tp_size)
     scheme = assembly.activation_scheme(args, config, weights, device)
     n_physical = config.n_routed_experts + args.num_redundant

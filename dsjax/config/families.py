@@ -34,6 +34,13 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(),
     "deepseek_v32": Family("DeepseekV32ForCausalLM", sparse=True, only_interleaved=True),
+    "deepseek_v4": Family(
+        "DeepseekV4ForCausalLM",
+        routers={"noaux_tc": "sqrtsoftplus"},
+        sparse=True,
+        only_interleaved=True,
+        defaults={"scoring_func": "sqrtsoftplus"},
+    ),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", lists_mlps=True, defaults={"first_k_dense_replace": 1}),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM",

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsjax.config.checks import check_choice, check_mapping, reject, required
+from dsjax.config.deepseek_v4 import read_v4
 from dsjax.config.families import FAMILIES, WITH_TEXT_PART
 from dsjax.config.quantization import read_quantization
 from dsjax.config.rope import read_rope
 from dsjax.errors import ConfigError
 
-_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router")
+_READ_APART = ("rope", "quantization", "torch_dtype", "eos_token_id", "router", "v4")
 """Fields of `ModelConfig` that are spelt otherwise in `config.json`, in more than one way, or not at all."""
 _ALIASES = {
     "num_mtp_layers": "num_nextn_predict_layers",
@@ -79,7 +80,9 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
-    raw = without_aliases(raw)
+    raw, v4 = without_aliases(raw), None
+    if str(raw.get("model_type")).startswith("deepseek_v4"):
+        raw, v4 = read_v4(raw)
     must, optional = _read_alike(config)
     family = FAMILIES[check_choice("model_type", required(raw, "model_type"), tuple(FAMILIES))]
     fields = dict(family.defaults)
@@ -96,6 +99,7 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=2,
         )
         fields["norm_topk_prob"] = False
+    fields |= {"v4": v4} if v4 is not None else {}
     fields["torch_dtype"] = _read_dtype(raw)
     fields["eos_token_id"] = _read_tokens(raw.get("eos_token_id"))
     fields["rope"] = read_rope(raw)
@@ -138,6 +142,8 @@ def _check_derived(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise where a key that follows from others (transformers writes some) contradicts them."""
     rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
     heads = fields["num_attention_heads"]
+    if fields["model_type"] == "deepseek_v4":
+        return
     derived = {
         "head_dim": (rope, "qk_rope_head_dim, which transformers means by it"),
         "indexer_rope_interleave": (
@@ -180,14 +186,16 @@ def _check_unbuilt(raw: Mapping[str, Any], fields: set[str], sparse: bool) -> No
 
 
 def write_fields(config: Any) -> dict[str, Any]:
-    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`)."""
+    """Return `config.json` of a `ModelConfig` in the original spelling (`rope_scaling`, `torch_dtype`), of a V4 in transformers'."""
     written: dict[str, Any] = {"architectures": [config.family.architecture]}
     must, optional = _read_alike(config)
     written |= {name: getattr(config, name) for name in (*must, *optional)}
     written["num_key_value_heads"] = config.num_attention_heads
     written["n_routed_experts"] = config.n_routed_experts or None
     written |= config.rope.to_dict()
-    if config.family.sparse:
+    if config.v4 is not None:
+        written = _write_v4(config, written)
+    elif config.family.sparse:
         del written["rope_interleave"]  # transformers' classes have no such field
         if config.family.index_interleave:
             written["indexer_rope_interleave"] = True
@@ -202,3 +210,28 @@ def write_fields(config: Any) -> dict[str, Any]:
     if config.quantization is not None:
         written["quantization_config"] = config.quantization.to_dict()
     return dict(sorted(written.items()))
+
+
+def _write_v4(config: Any, written: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a V4: those that MLA's sizes stand for, and its own."""
+    of_mla = (
+        "kv_lora_rank",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "n_group",
+        "topk_group",
+    )
+    kept = {
+        name: value
+        for name, value in written.items()
+        if name not in (*of_mla, "intermediate_size") and "rope_" not in name[:5]
+    }
+    ropes = {"main": config.rope, "compress": config.v4.compress_rope}
+    spelt = {
+        name: {"rope_theta": rope.theta, **(rope.to_dict()["rope_scaling"] or {"rope_type": rope.type})}
+        for name, rope in ropes.items()
+    }
+    sizes = {"head_dim": config.v_head_dim, "num_key_value_heads": 1, "rope_parameters": spelt}
+    return kept | sizes | config.v4.to_dict()

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.config.checks import check_boolean, check_choice, check_integer, check_mapping, check_number, reject
+from dsjax.config.deepseek_v4 import DeepseekV4
 from dsjax.config.families import FAMILIES, SPARSE, Family
 from dsjax.config.hugging_face import read_fields, text_part, write_fields
 from dsjax.config.layers import LayerKind, LayerRun
 from dsjax.config.quantization import Quantization
 from dsjax.config.rope import RopeConfig
-from dsjax.errors import ConfigError, why_unreadable
+from dsjax.errors import ConfigError, UserError, why_unreadable
 
 # Least value of each integer field.
 _INTEGERS = {
@@ -39,8 +40,9 @@ class ModelConfig:
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
     nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter` and replaces it; no `config.json` has one.
     `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
-    families with sparse attention only (docs/sparse-attention.md); None: all. Raises `ConfigError`, naming the field,
-    on construction.
+    families with sparse attention only (docs/sparse-attention.md), or compressed entries, of `deepseek_v4`; None: all. `v4`: what only
+    `deepseek_v4` has (docs/deepseek-v4.md); a head's width there is `v_head_dim` and `kv_lora_rank`. Raises `ConfigError`, naming the
+    field, on construction.
     """
 
     model_type: str
@@ -71,6 +73,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     router: type | None = None
+    v4: DeepseekV4 | None = None
 
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
@@ -106,6 +109,7 @@ class ModelConfig:
         if self.family.only_interleaved and not self.rope.interleave:
             raise reject("rope_interleave", False, f"true: MLA of {self.model_type} rotates interleaved pairs only")
         self._check_indexer()
+        self._check_v4()
         if self.is_moe:
             self._check_experts()
 
@@ -115,13 +119,29 @@ class ModelConfig:
             if self.family.sparse:
                 check_integer(name, value, least)
             elif value is not None:
-                raise reject(name, value, f"none: only {' and '.join(SPARSE)} models have sparse attention")
+                raise reject(
+                    name, value, f"none: only {', '.join(SPARSE[:-1])} and {SPARSE[-1]} models have sparse attention"
+                )
         if not self.family.sparse:
             return
         if self.q_lora_rank is None:
             raise reject("q_lora_rank", None, "an integer: index queries are made from the query latent")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise reject("index_head_dim", self.index_head_dim, f"at least qk_rope_head_dim, {self.qk_rope_head_dim}")
+
+    def _check_v4(self) -> None:
+        if (self.v4 is not None) != (self.model_type == "deepseek_v4"):
+            raise reject(
+                "model_type", self.model_type, "deepseek_v4 with the fields of one, and no other model with them"
+            )
+        if self.v4 is None:
+            return
+        if not self.is_moe:
+            raise reject("n_routed_experts", 0, "an integer of at least 1: every layer of deepseek_v4 has experts")
+        if self.num_attention_heads % self.v4.o_groups:
+            raise reject("o_groups", self.v4.o_groups, f"a divisor of num_attention_heads, {self.num_attention_heads}")
+        if self.attention_bias:
+            raise reject("attention_bias", True, "false in a deepseek_v4 model")
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
@@ -187,14 +207,34 @@ class ModelConfig:
     @property
     def residual(self) -> str:
         """How layers add to what passes through them: a name in `dsjax.model.residual.RESIDUALS`."""
-        return "addition"
+        return "addition" if self.v4 is None else "streams"
+
+    @property
+    def swiglu_limit(self) -> float | None:
+        """What gate and up of a SwiGLU are clipped to (`gated`); None: neither is."""
+        return None if self.v4 is None else self.v4.swiglu_limit
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of an MTP module's layer."""
+        return LayerKind("mtp.layers", "moe" if self.is_moe else "dense") if self.v4 is None else self.v4.mtp_kind
 
     @property
     def layer_runs(self) -> tuple[LayerRun, ...]:
         """The main model's layers, by kind."""
+        if self.v4 is not None:
+            return self.v4.layer_runs
         dense, moe = LayerKind("dense_layers", "dense"), LayerKind("moe_layers", "moe")
         runs = LayerRun((dense,), self.num_dense_layers), LayerRun((moe,), self.num_moe_layers)
         return tuple(run for run in runs if run.count)
+
+    def check_priced(self) -> None:
+        """Raise `UserError` if dry run, planner and module benchmarks do not know the model's operations yet."""
+        if self.v4 is not None:
+            raise UserError(
+                "deepseek_v4 models cannot be dry-run, planned or timed by their modules yet: nobody has counted the operations of their "
+                "attention. `dsjax info` has their bytes, and `dsjax serve` serves them: see docs/deepseek-v4.md"
+            )
 
     @property
     def experts_per_group(self) -> int:

@@ -70,6 +70,7 @@ def dry_run(
             "synchronously, and no hardware file describes the machine; give a --target such as h200"
         )
     config = load_config(args.engine.model)
+    config.check_priced()
     spec = MeshSpec.parse(args.engine.mesh)
     hardware = None if args.target == "cpu" else load_hardware(args.target)
     machines = target_cluster(hardware, cluster, spec.num_devices)

@@ -72,6 +72,7 @@ class NativeKernels:
         fp4_block: int = 0,
         hidden: str = "float32",
         powers: bool = False,
+        limit: float | None = None,
     ) -> Float[Array, "N D"] | Float[Array, "N K D"]:
         """``out[n] = sum_k weights[n, k] * Expert_{ids[n, k]}(rows[n])`` in float32, ids -1 for none; added in the order of k.
 
@@ -82,11 +83,11 @@ class NativeKernels:
             in NVFP4 ``gate_up.global_scale`` and ``down.global_scale``; scales of two bytes are INT4's. fp4_block: values that share a
             scale in a packed format; 0: it is not packed.
         hidden: what hidden values are rounded to, of ``HIDDEN_FORMATS``: ``fp8`` as ``sharding.fp8`` does, with ``powers``, or ``nvfp4`` as
-            ``dsjax.fp4.rows``. Rows are what the caller made of them.
+            ``dsjax.fp4.rows``. Rows are what the caller made of them. limit: as of ``gated``.
         rows: ``[N, W]`` of four-byte elements, whose first D columns are float32 (``PackedRows`` are read where they lie).
         """
         arguments, D, settings = self._of_experts(
-            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers
+            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
         )
         gate_up = arguments[0]
         out = jax.ShapeDtypeStruct((*ids_NK.shape, D) if apart else (ids_NK.shape[0], D), jnp.float32)
@@ -110,6 +111,7 @@ class NativeKernels:
         fp4_block: int = 0,
         hidden: str = "float32",
         powers: bool = False,
+        limit: float | None = None,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
         """``experts`` of ``ranks`` devices of this process, without rows that travel: each device's are read where they lie.
 
@@ -121,7 +123,7 @@ class NativeKernels:
         one is after the other.
         """
         arguments, D, settings = self._of_experts(
-            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers
+            stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit
         )
         N, K = ids_NK.shape
         out = [jax.ShapeDtypeStruct((N, D), jnp.float32), jax.ShapeDtypeStruct((held + 1,), jnp.int32)]
@@ -132,7 +134,7 @@ class NativeKernels:
         )
         return sums, counts[:-1], counts[-1]
 
-    def _of_experts(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers):
+    def _of_experts(self, stack, layer, rows, ids_NK, weights_NK, pieces, fp4_block, hidden, powers, limit):
         """What the calls for experts have in common: their first arguments, D, and settings."""
         gate_up, down = stack["gate_up.weight"], stack["down.weight"]
         none = jnp.zeros((1,), jnp.float32)
@@ -146,6 +148,7 @@ class NativeKernels:
             "fp4_block": np.int64(fp4_block),
             "hidden": np.int64(HIDDEN_FORMATS.index(hidden)),
             "powers": powers,
+            "limit": np.float32(limit or 0),
         }
         return (gate_up, down, *scales, *routed), gate_up.shape[2] * (2 if fp4_block else 1), settings
 

@@ -246,6 +246,7 @@ class StackExperts:
             mean_load=self.tokens * step.config.num_experts_per_tok / step.placement.n_physical,
             kernels=step.kernels,
             scheme=step.scheme,
+            limit=step.config.swiglu_limit,
         )
         specs = {name: self.rules.spec(info.logical_axes) for name, info in infos.items()}
         arrays = {name: experts[prefix + name] for name in infos}

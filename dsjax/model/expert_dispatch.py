@@ -90,7 +90,7 @@ class ExpertDispatch:
         slots = assign_copies(of.copies, logical, active, B * runs, distances, first)
         return sharding.constrain(slots, axes), sharding.constrain(weights, axes)
 
-    def exchange(self, of: Layer, x: Float[Array, "B T D"]) -> tuple[Exchange, ExpertsOfMesh]:
+    def exchange(self, of: Layer, x: Float[Array, "B T *n D"]) -> tuple[Exchange, ExpertsOfMesh]:
         """How this layer's tokens go to their experts, and these."""
         products, spec, mesh = self.products, self.sharding.spec, self.sharding.mesh
         T, D, K = x.shape[1], x.shape[-1], products.config.num_experts_per_tok
@@ -135,6 +135,7 @@ class ExpertDispatch:
             kernels=products.kernels,
             scheme=products.scheme,
             width_shares=self.sharding.spec.expert_width_shards,
+            limit=products.config.swiglu_limit,
         )
 
     @property

@@ -66,6 +66,7 @@ class ExpertProduct:
     tile: rows of a tile (``tiles``). capacity: rows per expert of a round (``einsum``). None: ``default_tile``, ``default_capacity``.
     scheme: whether FP8 weights are multiplied with quantised rows.
     width_shares: devices that share each expert's width. The native kernel cuts its sums accordingly (``sharding.sums``).
+    limit: as of ``gated``.
     """
 
     implementation: Literal["auto", "tiles", "einsum"] = "auto"
@@ -77,6 +78,7 @@ class ExpertProduct:
     kernels: Kernels = Kernels()
     scheme: ActivationScheme = WIDEN
     width_shares: int = 1
+    limit: float | None = None
 
     def __post_init__(self):
         if self.implementation not in IMPLEMENTATIONS:
@@ -87,7 +89,7 @@ class ExpertProduct:
     ) -> Float[Array, "N D"]:
         """Weighted sum of each row's experts, accumulated in float32, in the dtype of ``rows_ND``."""
         with jax.named_scope("experts"):
-            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
+            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
             if self.is_native(rows_ND.dtype):
                 return self._native(experts, rows_ND, ids_NK, weights_NK)
             mean_load = ids_NK.size / experts.count if self.mean_load is None else self.mean_load
@@ -119,7 +121,7 @@ class ExpertProduct:
     ) -> Float[Array, "N K D"]:
         """What each of a row's experts gives, with its weight; zero for none. ``sharding.dispatch`` adds them where the row came from."""
         if self.is_native(rows_ND.dtype):
-            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
+            experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
             return self._native(experts, rows_ND, ids_NK, weights_NK, apart=True)
         N, K = ids_NK.shape
         repeated = rows_ND.take(jnp.repeat(jnp.arange(N), K), axis=0)
@@ -145,7 +147,7 @@ class ExpertProduct:
         held: int,
     ) -> tuple[Float[Array, "N D"], Int[Array, "X"], Int[Array, ""]]:
         """As the call, over the experts of ``ranks`` devices that share a memory: ``NativeKernels.experts_together``."""
-        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme)
+        experts = Experts(params, self.weight_dtype, rows_ND.dtype, self.scheme, self.limit)
         options = self._native_options(experts)
         rows_ND = self._rounded(rows_ND, options["hidden"])
         where = {"ranks": ranks, "held": held}
@@ -171,6 +173,7 @@ class ExpertProduct:
             "fp4_block": experts.fp4.block if experts.fp4 is not None else 0,
             "hidden": (self.scheme.experts or "fp8") if self.scheme.dynamic else "float32",
             "powers": self.scheme.powers,
+            "limit": self.limit,
         }
 
     def _rounded(self, rows_ND, hidden: str):
@@ -198,6 +201,7 @@ class ExpertProduct:
             count_X = jnp.clip(pairs.start_X + pairs.count_X - first, 0, size) - start_X
             groups = Groups(start_X, count_X, own_load)
             x_PD = self._rows(rows_ND, lax.dynamic_slice_in_dim(row_P, first, size + SLACK))
+            gates = {"powers": self.scheme.powers, "limit": self.limit}
             of_both = {"dtype": rows_ND.dtype, "interpret": interpret, "cores": self.kernels.pallas.cores}
             if experts.fp4 is not None:
                 widen, narrow = fp4_products.gate_up, fp4_products.down
@@ -207,7 +211,7 @@ class ExpertProduct:
                 weights = {name: self._weights(stack, name) for name in ("gate_up", "down")}
                 fixed = self.kernels.pallas.fixed
                 of_both["tiles"] = ProductTiles.fixed(own_load) if fixed else self.kernels.pallas.tiles
-            hidden_PF = widen(*weights["gate_up"], experts.layer, x_PD, groups, powers=self.scheme.powers, **of_both)
+            hidden_PF = widen(*weights["gate_up"], experts.layer, x_PD, groups, **gates, **of_both)
             y_PD = narrow(*weights["down"], experts.layer, hidden_PF, groups, **of_both)
             place = place_NK - first
             place = jnp.where((place >= 0) & (place < jnp.minimum(total - first, size)), place, -1)
@@ -241,7 +245,7 @@ class ExpertProduct:
             weight_S = pairs.weight_P.at[placed.pair_S].get(mode="promise_in_bounds")
             x_SD = rows_ND.take(row_S, axis=0, mode="clip")
             gate_up, down = (tpu_products.Stack(*self._weights(stack, name)) for name in ("gate_up", "down"))
-            hidden_SF = tpu_products.gate_up(gate_up, experts.layer, x_SD, placed, **options)
+            hidden_SF = tpu_products.gate_up(gate_up, experts.layer, x_SD, placed, limit=self.limit, **options)
             y_SD = tpu_products.down(down, experts.layer, hidden_SF, placed, **options)
             y_SD = jnp.where(placed.used_S[:, None], y_SD * weight_S[:, None], 0)
             if fixed:
@@ -279,6 +283,7 @@ class Experts:
     weight_dtype: np.dtype
     compute_dtype: jnp.dtype
     scheme: ActivationScheme = WIDEN
+    limit: float | None = None
 
     @property
     def stacked(self) -> bool:
@@ -317,15 +322,15 @@ class Experts:
     def swiglu(self, x: Float[Array, "*x N D"], index: Int[Array, ""] | None = None) -> Float[Array, "*x N D"]:
         """Rows through one expert, or with None those of each through it; float32."""
         if not self.scheme.dynamic:
-            return swiglu(x, *self.matrices(index))
+            return swiglu(x, *self.matrices(index), self.limit)
         if self.fp4 is not None:
             gate_up, down = (self._fp4_arrays(name, index) for name in ("gate_up", "down"))
             if self.scheme.experts is not None:
-                return swiglu_w4a4(x, gate_up, down)
-            apply = partial(swiglu_w4a8, scheme=self.scheme)
+                return swiglu_w4a4(x, gate_up, down, self.limit)
+            apply = partial(swiglu_w4a8, scheme=self.scheme, limit=self.limit)
             return (apply if index is not None else jax.vmap(apply))(x, gate_up, down)
         weights = [(self._stored(name, index), self._pick(f"{name}.scale", index)) for name in ("gate_up", "down")]
-        apply = partial(fp8_product.swiglu, scheme=self.scheme)
+        apply = partial(fp8_product.swiglu, scheme=self.scheme, limit=self.limit)
         return (apply if index is not None else jax.vmap(apply))(x, *weights)
 
     def _matrix(self, name: str, index: Int[Array, ""] | None) -> Array:
@@ -386,11 +391,11 @@ def sort_pairs(ids_NK: Int[Array, "N K"], weights_NK: Float[Array, "N K"], exper
     return SortedPairs(pair_P, lax.div(pair_P, ids_NK.shape[1]), weight_P, jnp.cumsum(count_X) - count_X, count_X)
 
 
-def swiglu(x: Array, gate_up: Array, down: Array) -> Array:
+def swiglu(x: Array, gate_up: Array, down: Array, limit: float | None = None) -> Array:
     """``down(silu(gate) × up)`` over the last two axes, any leading expert axis; float32 results."""
     hidden = jnp.matmul(x, gate_up, preferred_element_type=jnp.float32)
     gate, up = jnp.split(hidden, 2, axis=-1)
-    return jnp.matmul(gated(gate, up).astype(x.dtype), down, preferred_element_type=jnp.float32)
+    return jnp.matmul(gated(gate, up, limit).astype(x.dtype), down, preferred_element_type=jnp.float32)
 
 
 def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, tile: int) -> Float[Array, "N D"]:
@@ -419,7 +424,7 @@ def tiles(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, ti
 def einsum(experts: Experts, rows_ND: Float[Array, "N D"], pairs: SortedPairs, capacity: int) -> Float[Array, "N D"]:
     """All experts in one batched product over ``capacity`` rows each, in as many rounds as the fullest expert needs."""
     if not experts.scheme.dynamic:
-        apply = partial(swiglu, **dict(zip(("gate_up", "down"), experts.matrices(), strict=True)))
+        apply = partial(swiglu, **dict(zip(("gate_up", "down"), experts.matrices(), strict=True)), limit=experts.limit)
     else:
         apply = experts.swiglu
 

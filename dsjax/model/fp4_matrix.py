@@ -68,7 +68,11 @@ def decoded(arrays: Mapping[str, Array], fused: bool, dtype: jnp.dtype) -> Array
 
 
 def swiglu_w4a8(
-    x: Float[Array, "N D"], gate_up: Mapping[str, Array], down: Mapping[str, Array], scheme: ActivationScheme
+    x: Float[Array, "N D"],
+    gate_up: Mapping[str, Array],
+    down: Mapping[str, Array],
+    scheme: ActivationScheme,
+    limit: float | None = None,
 ) -> Float[Array, "N D"]:
     """``down(silu(gate) × up)`` of one expert in float32, with activations quantised 1 × 128 to FP8 before each product (W4A8).
 
@@ -77,20 +81,20 @@ def swiglu_w4a8(
     and then quantised.
     """
     hidden = _w4a8(scheme.quantise(x), gate_up, x.dtype, fused=True)
-    hidden = gated(hidden[..., 0, :], hidden[..., 1, :]).astype(x.dtype)
+    hidden = gated(hidden[..., 0, :], hidden[..., 1, :], limit).astype(x.dtype)
     return _w4a8(scheme.quantise(hidden), down, x.dtype, fused=False)
 
 
 def swiglu_w4a4(
-    x: Float[Array, "*x N D"], gate_up: Mapping[str, Array], down: Mapping[str, Array]
+    x: Float[Array, "*x N D"], gate_up: Mapping[str, Array], down: Mapping[str, Array], limit: float | None = None
 ) -> Float[Array, "*x N D"]:
     """``down(silu(gate) × up)`` of one expert, or of each where ``x`` has experts first, with rows in NVFP4 before each product (W4A4)."""
     if x.ndim == 2:
         one = ({part: array[None] for part, array in arrays.items()} for arrays in (gate_up, down))
-        return swiglu_w4a4(x[None], *one)[0]
+        return swiglu_w4a4(x[None], *one, limit)[0]
     parts = lambda arrays: (arrays["weight"], arrays["scale"], arrays["global_scale"])  # noqa: E731
     hidden = rows.product(x, *parts(gate_up))
-    hidden = gated(hidden[..., 0, :], hidden[..., 1, :]).astype(x.dtype)
+    hidden = gated(hidden[..., 0, :], hidden[..., 1, :], limit).astype(x.dtype)
     return rows.product(hidden, *parts(down))
 
 

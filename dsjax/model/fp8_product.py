@@ -73,12 +73,16 @@ def block_product(
 
 
 def swiglu(
-    x: Float[Array, "N D"], gate_up: tuple[Array, Array], down: tuple[Array, Array], scheme: ActivationScheme
+    x: Float[Array, "N D"],
+    gate_up: tuple[Array, Array],
+    down: tuple[Array, Array],
+    scheme: ActivationScheme,
+    limit: float | None = None,
 ) -> Float[Array, "N D"]:
     """``down(silu(gate) × up)`` of one expert, float32. What goes into ``down`` is rounded to the dtype of ``x`` and then quantised.
 
-    gate_up: ``[D, 2, F]`` and its scales; down: ``[F, D]`` and its.
+    gate_up: ``[D, 2, F]`` and its scales; down: ``[F, D]`` and its. limit: as of ``gated``.
     """
     hidden = block_product(scheme.quantise(x), *gate_up, operands=x.dtype)
-    hidden = gated(hidden[..., 0, :], hidden[..., 1, :]).astype(x.dtype)
+    hidden = gated(hidden[..., 0, :], hidden[..., 1, :], limit).astype(x.dtype)
     return block_product(scheme.quantise(hidden), *down, operands=x.dtype)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dsjax.model.attention import AttentionFamily
@@ -45,7 +46,7 @@ class LayerParts:
     sharding: TokenSharding
     apart: bool
 
-    def by_data(self, of: Layer, x: Float[Array, "B T D"]) -> bool:
+    def by_data(self, of: Layer, x: Float[Array, "B T *n D"]) -> bool:
         """Whether the layer's tokens are split over ``tp`` behind attention, since nothing that follows in it is cut over ``tp``.
 
         Attention's sum is then scattered, and the layer's result gathered: together what one all-reduce sends.
@@ -61,19 +62,19 @@ class LayerParts:
 
     # The first part, and what stands behind it in a layer without routed experts.
 
-    def attend(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Float[Array, "B T D"], Cache]:
+    def attend(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Float[Array, "B T *n D"], Cache]:
         """Attention, and the entries that it writes to the cache."""
         projected, cache = self.project(of, x, cache)
         return self.attend_projected(of, projected, cache), cache
 
-    def project(self, of: Layer, x: Float[Array, "B T D"], cache: Cache) -> tuple[Projected, Cache]:
+    def project(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache) -> tuple[Projected, Cache]:
         """What stands before attention's heads: its projections, and the entries that it writes to the cache."""
         x = self.sharding.whole(x)
         project = partial(self._project, of, x)
         mix, p = if_any(of.tokens.active, project, lambda: _zeros(jax.eval_shape(project)))
         return Projected(x, mix, p), self.attention.cache_entries(of.block.attn, cache, of.layer, of.tokens, p)
 
-    def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T D"]:
+    def attend_projected(self, of: Layer, projected: Projected, cache: Cache) -> Float[Array, "B T *n D"]:
         """The rest of ``attend``."""
         x, mix, p = projected.x, projected.mix, projected.projections
         return if_any(of.tokens.active, lambda: self.add_heads(of, x, mix, self.heads(of, p, cache)), lambda: x)
@@ -145,10 +146,10 @@ class LayerParts:
         x = of.block.attn_residual.post(x, mix, attended)
         return self.sharding.split(x) if by_data else x
 
-    def multiply_dense(self, of: Layer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def multiply_dense(self, of: Layer, x: Float[Array, "B T *n D"]) -> Float[Array, "B T *n D"]:
         """The tokens after a dense layer's MLP: what follows attention there in place of the other three parts."""
 
-        def multiplied() -> Float[Array, "B T D"]:
+        def multiplied() -> Float[Array, "B T *n D"]:
             here, multiply = of.here(), self.products.multiply(of.index, by_data=self.by_data(of, x))
             normed, mix = self._normed(here, x)
             y = here.block.mlp(normed, multiply)
@@ -165,11 +166,11 @@ class LayerParts:
 
     # The second part.
 
-    def send(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
+    def send(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """Choose the experts of each token, and send it to them."""
         return self.exchange_tokens(of, self.route(of, x))
 
-    def route(self, of: Layer, x: Float[Array, "B T D"]) -> Sent:
+    def route(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sent:
         """``send`` without the exchange: active tokens are packed for the physical copies of their experts."""
         (B, T, *_, D), by_data, spec = x.shape, self.by_data(of, x), self.sharding.spec
         exchange, _ = self.experts.exchange(of, x)
@@ -198,8 +199,13 @@ class LayerParts:
         with jax.named_scope("router"):
             logits = multiply(router, normed.astype(jnp.float32))
             # Each DP rank chooses for its own tokens: XLA cannot partition ``top_k``, and would gather all tokens' scores on every device.
-            choose = native_choice(self.products.kernels, router) or router.choose
-            routing = self.sharding.on_each_rank(choose, by_data=by_data)(logits, of.tokens.ids)
+            graph, weight, beside = nnx.split(router, lambda path, _: path[-1] == "weight", ...)
+
+            def choose_here(beside: nnx.State, logits: Array, tokens: Array) -> Routing:
+                own = nnx.merge(graph, weight, beside)
+                return (native_choice(self.products.kernels, own) or own.choose)(logits, tokens)
+
+            routing = self.sharding.on_each_rank(choose_here, by_data=by_data)(beside, logits, of.tokens.ids)
         return normed, mix, routing
 
     def exchange_tokens(self, of: Layer, sent: Sent) -> Sent:
@@ -208,7 +214,7 @@ class LayerParts:
             sent = exchange(of, sent)
         return sent
 
-    def ways_there(self, of: Layer, x: Float[Array, "B T D"]) -> Sequence[Callable[[Layer, Sent], Sent]]:
+    def ways_there(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Layer, Sent], Sent]]:
         """The exchanges of ``exchange_tokens``, one after the other: one, or two where rows go by way of another rank."""
         exchange, _ = self.experts.exchange(of, x)
         return [_travelling(exchange.send), _travelling(exchange.relay)][: 1 + exchange.relays]
@@ -236,7 +242,7 @@ class LayerParts:
 
     # The fourth part.
 
-    def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    def receive(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """Bring the experts' sums back, and add them; and the exchange's counts."""
         return self.add(of, self.exchange_sums(of, computed))
 
@@ -246,12 +252,12 @@ class LayerParts:
             computed = exchange(of, computed)
         return computed
 
-    def ways_back(self, of: Layer, x: Float[Array, "B T D"]) -> Sequence[Callable[[Layer, Computed], Computed]]:
+    def ways_back(self, of: Layer, x: Float[Array, "B T *n D"]) -> Sequence[Callable[[Layer, Computed], Computed]]:
         """The exchanges of ``exchange_sums``, as ``ways_there``."""
         exchange, _ = self.experts.exchange(of, x)
         return [_travelling(exchange.answer), _travelling(exchange.relay_back)][: 1 + exchange.relays]
 
-    def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    def add(self, of: Layer, computed: Computed) -> tuple[Float[Array, "B T *n D"], dict[str, Array]]:
         """The rest of ``receive``: each token's sum of what came back."""
         exchange, experts = self.experts.exchange(of, computed.x)
         with jax.named_scope("experts"):

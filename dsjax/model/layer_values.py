@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from dsjax.model.compressed.rotations import Rotations
 from dsjax.model.rope import Rotation
 from dsjax.model.rows import RowGroup
 from dsjax.model.transformer import DecoderLayer, Projections
@@ -28,7 +29,7 @@ class Tokens:
     ids: Int[Array, "B T"]
     active: Bool[Array, "B T"]
     slots: Int[Array, "B T"]
-    rotation: Rotation
+    rotation: Rotation | Rotations
     filled: Bool[Array, "P G"] | None = None
     window_slots: Int[Array, "B T"] | None = None
 

@@ -68,9 +68,7 @@ def further(
         embedded, hidden = (
             step.without_padding(array, tokens) for array in (step.embed(model, tokens.ids), sharding.whole(hidden))
         )
-        halves = [normalise(module.embed_norm, embedded), normalise(module.hidden_norm, hidden)]
-        x = products.multiply(jnp.int32(0))(module.eh_proj, jnp.concatenate(halves, axis=-1))
-        x = sharding.whole(module.residual.enter(x))
+        x = sharding.whole(module.join(hidden, embedded, products.multiply(jnp.int32(0)), normalise))
         own_copies = None if copies is None else jax.tree.map(lambda array: array[moe_layers : moe_layers + 1], copies)
         if step.apart is not None:
             x, cache, reports = run_apart(step, "mtp.layers", params, x, cache, layers, tokens, own_copies)

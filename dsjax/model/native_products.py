@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -113,10 +114,12 @@ class NativeProducts:
 
         def native(x, ids, weights, gate_up, down):
             stack = {"gate_up.weight": gate_up[None], "down.weight": down[None]}
-            return self.kernels.experts(stack, jnp.int32(0), x, ids, weights, pieces=pieces_of(down.shape[1]))
+            return self.kernels.experts(
+                stack, jnp.int32(0), x, ids, weights, pieces=pieces_of(down.shape[1]), limit=experts.limit
+            )
 
         matrices = experts.gate_up.value(jnp.float32), experts.down.value(jnp.float32)
-        return _with_derivative(native, weighted_sum)(x_TD, ids_TK, weights_TK, *matrices)
+        return _with_derivative(native, partial(weighted_sum, limit=experts.limit))(x_TD, ids_TK, weights_TK, *matrices)
 
     def project(self, model: Transformer, x: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Float32 logits."""

@@ -22,9 +22,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Normalise; keeps the dtype of ``x``."""
-        x_f32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.eps)
-        return value_of(self.scale).astype(x.dtype) * (x_f32 * inverse).astype(x.dtype)
+        return value_of(self.scale).astype(x.dtype) * unweighted(x, self.eps)
+
+
+def unweighted(x: Float[Array, "*batch width"], eps: float) -> Float[Array, "*batch width"]:
+    """``x / sqrt(mean(x²) + eps)`` over the last dimension, computed in float32; keeps the dtype of ``x``."""
+    x_f32 = x.astype(jnp.float32)
+    return (x_f32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -5,6 +5,7 @@ Letters as in `docs/glossary.md`.
 """
 
 from dsjax.config import ModelConfig
+from dsjax.config.layers import LayerKind
 
 
 def mla_parameters(config: ModelConfig) -> int:
@@ -15,6 +16,34 @@ def mla_parameters(config: ModelConfig) -> int:
     return sum(rows * columns for rows, columns in matrices) + others + biases
 
 
+def compressed_parameters(config: ModelConfig, attention: str) -> int:
+    """One attention layer of a DeepSeek-V4; attention: as of `LayerKind`."""
+    matrices, others = _compressed_matrices(config, 1, attention)
+    in_float32 = config.num_attention_heads
+    in_float32 += sum(config.v4.rate(attention) * series * entry for entry, series in _compressors(config, attention))
+    return sum(rows * columns for rows, columns in matrices) + others - in_float32
+
+
+def residual_parameters(config: ModelConfig) -> tuple[int, int]:
+    """What a layer's two blocks have for the residual connection, and where tokens leave; 0 where it is addition."""
+    if config.v4 is None:
+        return 0, 0
+    streams, weights = config.v4.hc_mult, (2 + config.v4.hc_mult) * config.v4.hc_mult
+    width = streams * config.hidden_size
+    return 2 * (width * weights + weights + 3), width * streams + streams + 1
+
+
+def layer_parameters(config: ModelConfig, kind: LayerKind, active: bool = False) -> int:
+    """One layer; active: of its routed experts those of a token alone."""
+    attention = mla_parameters(config) if kind.attention == "mla" else compressed_parameters(config, kind.attention)
+    total = attention + 2 * config.hidden_size + residual_parameters(config)[0]
+    if not kind.routed:
+        return total + mlp_parameters(config, config.intermediate_size)
+    experts = (config.num_experts_per_tok if active else config.n_routed_experts) + config.n_shared_experts
+    chooses = config.vocab_size * config.num_experts_per_tok if kind.mlp == "hash" else router_bias_parameters(config)
+    return total + experts * expert_parameters(config) + router_parameters(config) + chooses
+
+
 def indexer_parameters(config: ModelConfig) -> int:
     """One layer's indexer: queries, key with its norm, weights of the heads (V3.2: 13,959,424); 0 without sparse attention."""
     if config.index_topk is None:
@@ -23,11 +52,14 @@ def indexer_parameters(config: ModelConfig) -> int:
     return config.q_lora_rank * heads * width + config.hidden_size * (width + heads) + 2 * width
 
 
-def attention_matrices(config: ModelConfig, tp: int = 1) -> tuple[list[tuple[int, int]], int]:
+def attention_matrices(config: ModelConfig, tp: int = 1, attention: str = "mla") -> tuple[list[tuple[int, int]], int]:
     """A device's part of one attention layer: shapes `[in, out]` of the matrices that can be quantised, and the number of all other values.
 
-    tp: devices that share the heads; all else is whole on each of them. Biases are left out.
+    tp: devices that share the heads; all else is whole on each of them. Biases are left out. attention: as of `LayerKind`; of V4's the
+    float32 values count twice.
     """
+    if attention != "mla":
+        return _compressed_matrices(config, tp, attention)
     heads, width, rank = config.num_attention_heads // tp, config.hidden_size, config.kv_lora_rank
     query = config.q_lora_rank or width
     matrices = [(rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), (heads * config.v_head_dim, width)]
@@ -39,6 +71,25 @@ def attention_matrices(config: ModelConfig, tp: int = 1) -> tuple[list[tuple[int
         matrices += [(query, config.index_n_heads * index), (width, index)]
         others += 2 * index + width * config.index_n_heads
     return matrices, others
+
+
+def _compressed_matrices(config: ModelConfig, tp: int, attention: str) -> tuple[list[tuple[int, int]], int]:
+    width, query, head, groups = config.hidden_size, config.q_lora_rank, config.v_head_dim, config.v4.o_groups
+    heads, inner = config.num_attention_heads * head, groups * config.v4.o_lora_rank // tp
+    matrices = [(width, query), (query, heads // tp), (width, head), (heads // groups, inner), (inner, width)]
+    others = query + head + 2 * config.num_attention_heads // tp
+    for entry, series in _compressors(config, attention):
+        others += 2 * (width + config.v4.rate(attention)) * series * entry + entry
+    if attention == "csa":
+        matrices.append((query, config.index_n_heads * config.index_head_dim))
+        others += width * config.index_n_heads
+    return matrices, others
+
+
+def _compressors(config: ModelConfig, attention: str) -> list[tuple[int, int]]:
+    """Width and series of each compressor of a V4 layer."""
+    head = config.v_head_dim
+    return {"window": [], "hca": [(head, 1)], "csa": [(head, 2), (config.index_head_dim, 2)]}[attention]
 
 
 def mlp_parameters(config: ModelConfig, hidden: int) -> int:
@@ -68,40 +119,38 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     `shared_experts`, `router`, `router_bias`, `layer_norms`, `dense_layer`, `moe_layer`, `final_norm`, `mtp_module`.
     Totals: `main_model`; `mtp` (all MTP modules' own, without the embedding and head that they share);
     `active`: `main_model` less the routed experts that a token does not use; the whole embedding counts, as in
-    DeepSeek's own figure (V3: 37,552,297,472).
+    DeepSeek's own figure (V3: 37,552,297,472). Of a DeepSeek-V4 `window`, `csa` and `hca` are attention, `hyper_connections` what a layer
+    has beside it, and `hash_table` chooses experts in the first layers; `mla`, `dense_layer` and `moe_layer` are not there.
     """
-    width = config.hidden_size
-    mla = mla_parameters(config)
-    dense_mlp = mlp_parameters(config, config.intermediate_size)
-    expert = expert_parameters(config)
-    shared = config.n_shared_experts * expert
-    router, router_bias = router_parameters(config), router_bias_parameters(config)
-    norms = 2 * width
-    embedding = config.vocab_size * width
-    head = 0 if config.tie_word_embeddings else embedding
-    dense_layer = mla + dense_mlp + norms
-    moe_layer = mla + config.n_routed_experts * expert + shared + router + router_bias + norms if config.is_moe else 0
-    # An MTP layer comes after the dense ones, so it has experts if the model has any.
-    mtp_layer = moe_layer if config.is_moe else dense_layer
-    mtp_module = mtp_layer + 2 * width * width + 3 * width
-    dense, moe = config.num_dense_layers, config.num_moe_layers
-    main = embedding + dense * dense_layer + moe * moe_layer + width + head
-    idle = moe * (config.n_routed_experts - config.num_experts_per_tok) * expert
+    width, kinds = config.hidden_size, [kind for run in config.layer_runs for kind in run.kinds * run.count]
+    embedding, residual = config.vocab_size * width, residual_parameters(config)
+    expert, dense_mlp = expert_parameters(config), mlp_parameters(config, config.intermediate_size)
+    ends = embedding + (0 if config.tie_word_embeddings else embedding) + width + residual[1]
+    mtp_module = layer_parameters(config, config.mtp_kind) + 2 * width * width + 3 * width + residual[1]
+    if config.v4 is None:
+        dense, moe = LayerKind("", "dense"), LayerKind("", "moe")
+        of_layers = {
+            "mla": mla_parameters(config),
+            "dense_mlp": dense_mlp,
+            "dense_layer": layer_parameters(config, dense),
+            "moe_layer": layer_parameters(config, moe) if config.is_moe else 0,
+        }
+    else:
+        of_layers = {name: compressed_parameters(config, name) for name in ("window", "csa", "hca")}
+        of_layers |= {"hyper_connections": residual[0], "hyper_connections_end": residual[1]}
+        of_layers["hash_table"] = config.vocab_size * config.num_experts_per_tok
     return {
         "embedding": embedding,
-        "head": head,
-        "mla": mla,
-        "dense_mlp": dense_mlp,
+        "head": 0 if config.tie_word_embeddings else embedding,
+        **of_layers,
         "expert": expert,
-        "shared_experts": shared,
-        "router": router,
-        "router_bias": router_bias,
-        "layer_norms": norms,
-        "dense_layer": dense_layer,
-        "moe_layer": moe_layer,
+        "shared_experts": config.n_shared_experts * expert,
+        "router": router_parameters(config),
+        "router_bias": router_bias_parameters(config),
+        "layer_norms": 2 * width,
         "final_norm": width,
         "mtp_module": mtp_module,
-        "main_model": main,
+        "main_model": ends + sum(layer_parameters(config, kind) for kind in kinds),
         "mtp": config.num_nextn_predict_layers * mtp_module,
-        "active": main - idle,
+        "active": ends + sum(layer_parameters(config, kind, active=True) for kind in kinds),
     }

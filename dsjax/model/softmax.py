@@ -45,13 +45,9 @@ def attend_in_blocks(
         return weigh(jax.nn.softmax(visible(score(context), index, 0), axis=-1), context)
 
     def step(index, state):
-        maximum, total, out = state
         context = fetch(index)
         scores = visible(score(context), index, index * block)
-        higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
-        out = out * shrink[..., None] + weigh(weights, context).astype(jnp.float32)
-        return higher, total * shrink + jnp.sum(weights, axis=-1), out
+        return fold(state, scores, lambda weights: weigh(weights, context))
 
     context = jax.eval_shape(fetch, jnp.int32(0))
     scores = jax.eval_shape(score, context)
@@ -61,6 +57,21 @@ def attend_in_blocks(
     needed = jnp.minimum(jnp.max(positions) // block + 1, num_blocks)
     _, total, out = jax.lax.fori_loop(0, needed, step, nothing)
     return out / total[..., None]
+
+
+State = tuple[Float[Array, "*q"], Float[Array, "*q"], Float[Array, "*q W"]]
+"""Of queries that have seen a part of their context: the highest score, the sum of weights relative to it, and that of weighted values."""
+
+
+def fold(
+    state: State, scores: Float[Array, "*q S"], weigh: Callable[[Float[Array, "*q S"]], Float[Array, "*q W"]]
+) -> State:
+    """The state after a further block, with −inf for what a query does not see; one of which it sees nothing leaves every bit."""
+    maximum, total, out = state
+    higher = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+    weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(maximum - higher)
+    out = out * shrink[..., None] + weigh(weights).astype(jnp.float32)
+    return higher, total * shrink + jnp.sum(weights, axis=-1), out
 
 
 def _causal(scores: Float[Array, "R Q1 Q2 S"], positions: Int[Array, "R #Q1 #Q2"], start) -> Float[Array, "R Q1 Q2 S"]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dsjax.config import ModelConfig
 from dsjax.config.layers import moe_layers, stacks
 from dsjax.errors import UserError
-from dsjax.model.parameter_counts import parameter_counts
+from dsjax.model.parameter_counts import expert_parameters, layer_parameters, parameter_counts
 from dsjax.model.window import ParameterWindow
 
 if TYPE_CHECKING:  # it brings JAX in, which the planner does without
@@ -93,6 +93,8 @@ def stages_of(config: ModelConfig, count: int, *, given: str | None = None, mtp:
         UserError: there are fewer layers than stages, or ``given`` is not ``count`` numbers that add up to the layers.
     """
     layers = config.num_hidden_layers
+    if config.v4 is not None and count > 1:
+        raise UserError(f"pp={count}: stages cannot cut the layers of a deepseek_v4 model yet; leave pp out")
     if count > layers:
         raise UserError(f"pp={count} asks for more stages than the model has layers, which are {layers}; lower pp")
     numbers = _balanced(config, count, mtp) if given is None else _read(given, count, layers)
@@ -113,13 +115,12 @@ def _read(given: str, count: int, layers: int) -> Sequence[int]:
 
 def layer_work(config: ModelConfig, mtp: bool = False) -> tuple[list[int], int]:
     """Parameters that a token is multiplied with, in each layer, and behind the last one: head, and the MTP module if it drafts."""
-    counts = parameter_counts(config)
-    idle = (config.n_routed_experts - config.num_experts_per_tok) * counts["expert"]
-    of_kind = {"dense": counts["dense_layer"], "moe": counts["moe_layer"] - idle}
-    work = [of_kind[kind.mlp] for run in config.layer_runs for kind in run.kinds * run.count]
+    kinds = [kind for run in config.layer_runs for kind in run.kinds * run.count]
+    work = [layer_parameters(config, kind, active=True) for kind in kinds]
     behind = config.vocab_size * config.hidden_size
     if mtp and config.num_nextn_predict_layers:
-        behind += counts["mtp_module"] - (idle if config.is_moe else 0) + behind
+        idle = (config.n_routed_experts - config.num_experts_per_tok) * expert_parameters(config)
+        behind += parameter_counts(config)["mtp_module"] - idle + behind
     return work, behind
 
 

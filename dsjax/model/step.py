@@ -41,7 +41,7 @@ class ModelStep(StepDescription):
         cache: Cache,
         groups: Sequence[RowGroup],
         copies: CopyTables | None,
-        x: Float[Array, "B T D"] | None = None,
+        x: Float[Array, "B T *n D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Array]]:
         """Run all groups through all layers.
 
@@ -62,7 +62,7 @@ class ModelStep(StepDescription):
             x = self.sharding.whole(x)
             layer, row, reports = 0, 0, []
             for run in self.config.layer_runs:
-                with_experts = sum(kind.mlp == "moe" for kind in run.kinds)
+                with_experts = sum(kind.routed for kind in run.kinds)
                 rows = slice(row, row + with_experts * run.count)
                 own = None if not with_experts else jax.tree.map(lambda array: _part(array, rows), copies)  # noqa: B023
                 x, cache, report = self._run(model, run, params, x, cache, layer, tokens, own)
@@ -112,7 +112,7 @@ class ModelStep(StepDescription):
             merge = partial(nnx.merge, graph, whole)
             return run_in_halves(self, merge, weights, x, cache, jnp.int32(first), tokens, copies)
         if copies is not None:  # of each kind with experts its own
-            kinds = sum(kind.mlp == "moe" for kind in run.kinds)
+            kinds = sum(kind.routed for kind in run.kinds)
             copies = jax.tree.map(
                 lambda array: rearrange(array, "(count kind) ... -> count kind ...", kind=kinds), copies
             )
@@ -175,7 +175,7 @@ class ModelStep(StepDescription):
         out_specs = by_rank, of_cache, P(None, self.spec.token_axes)
         return on_ranks(run, self.mesh, in_specs, out_specs)(wholes, weights, x, cache, first, tokens, copies)
 
-    def run_layer(self, of: Layer, x: Float[Array, "B T D"], cache: Cache):
+    def run_layer(self, of: Layer, x: Float[Array, "B T *n D"], cache: Cache):
         """All parts of a decoder layer, one after the other; gives the tokens, the cache, and the dispatch's report."""
         parts = self.parts
         x, cache = parts.attend(of, x, cache)

@@ -16,6 +16,7 @@ from dsjax.config import ModelConfig
 from dsjax.kernels.table import OPERATIONS, Kernels
 from dsjax.model.attention import AttentionFamily, PagedMLA
 from dsjax.model.cache_groups import CacheGroup
+from dsjax.model.compressed.family import Compressed
 from dsjax.model.expert_dispatch import ExpertDispatch, ExpertsApart
 from dsjax.model.forms import FORMS, Form, common_layout
 from dsjax.model.fp8_product import WIDEN, ActivationScheme
@@ -24,13 +25,12 @@ from dsjax.model.layer_parts import LayerParts
 from dsjax.model.layer_values import Tokens
 from dsjax.model.micro_batches import TwoBatchOverlap, count_micro_batches
 from dsjax.model.parameters import ParameterTable, describe
-from dsjax.model.rope import Rotation
 from dsjax.model.rows import GroupShape, RowGroup, flatten
 from dsjax.model.sparse import IndexScores
 from dsjax.model.sparse.attend import Chosen
 from dsjax.model.stage import Stage
 from dsjax.model.token_sharding import TokenSharding
-from dsjax.model.transformer import DecoderLayer
+from dsjax.model.transformer import DecoderLayer, rotation_at
 from sharding import MeshSpec, Rules
 from sharding.dispatch import DispatchConfig
 from sharding.layer_placement import LayerPlacements
@@ -40,7 +40,8 @@ from sharding.layer_placement import LayerPlacements
 class StepDescription:
     """What a step is, in plain values: model, mesh, placement, forms, kernels. ``ModelStep`` is what computes it.
 
-    stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them.
+    stage: which run of a model's layers this is, with a configuration and a mesh of its own; None: all of them. drafts: most that a request
+    has in one step, for caches that keep a state behind each.
     """
 
     config: ModelConfig
@@ -64,6 +65,7 @@ class StepDescription:
     overlap: TwoBatchOverlap | None = None
     apart: ExpertsApart | None = None
     stage: Stage | None = None
+    drafts: int = 0
 
     @property
     def begins(self) -> bool:
@@ -115,6 +117,8 @@ class StepDescription:
     @property
     def attention(self) -> AttentionFamily:
         """Attention against this step's cache."""
+        if self.config.v4 is not None:
+            return Compressed(self.mesh, self.rules, self.config, self.cache_dtype, self.drafts)
         layout = common_layout(self.prefill_form, self.decode_form)
         where = self.mesh, self.rules, self.config, layout, self.cache_dtype, self.block_tokens, self.kernels
         return PagedMLA(*where) if self.config.index_topk is None else Chosen(*where, self.index_scores)
@@ -199,7 +203,7 @@ class StepDescription:
         if groups[0].shape.windows:
             parts.append([g.window_slots(self.page_size) for g in groups])
         ids, positions, active, slots, *window_slots = (self.sharding.whole(flatten(part)) for part in parts)
-        rotation = Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim)
+        rotation = rotation_at(self.config, positions)
         return Tokens(groups, ids, active, slots, rotation, None, *window_slots)
 
     @property

@@ -37,6 +37,7 @@ class TokenSharding:
         return constrain(array, self.mesh, P(*axes))
 
     def on_each_rank(self, choose: Callable, *, by_data: bool = False) -> Callable:
-        """``choose(logits, tokens)`` for each DP rank's tokens by itself. by_data: they are split over ``tp``."""
+        """``choose(whole, logits, tokens)`` for each DP rank's tokens by itself. whole: what each device has all of. by_data: tokens are
+        split over ``tp``."""
         tokens = P(self.spec.batch_axes, self.spec.head_axes if by_data else None)
-        return on_ranks(choose, self.mesh, (tokens, tokens), tokens)
+        return on_ranks(choose, self.mesh, (P(), tokens, tokens), tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.config import ModelConfig
-from dsjax.config.layers import stacks
+from dsjax.config.layers import LayerKind, stacks
 from dsjax.kernels.gate import gated
+from dsjax.model.compressed.attention import CompressedAttention
+from dsjax.model.compressed.rotations import Rotations
 from dsjax.model.fp4_matrix import FP4Matrix
 from dsjax.model.norm import LATENT_EPS, Normalise, RMSNorm, normalise
 from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
@@ -35,9 +37,10 @@ QUERY_BLOCK = 128  # queries that attend together: few enough that a block skips
 
 
 class MLP(nnx.Module):
-    """The SwiGLU MLP of a dense layer, and of the shared experts."""
+    """The SwiGLU MLP of a dense layer, and of the shared experts. limit: as of ``gated``."""
 
-    def __init__(self, declare: Declaration, width: int, hidden: int, width_axis: str):
+    def __init__(self, declare: Declaration, width: int, hidden: int, width_axis: str, limit: float | None = None):
+        self.limit = limit
         self.gate_up = Matrix(declare, (width, 2, hidden), ("embed", "stack", width_axis))
         self.down = Matrix(declare, (hidden, width), (width_axis, "embed"))
 
@@ -45,7 +48,7 @@ class MLP(nnx.Module):
         """``down(silu(gate(x)) × up(x))``."""
         with jax.named_scope("mlp"):
             gate_up = multiply(self.gate_up, x)
-            return multiply(self.down, gated(gate_up[..., 0, :], gate_up[..., 1, :]))
+            return multiply(self.down, gated(gate_up[..., 0, :], gate_up[..., 1, :], self.limit))
 
 
 # Attention (V2 report, equations 37 to 47)
@@ -240,16 +243,21 @@ class ExpertRouter(nnx.Module):
         choice = scores + value_of(self.bias) if hasattr(self, "bias") else scores
         if self.config.routed_groups is not None:
             choice = self._mask_groups(choice)
-        ids = jax.lax.top_k(choice, self.config.num_experts_per_tok)[1]
+        return self.weigh(scores, jax.lax.top_k(choice, self.config.num_experts_per_tok)[1])
+
+    def weigh(self, scores: Float[Array, "*b E"], ids: Int[Array, "*b K"]) -> Routing:
+        """These experts with the weights that their scores give them."""
         weights = jnp.take_along_axis(scores, ids, axis=-1)
         if self.config.norm_topk_prob:
             weights = weights / (add_in_order(weights)[..., None] + 1e-20)
         return Routing(ids, weights * self.config.routed_scaling_factor, scores)
 
     def scores(self, logits: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
-        """Sigmoid, or softmax, added up in an order that does not depend on how many rows there are."""
+        """Sigmoid, √softplus (V4), or softmax, added up in an order that does not depend on how many rows there are."""
         if self.config.scoring_func == "sigmoid":
             return jax.nn.sigmoid(logits)
+        if self.config.scoring_func == "sqrtsoftplus":
+            return jnp.sqrt(jax.nn.softplus(logits))
         powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
         return powers / add_by_halves(powers)[..., None]
 
@@ -268,12 +276,26 @@ class ExpertRouter(nnx.Module):
         return jnp.einsum("...d,de->...e", x, weight, precision=jax.lax.Precision.HIGHEST)
 
 
+class HashRouter(ExpertRouter):
+    """A token's id decides on its experts, and their scores on the weights (V4's report, section 2.1)."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig):
+        super().__init__(declare, config)
+        del self.bias
+        chosen = (config.vocab_size, config.num_experts_per_tok)
+        self.experts_of_token = declare.parameter(chosen, (None, None), init="zeros", dtype=jnp.dtype(jnp.int32))
+
+    def choose(self, logits: Float[Array, "*b E"], tokens: Int[Array, "*b"]) -> Routing:
+        """The token's row of the table."""
+        return self.weigh(self.scores(logits), value_of(self.experts_of_token)[tokens])
+
+
 class RoutedExperts(nnx.Module):
     """Weights of the physical experts (V3 report, equation 12): SwiGLU MLPs, stacked."""
 
     def __init__(self, declare: Declaration, config: ModelConfig):
         P, D, F = declare.num_physical, config.hidden_size, config.moe_intermediate_size
-        declare = declare.for_experts
+        declare, self.limit = declare.for_experts, config.swiglu_limit
         matrix = Matrix if declare.format.packed is None else FP4Matrix
         self.gate_up = matrix(declare, (P, D, 2, F), ("experts", "embed", "stack", "expert_width"))
         self.down = matrix(declare, (P, F, D), ("experts", "expert_width", "embed"))
@@ -282,13 +304,15 @@ class RoutedExperts(nnx.Module):
         self, x: Float[Array, "T D"], ids: Int[Array, "T K"], weights: Float[Array, "T K"]
     ) -> Float[Array, "T D"]:
         """``Σ_k w_k Expert_k(x)``: every expert on every token, weighted by 0 where it was not chosen."""
-        return weighted_sum(x, ids, weights, self.gate_up.value(x.dtype), self.down.value(x.dtype))
+        return weighted_sum(x, ids, weights, self.gate_up.value(x.dtype), self.down.value(x.dtype), self.limit)
 
 
-def weighted_sum(x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[Array, "E F D"]) -> Float[Array, "T D"]:
+def weighted_sum(
+    x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[Array, "E F D"], limit: float | None = None
+) -> Float[Array, "T D"]:
     """What ``RoutedExperts`` computes, of its matrices."""
     hidden = jnp.einsum("td,edgf->tegf", x, gate_up)
-    out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1]), down)
+    out = jnp.einsum("tef,efd->ted", gated(hidden[:, :, 0], hidden[:, :, 1], limit), down)
     chosen = jax.nn.one_hot(ids, down.shape[0], dtype=jnp.float32) * weights[..., None]
     return jnp.einsum("ted,te->td", out.astype(jnp.float32), chosen.sum(axis=1)).astype(x.dtype)
 
@@ -296,12 +320,12 @@ def weighted_sum(x, ids, weights, gate_up: Float[Array, "E D 2 F"], down: Float[
 class MoE(nnx.Module):
     """``x → Σ_k w_k Expert_k(x) + Shared(x)``."""
 
-    def __init__(self, declare: Declaration, config: ModelConfig):
-        self.router = (config.router or ExpertRouter)(declare, config)
+    def __init__(self, declare: Declaration, config: ModelConfig, *, hashed: bool = False):
+        self.router = (HashRouter if hashed else config.router or ExpertRouter)(declare, config)
         self.experts = RoutedExperts(declare, config)
         if config.n_shared_experts:
             hidden = config.n_shared_experts * config.moe_intermediate_size
-            self.shared = MLP(declare, config.hidden_size, hidden, "shared_width")
+            self.shared = MLP(declare, config.hidden_size, hidden, "shared_width", config.swiglu_limit)
 
     def __call__(self, x: Float[Array, "B S D"], given: Pass) -> tuple[Float[Array, "B S D"], Routing]:
         """Each token's experts with their weights, and the shared ones."""
@@ -337,37 +361,41 @@ class Pass(NamedTuple):
     """What all layers of a forward pass are given: token ids, the rotation of their positions, and how sums are made."""
 
     tokens: Int[Array, "B S"]
-    rotation: Rotation
+    rotation: Rotation | Rotations
     products: XlaProducts
 
 
 class Output(NamedTuple):
     """What a pass gives.
 
-    hidden: after the final norm: what the head multiplies, and what the MTP module takes. routing: stacked over MoE layers, ids and weights
-    ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts. observed: what ``XlaProducts.observe`` gave in each layer.
+    hidden: after the final norm: what the head multiplies. routing: stacked over MoE layers, ids and weights
+    ``[L, B, S, K]``, scores ``[L, B, S, E]``; None without experts. observed: what ``XlaProducts.observe`` gave in each layer. passed: what
+    the MTP module takes: ``hidden``, or of V4 the streams that it was summed from.
     """
 
     logits: Float[Array, "B S V"]
     hidden: Float[Array, "B S D"]
     routing: Routing | None
     observed: Float[Array, "L"] | None
+    passed: Float[Array, "B S *n D"]
 
 
 class DecoderLayer(nnx.Module):
     """Attention, then an MLP or experts: each is given the normed input, and its output is added to the input (``residual.py``).
 
-    Declared with a leading ``layers`` axis. mlp: as of ``LayerKind``.
+    Declared with a leading ``layers`` axis.
     """
 
-    def __init__(self, declare: Declaration, config: ModelConfig, mlp: Literal["dense", "moe"]):
+    def __init__(self, declare: Declaration, config: ModelConfig, kind: LayerKind):
         D, residual = config.hidden_size, RESIDUALS[config.residual]
         self.attn_residual, self.mlp_residual = residual(declare, config), residual(declare, config)
         self.attn_norm = RMSNorm(declare, D, config.rms_norm_eps)
-        self.attn = MLA(declare, config)
+        self.attn = (
+            MLA(declare, config) if kind.attention == "mla" else CompressedAttention(declare, config, kind.attention)
+        )
         self.mlp_norm = RMSNorm(declare, D, config.rms_norm_eps)
-        if mlp == "moe":
-            self.moe = MoE(declare, config)
+        if kind.routed:
+            self.moe = MoE(declare, config, hashed=kind.mlp == "hash")
         else:
             self.mlp = MLP(declare, D, config.intermediate_size, "mlp_width")
 
@@ -404,21 +432,35 @@ class MTP(nnx.Module):
         D, stacked = config.hidden_size, declare.stacked(config.num_nextn_predict_layers)
         self.embed_norm = RMSNorm(stacked, D, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(stacked, D, config.rms_norm_eps)
-        self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
-        self.layers = DecoderLayer(stacked, config, "moe" if config.is_moe else "dense")
-        self.residual = RESIDUALS[config.residual](stacked, config)
+        if config.v4 is None:
+            self.eh_proj = Matrix(stacked, (2 * D, D), (None, "embed"), quantise=False)
+        else:
+            self.embed_proj, self.hidden_proj = (Matrix(stacked, (D, D), (None, "embed")) for _ in range(2))
+        self.layers = DecoderLayer(stacked, config, config.mtp_kind)
+        self.residual = RESIDUALS[config.residual](stacked, config, ends=True)
         self.final_norm = RMSNorm(stacked, D, config.rms_norm_eps)
 
-    def __call__(self, hidden: Float[Array, "B S D"], embedded: Float[Array, "B S D"], given: Pass):
-        """One module, sliced from the stack: ``h' = M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, a decoder layer, a norm of its own.
+    def __call__(self, hidden: Float[Array, "B S *n D"], embedded: Float[Array, "B S D"], given: Pass):
+        """One module, sliced from the stack: ``join``, a decoder layer, a norm of its own. given: of ``t_{i+1}``.
 
-        Equations 21 to 23; the two halves in the order of the released weights. given: of ``t_{i+1}``. Result: as of ``DecoderLayer``.
+        Returns hidden states for the head; what a further module takes in their place; and as of ``DecoderLayer``.
         """
         normalise = given.products.normalise
-        joined = [normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)]
-        x = given.products.multiply(self.eh_proj, jnp.concatenate(joined, axis=-1))
-        x, seen = self.layers(self.residual.enter(x), given)
-        return normalise(self.final_norm, self.residual.leave(x)), seen
+        x, seen = self.layers(self.join(hidden, embedded, given.products.multiply, normalise), given)
+        found = normalise(self.final_norm, self.residual.leave(x))
+        return found, x if hasattr(self, "hidden_proj") else found, seen
+
+    def join(
+        self, hidden: Float[Array, "*b D"], embedded: Float[Array, "B T D"], multiply: Multiply, normalise: Normalise
+    ) -> Float[Array, "B T *n D"]:
+        """The layer's input: ``M [RMSNorm(Emb(t_{i+1})) ; RMSNorm(h_i)]``, the halves in the order of the released weights (equation 21).
+
+        In V4 ``hidden`` are the main model's streams ``[B, T, n, D]``, before they are summed, and each half has a matrix of its own.
+        """
+        embedded, hidden = normalise(self.embed_norm, embedded), normalise(self.hidden_norm, hidden)
+        if hasattr(self, "hidden_proj"):
+            return multiply(self.embed_proj, embedded)[..., None, :] + multiply(self.hidden_proj, hidden)
+        return self.residual.enter(multiply(self.eh_proj, jnp.concatenate([embedded, hidden], axis=-1)))
 
 
 class Transformer(nnx.Module):
@@ -429,12 +471,12 @@ class Transformer(nnx.Module):
 
     def __init__(self, declare: Declaration, config: ModelConfig, *, mtp: bool, begins: bool = True, ends: bool = True):
         self.config = config
-        self.residual = RESIDUALS[config.residual](declare, config)
+        self.residual = RESIDUALS[config.residual](declare, config, ends=True)
         mtp = mtp and config.num_nextn_predict_layers > 0
         if begins or (ends and (mtp or config.tie_word_embeddings)):
             self.embed = Embedding(declare, config)
         for kind, numbers in stacks(config.layer_runs).items():
-            setattr(self, kind.stack, DecoderLayer(declare.stacked(len(numbers)), config, kind.mlp))
+            setattr(self, kind.stack, DecoderLayer(declare.stacked(len(numbers)), config, kind))
         if not ends:
             return
         self.final_norm = RMSNorm(declare, config.hidden_size, config.rms_norm_eps)
@@ -467,30 +509,38 @@ class Transformer(nnx.Module):
             runs.append(seen)
         hidden = products.normalise(self.final_norm, self.residual.leave(x))
         seen = (by_layer([[one[i] for one in kinds if one[i] is not None] for kinds in runs]) for i in range(2))
-        return Output(products.project(self, hidden), hidden, *seen)
+        return Output(products.project(self, hidden), hidden, *seen, x if self.config.v4 is not None else hidden)
 
     def predict_further(
-        self, hidden: Float[Array, "B S D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
+        self, hidden: Float[Array, "B S *n D"], next_tokens: Int[Array, "B S"], products=XlaProducts(), *, depth=0
     ) -> Output:
         """The MTP module ``depth``: from hidden states and the tokens after them, logits one token further.
 
-        hidden: of ``__call__``, or of the module before; its positions are kept.
+        hidden: ``passed`` of ``__call__``, or of the module before; its positions are kept.
         """
         graph, weights = nnx.split(self.mtp)
         module = nnx.merge(graph, jax.tree.map(lambda a: a[depth], weights))
         embedded = self.embed(next_tokens, hidden.dtype)
-        further, (routing, observed) = module(hidden, embedded, self._given(next_tokens, products))
-        return Output(products.project(self, further), further, routing, None if observed is None else observed[None])
+        further, passed, (routing, observed) = module(hidden, embedded, self._given(next_tokens, products))
+        observed = None if observed is None else observed[None]
+        return Output(products.project(self, further), further, routing, observed, passed)
 
     def _given(self, tokens: Int[Array, "B S"], products: XlaProducts) -> Pass:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return Pass(tokens, Rotation.at(positions, self.config.rope, self.config.qk_rope_head_dim), products)
+        return Pass(tokens, rotation_at(self.config, positions), products)
 
     def head_weight(self, dtype) -> Float[Array, "D V"]:
         """The output projection ``[D, V]``, which is the embedding's transpose where the two are tied."""
         if self.config.tie_word_embeddings:
             return value_of(self.embed.weight).astype(dtype).T
         return self.head.value(dtype)
+
+
+def rotation_at(config: ModelConfig, positions: Int[Array, "*b"]) -> Rotation | Rotations:
+    """What a model's attention rotates tokens at ``positions`` with."""
+    if config.v4 is not None:
+        return Rotations.at(positions, config)
+    return Rotation.at(positions, config.rope, config.qk_rope_head_dim)
 
 
 def by_layer(runs: Sequence[Sequence[Any]]) -> Any:

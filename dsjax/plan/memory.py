@@ -1,9 +1,16 @@
 """What lies in a device's memory: weights to the byte, the latent cache, and what is set aside."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig
-from dsjax.model.parameter_counts import attention_matrices, parameter_counts, router_bias_parameters
+from dsjax.model.compressed.groups import page_tokens
+from dsjax.model.parameter_counts import (
+    attention_matrices,
+    parameter_counts,
+    residual_parameters,
+    router_bias_parameters,
+)
 from dsjax.model.stage import stages_of
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import assumed
@@ -30,23 +37,31 @@ def stage_shares(
     """
     mesh, width, shares = layout.mesh, config.hidden_size, []
     tp, shards, counts = mesh.tp_size, mesh.expert_width_shards, parameter_counts(config)
-    attention, others = attention_matrices(config, tp)
     for stage in stages_of(config, mesh.pp_size, mtp=mtp):
         part = stage.config(config) if mesh.pp_size > 1 else config
         drafts = mtp and stage.ends
         modules = config.num_nextn_predict_layers if drafts else 0
-        layers = part.num_hidden_layers + modules
+        kinds = [kind for run in part.layer_runs for kind in run.kinds * run.count] + [config.mtp_kind] * modules
+        layers = len(kinds)
+        attention = 0
+        for kind, count in Counter(kind.attention for kind in kinds).items():
+            matrices, others = attention_matrices(config, tp, kind)
+            attention += count * (bytes_of(matrices, precision.linear) + (others + 2 * width) * 2)
+        residual, at_end = residual_parameters(config)
+        hashed = sum(kind.mlp == "hash" for kind in kinds)
         moe = layers - part.num_dense_layers if part.is_moe else 0
+        chosen = hashed * counts.get("hash_table", 0) + (moe - hashed) * router_bias_parameters(config)
         slots = (part.n_routed_experts + layout.redundant) // mesh.ep_size if part.is_moe and not layout.experts else 0
         shared = part.n_shared_experts * config.moe_intermediate_size // (shards if layout.fused else tp)
         embedded = stage.begins or (stage.ends and (mtp or config.tie_word_embeddings))
         vocabulary = counts["embedding"] * embedded + counts["head"] * stage.ends
         sizes = {
-            "attention": layers * (bytes_of(attention, precision.linear) + (others + 2 * width) * 2),
+            "attention": attention,
+            "hyper-connections": 4 * (layers * residual + (stage.ends + modules) * at_end),
             "dense MLP": (layers - moe) * _mlp(width, config.intermediate_size // tp, precision, precision.mlp),
             "experts": moe * slots * expert_bytes(config, shards, precision),
             "shared experts": moe * _mlp(width, shared, precision, precision.mlp),
-            "router": moe * (counts["router"] * 2 + router_bias_parameters(config) * 4),
+            "router": moe * counts["router"] * 2 + 4 * chosen,
             "embedding and head": vocabulary * 2 // tp + width * 2 * stage.ends,
             "MTP projection and norms": modules * (2 * width * width + 3 * width) * 2,
         }
@@ -80,9 +95,20 @@ def _mlp(width: int, hidden: int, precision: Precision, itemsize: float) -> int:
 
 
 def cache_bytes_per_token(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
-    """Bytes of one token in all layers of the latent cache, on each device of its replica; the MTP module's layer has its own."""
+    """Bytes of one token in all layers of the latent cache, on each device of its replica; the MTP module's layer has its own.
+
+    Of a DeepSeek-V4 what a token of context adds; window pages, which a request has a few of, are left out.
+    """
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    return sum(group.page_bytes for group in precision.cache_groups(config, range(layers)))
+    groups, tokens = precision.cache_groups(config, range(layers)), 1 if config.v4 is None else page_tokens(config)
+    return sum(group.page_bytes for group in groups if group.table == "context") // tokens
+
+
+def window_page_bytes(config: ModelConfig, precision: Precision, mtp: bool = False) -> int:
+    """Bytes of a window page, of which a request of a DeepSeek-V4 has two or more whatever its length; 0 of other models."""
+    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
+    groups = precision.cache_groups(config, range(layers))
+    return sum(group.page_bytes for group in groups if group.table == "window")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Question:
     them like bundled ones.
 
     Raises:
-        UserError: a device names tables of operations that there are not.
+        UserError: a device names tables of operations that there are not, or a model whose operations are not known.
     """
 
     config: ModelConfig
@@ -43,6 +43,7 @@ class Question:
     options: PlanOptions
 
     def __post_init__(self):
+        self.config.check_priced()
         cluster, tables = with_tables(self.cluster, self.options.operators)
         if cluster is not self.cluster:
             object.__setattr__(self, "cluster", cluster)

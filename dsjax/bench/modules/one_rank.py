@@ -16,6 +16,7 @@ from dsjax.bench.modules.routed import SKEWS, DispatchedTokens, draw_dispatch, l
 from dsjax.bench.modules.run import ModuleCase, ModuleRow, ModuleWork
 from dsjax.bench.modules.setting import LayerStack, Setting, free_memory
 from dsjax.bench.modules.timing import PreparedCase, device_loop
+from dsjax.config.layers import LayerKind
 from dsjax.errors import UserError
 from dsjax.model.transformer import DecoderLayer
 from sharding.dispatch import DispatchConfig, dispatch
@@ -56,8 +57,8 @@ class OneRankPlan:
 
 def layer_stack(setting: Setting, experts: int, depth: int) -> LayerStack:
     """`depth` layers of the model as one rank holds them: with so many physical experts, or, with 0, dense."""
-    mlp = "moe" if experts else "dense"
-    make = lambda declare: DecoderLayer(replace(declare, num_physical=experts), setting.config, mlp)  # noqa: E731
+    kind = LayerKind("layers", "moe" if experts else "dense")
+    make = lambda declare: DecoderLayer(replace(declare, num_physical=experts), setting.config, kind)  # noqa: E731
     return LayerStack.of(setting, make, depth, depth=depth)
 
 

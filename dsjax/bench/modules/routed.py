@@ -129,7 +129,7 @@ def layer_ids(setting: Setting, experts: int, sent: DispatchedTokens, layers: in
 
 def product_of(setting: Setting, weight_dtype: np.dtype, sent: DispatchedTokens) -> ExpertProduct:
     """The product that the step would choose."""
-    step = {"kernels": setting.step.kernels, "scheme": setting.step.scheme}
+    step = {"kernels": setting.step.kernels, "scheme": setting.step.scheme, "limit": setting.step.config.swiglu_limit}
     return ExpertProduct(weight_dtype=weight_dtype, platform=setting.platform, mean_load=sent.mean_load, **step)
 
 

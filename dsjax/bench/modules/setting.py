@@ -181,6 +181,7 @@ def _nbytes(infos: Mapping[str, ParameterInfo]) -> int:
 def make_setting(options: ModelOptions) -> Setting:
     """The setting that the options describe, on this process's first device."""
     config = load_config(options.model)
+    config.check_priced()
     length = options.max_model_len or min(config.max_position_embeddings, PAGE_TABLE_POSITIONS)
     if length > config.max_position_embeddings:
         raise UserError(

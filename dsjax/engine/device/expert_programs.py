@@ -47,7 +47,7 @@ class ExpertLayers(NamedTuple):
 def expert_layers(step: ModelStep) -> list[ExpertLayers]:
     """The stacks that have experts."""
     stacks, first = [], 0
-    own = [kind.stack for run in step.config.layer_runs for kind in run.kinds if kind.mlp == "moe"]
+    own = [kind.stack for run in step.config.layer_runs for kind in run.kinds if kind.routed]
     for stack in (*own, MODULES):
         prefix = stack + EXPERTS
         names = {path.removeprefix(prefix): path for path in step.table.infos if path.startswith(prefix)}

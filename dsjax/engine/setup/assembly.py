@@ -60,13 +60,15 @@ def make_step(
     cache. stage: the part of the model that the step is; ``spec`` and ``mesh`` are the stage's own then. None: all of it.
 
     Raises:
-        UserError, MeshError: options, model and mesh that do not go together.
+        UserError, MeshError: options, model and mesh that do not go together, or a model with an option that it has not got.
     """
     if jax.config.jax_enable_x64:
         raise UserError(
             "JAX_ENABLE_X64 is on, under which JAX counts in 64 bits; dsjax computes in float32 and less. Unset it, or call "
             'jax.config.update("jax_enable_x64", False)'
         )
+    if config.v4 is not None:
+        _check_v4(args, mtp)
     if mtp and not config.num_nextn_predict_layers:
         raise UserError(
             "--speculative-config drafts with the model's MTP module, but this model has none (num_nextn_predict_layers is 0, "
@@ -84,9 +86,8 @@ def make_step(
     scheme = activation_scheme(args, config, weights, mesh.devices.flat[0])
     kept_in = cache_dtype(args, dtype)
     prefill_form, decode_form = map(form_of, (args.mla_prefill, args.mla_decode))
-    cache_groups(
-        config, (), kept_in, layout=common_layout(prefill_form, decode_form)
-    )  # refuses forms that share no layout
+    if config.v4 is None:  # refuses forms that share no layout
+        cache_groups(config, (), kept_in, layout=common_layout(prefill_form, decode_form))
     powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     index_scores = IndexScores.parse(args.index_scores, config.index_head_dim, powers)
     expert_side = expert_spec(args)
@@ -184,6 +185,28 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
         devices_per_host=args.devices_per_host or joined_neighbours(mesh),
         routed_groups=config.routed_groups if in_groups else None,
     )
+
+
+def _check_v4(args: EngineArgs, mtp: bool) -> None:
+    """Refuse what engines cannot do with a DeepSeek-V4 yet."""
+    missing = {
+        "--speculative-config": (mtp, "its MTP module reads four streams, which the step does not give it"),
+        "--prefill-mesh": (args.prefill_mesh is not None, "its window pages have not been sent to another engine"),
+        "--expert-mesh": (
+            expert_spec(args) is not None,
+            "experts on devices of their own know plain addition as residual alone",
+        ),
+        "--enable-dbo": (args.enable_dbo, "halves of a step go through layers of one kind, and its kinds take turns"),
+        "--enable-eplb": (args.enable_eplb, "experts are exchanged by stacks of layers that follow one another"),
+        "--index-scores": (args.index_scores != "float", "its index keys are neither rotated nor rounded"),
+        "--disaggregation-mode": (
+            args.disaggregation_mode != "agg",
+            "its window pages have not been sent to another engine",
+        ),
+    }
+    for option, (given, why) in missing.items():
+        if given:
+            raise UserError(f"{option} is given, and a deepseek_v4 model cannot have it yet: {why}; leave it out")
 
 
 def _overlap(args: EngineArgs) -> TwoBatchOverlap | None:

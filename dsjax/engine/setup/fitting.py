@@ -39,6 +39,10 @@ def check_layout(
     widths = {"dense MLP width": config.intermediate_size} if split else {}
     if config.n_shared_experts:
         widths["shared expert width"] = config.n_shared_experts * config.moe_intermediate_size
+    if config.v4 is not None and config.v4.o_groups % spec.tp_size:
+        raise UserError(
+            f"mesh {spec}: tp={spec.tp_size} does not divide the {config.v4.o_groups} groups of the output projection; choose another tp"
+        )
     row = WEIGHT_FORMATS[weights]
     if row.packed is not None and config.is_moe:
         for name in ("hidden_size", "moe_intermediate_size"):

@@ -193,6 +193,7 @@ Experts described_experts(Call& call) {
   kernel.X = shape[1], kernel.D = shape[2] * (fp4_block ? 2 : 1), kernel.F = shape[4];
   kernel.fp4_block = fp4_block, kernel.integers = fp4_block && call.bytes_of(2) == 2;
   kernel.hidden_format = static_cast<Hidden>(call.setting<int64_t>("hidden")), kernel.powers = call.setting<bool>("powers");
+  kernel.limit = call.setting<float>("limit");
   kernel.gate_up_whole = wholes ? call.values<float>(4) : nullptr;
   kernel.down_whole = wholes ? call.values<float>(5) : nullptr;
   kernel.rows = static_cast<const float*>(call.data(7));

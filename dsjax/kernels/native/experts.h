@@ -47,6 +47,7 @@ struct Experts {
   // What hidden values are rounded to before they are multiplied with `down`; with `powers`, FP8's scales are powers of two.
   Hidden hidden_format = Hidden::float32;
   bool powers = false;
+  float limit = 0;  // what the gate is clipped to from above, and up on both sides; 0: neither is
   // Where each row lies, and where each sum goes, in the place of `rows` and `out`; null: as said above. For K = 1 alone.
   const float* const* row_at = nullptr;
   float* const* out_at = nullptr;
@@ -198,20 +199,28 @@ struct Experts {
     float* to = at.hidden + (chunk.first - round.pair) * F + from;
     for (int32_t r = 0; r < chunk.count; r++, to += F) {
       const float weight = at.weight[chunk.first + r];
-      swiglu(c[r], columns, whole_gate, hidden_format == Hidden::float32 ? whole * weight : whole_up, to);
+      // What is clipped has the scale of its matrix before; else that is a factor of the result.
+      const float after = hidden_format == Hidden::float32 ? (limit ? whole_down : whole) * weight : limit ? 1.0f : whole_up;
+      swiglu(c[r], columns, whole_gate, limit ? whole_up : 1.0f, after, to);
       if (hidden_format == Hidden::fp8) round_to_fp8(to, columns, powers, whole_down * weight);
       if (hidden_format == Hidden::nvfp4) round_to_nvfp4(to, columns, whole_down * weight);
     }
   }
 
   // As dsjax/kernels/gate.py.
-  static Vec gated(Vec gate, Vec up) { return gate / (exp(-gate) + 1.0f) * up; }
+  Vec gated(Vec gate, Vec up) const {
+    if (limit) {
+      gate = gate > limit ? broadcast(limit) : gate;
+      up = up > limit ? broadcast(limit) : up < -limit ? broadcast(-limit) : up;
+    }
+    return gate / (exp(-gate) + 1.0f) * up;
+  }
 
-  static void swiglu(const float* both, long columns, float whole_gate, float weight, float* to) {
+  void swiglu(const float* both, long columns, float whole_gate, float whole_up, float weight, float* to) const {
     const float* up = both + columns;
     long f = 0;
-    for (; f + kLanes <= columns; f += kLanes) store(to + f, gated(load(both + f) * whole_gate, load(up + f)) * weight);
-    for (; f < columns; f++) to[f] = gated(broadcast(both[f] * whole_gate), broadcast(up[f]))[0] * weight;
+    for (; f + kLanes <= columns; f += kLanes) store(to + f, gated(load(both + f) * whole_gate, load(up + f) * whole_up) * weight);
+    for (; f < columns; f++) to[f] = gated(broadcast(both[f] * whole_gate), broadcast(up[f] * whole_up))[0] * weight;
   }
 
   // Where a row's sum goes, or the term of one of its choices.

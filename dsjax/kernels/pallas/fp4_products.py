@@ -44,6 +44,7 @@ def gate_up(
     *,
     dtype: np.dtype,
     powers: bool = False,
+    limit: float | None = None,
     interpret: bool = False,
     cores: Cores = Cores(),
 ) -> Float[Array, "P F"] | fp8.Quantised:
@@ -52,7 +53,17 @@ def gate_up(
     arrays: ``weight [L, X, D/2, 2, F]``, ``scale [L, X, D/block, 2, F]`` and, where the format has it, ``global_scale [L, X, 2, 1]``.
     """
     return _product(
-        arrays, form, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, interpret=interpret, cores=cores
+        arrays,
+        form,
+        layer,
+        x_PD,
+        groups,
+        fused=True,
+        dtype=dtype,
+        powers=powers,
+        limit=limit,
+        interpret=interpret,
+        cores=cores,
     )
 
 
@@ -71,7 +82,9 @@ def down(
     return _product(arrays, form, layer, hidden_PF, groups, fused=False, dtype=dtype, interpret=interpret, cores=cores)
 
 
-def _product(arrays, form: PackedFormat, layer, x, groups: Groups, *, fused, dtype, interpret, cores, powers=False):
+def _product(
+    arrays, form: PackedFormat, layer, x, groups: Groups, *, fused, dtype, interpret, cores, powers=False, limit=None
+):
     quantised = isinstance(x, fp8.Quantised)
     tiles = ProductTiles.for_load(groups.mean_load)
     if quantised and fused:
@@ -103,7 +116,15 @@ def _product(arrays, form: PackedFormat, layer, x, groups: Groups, *, fused, dty
     order = KernelOrder({"depth": tiles.depth, "rows": tiles.rows}, (ROWS, MESH))
     out = pl.pallas_call(
         partial(
-            _kernel, form=form, fused=fused, quantised=quantised, tiles=tiles, dtype=dtype, powers=powers, lanes=lanes
+            _kernel,
+            form=form,
+            fused=fused,
+            quantised=quantised,
+            tiles=tiles,
+            dtype=dtype,
+            powers=powers,
+            limit=limit,
+            lanes=lanes,
         ),
         grid=(tiles.spread, pl.cdiv(N, tiles.columns), X),
         in_specs=[pl.BlockSpec(array.shape, lambda s, n, e, rank=array.ndim: (0,) * rank) for array in inputs],
@@ -118,7 +139,7 @@ def _product(arrays, form: PackedFormat, layer, x, groups: Groups, *, fused, dty
     return fp8.Quantised(*out) if len(out) == 2 else out[0]
 
 
-def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantised, tiles, dtype, powers, lanes):
+def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantised, tiles, dtype, powers, limit, lanes):
     x_scale_ref, *refs = refs if quantised else (None, *refs)
     weight_ref, scale_ref, *refs = refs
     whole_ref, *refs = refs if form.has_global else (None, *refs)
@@ -174,7 +195,7 @@ def _kernel(layer_ref, start_ref, count_ref, x_ref, *refs, form, fused, quantise
         if whole_ref is not None:
             at = [(layer, expert, half, 0) if fused else (layer, expert, 0) for half in halves]
             sums = [[total * whole_ref[place] for total in totals] for totals, place in zip(sums, at, strict=True)]
-        outs = [gated(gate, up) for gate, up in zip(*sums, strict=True)] if fused else sums[0]
+        outs = [gated(gate, up, limit) for gate, up in zip(*sums, strict=True)] if fused else sums[0]
         if out_scale_ref:
             outs = [
                 jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)

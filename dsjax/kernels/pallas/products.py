@@ -128,6 +128,7 @@ def gate_up(
     *,
     dtype: np.dtype | None = None,
     powers: bool = False,
+    limit: float | None = None,
     interpret: bool = False,
     tiles: ProductTiles | TileTable | None = None,
     cores: Cores = Cores(),
@@ -140,8 +141,8 @@ def gate_up(
     weight: ``[L, X, D, 2, F]``, whose bits mean ``weight_dtype``; scale: ``[L, X, D / 128, 2, F / 128]`` float32 with FP8.
     """
     return _product(
-        weight, scale, weight_dtype, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, interpret=interpret, tiles=tiles,
-        cores=cores,
+        weight, scale, weight_dtype, layer, x_PD, groups, fused=True, dtype=dtype, powers=powers, limit=limit, interpret=interpret,
+        tiles=tiles, cores=cores,
     )  # fmt: skip
 
 
@@ -251,7 +252,7 @@ def takes(weight: Array, scale: Array | None) -> bool:
 
 def _product(
     weight, scale, weight_dtype, layer, x, groups: Groups, *, fused: bool, dtype, interpret: bool, tiles, name="", powers=False,
-    reckoned=False, cores=Cores(),
+    limit=None, reckoned=False, cores=Cores(),
 ):  # fmt: skip
     """reckoned: that tiles which are given were reckoned from the shape, as they are here where none are given."""
     quantised = isinstance(x, fp8.Quantised)
@@ -274,7 +275,7 @@ def _product(
     kernel = partial(
         _kernel, fused=fused, weight_dtype=weight_dtype, tiles=tiles, scaled=scale is not None, quantised=quantised,
         dtype=dtype if quantised else x.dtype,
-        powers=powers,
+        powers=powers, limit=limit,
     )  # fmt: skip
     scalars = [array.astype(jnp.int32) for array in (jnp.reshape(layer, 1), groups.start_X, groups.count_X)]
     arrays = [*scalars, *rows_in, weight, *([] if scale is None else [scale])]
@@ -308,7 +309,7 @@ def _product(
 
 
 def _kernel(
-    layer_ref, start_ref, count_ref, *refs, fused, weight_dtype, tiles, scaled, quantised, dtype, powers
+    layer_ref, start_ref, count_ref, *refs, fused, weight_dtype, tiles, scaled, quantised, dtype, powers, limit
 ):  # fmt: skip
     x_ref, *refs = refs
     x_scale_ref, *refs = refs if quantised else (None, *refs)
@@ -379,7 +380,7 @@ def _kernel(
             steps = pl.cdiv(blocks, tiles.splits)
             last = blocks if tiles.splits == 1 else jnp.minimum((part + 1) * steps, blocks)
             sums = lax.fori_loop(0 if tiles.splits == 1 else part * steps, last, deeper, zeros)
-        out = gated(*sums) if fused else sums[0]
+        out = gated(*sums, limit) if fused else sums[0]
         if out_scale_ref:
             out = jnp.where((n < N)[None, :], out.astype(dtype).astype(jnp.float32), 0.0)
             values, factor = quantised_tile(out, powers)

@@ -118,10 +118,13 @@ class Stack(NamedTuple):
 
 def gate_up(
     stack: Stack, layer: Int[Array, ""], x_SD: Float[Array, "S D"],
-    pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, interpret: bool = False,
+    pairs: TiledPairs, mean_load: float, tiles: TpuProductTiles, *, limit: float | None = None, interpret: bool = False,
 ) -> Float[Array, "S F"]:  # fmt: skip
-    """``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of tiles that are not in use mean nothing."""
-    return _product(stack, layer, x_SD, pairs, mean_load, tiles, interpret)
+    """``silu(x · gate) × (x · up)`` of each row in the tiles, in the dtype of ``x_SD``. Rows of tiles that are not in use mean nothing.
+
+    limit: as of ``gated``.
+    """
+    return _product(stack, layer, x_SD, pairs, mean_load, tiles, interpret, limit=limit)
 
 
 def down(
@@ -197,6 +200,7 @@ def _product(
     own_dtype=False,
     pieces=0,
     dtype=None,
+    limit=None,
 ):
     """own_dtype: of a dense matrix, whose products come in the dtype of ``x``, and of which all rows are known to be there."""
     weight = stack.weight
@@ -228,10 +232,10 @@ def _product(
 
     both = [2] * fused
     if stack.scale is None:
-        kernel, operands = _gate_up if fused else partial(_down, pieces=pieces), [weight]
+        kernel, operands = partial(_gate_up, limit=limit) if fused else partial(_down, pieces=pieces), [weight]
         weights = [pl.BlockSpec((1, 1, depth, *both, block_width), weights_block)]
     else:
-        kernel = _gate_up_fp8 if fused else partial(_down_fp8, pieces=pieces)
+        kernel = partial(_gate_up_fp8, limit=limit) if fused else partial(_down_fp8, pieces=pieces)
         operands = [_matrices_first(weight), _column_scales(stack, layer)]
         weights = [
             pl.BlockSpec((1, 1, *both, depth, block_width), weights_block),
@@ -288,7 +292,7 @@ def _multiply(x: Array, weight: Array, pieces: int = 0) -> Array:
     return jnp.dot(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype):
+def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tiles, weight_dtype, limit):
     depth, width = weight_ref.shape[2], weight_ref.shape[-1]
     registers = width // BLOCK
     # Of each place of the depth, ``registers`` rows of words one after the other.
@@ -303,10 +307,10 @@ def _gate_up(layer_ref, expert_ref, use_ref, x_ref, weight_ref, out_ref, *, tile
             # The upper 16 bits of a float32 number are the bfloat16 number of the same value.
             gate, up = (_multiply(x_ref[...], lax.bitcast_convert_type(half, jnp.float32)) for half in halves)
             at = pl.ds(pl.multiple_of(register * BLOCK, BLOCK), BLOCK)
-            out_ref[:, at] = gated(gate, up).astype(out_ref.dtype)
+            out_ref[:, at] = gated(gate, up, limit).astype(out_ref.dtype)
 
 
-def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype):
+def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype, limit):
     @pl.when(pl.program_id(0 if tiles.rows_first else 1) < use_ref[0])
     def _():
         @pl.loop(0, weight_ref.shape[-1] // BLOCK)
@@ -319,7 +323,7 @@ def _gate_up_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, o
                 )
                 for which in (0, 1)
             )
-            out_ref[:, at] = gated(gate, up).astype(out_ref.dtype)
+            out_ref[:, at] = gated(gate, up, limit).astype(out_ref.dtype)
 
 
 def _down_fp8(layer_ref, expert_ref, use_ref, x_ref, weight_ref, scale_ref, out_ref, *, tiles, weight_dtype, pieces):

@@ -61,6 +61,8 @@ def test_bundled_r1_equals_the_released_config():
         ("deepseek-v3.2", 671_877_944_064, 38_403_822_336),  # V3's, and 61 indexers of 13,959,424
         ("deepseek-v2", 235_741_434_880, 21_375_800_320),
         ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
+        ("deepseek-v4-flash", 284_334_567_511, 13_801_959_511),  # published: 284 B, 13 B
+        ("deepseek-v4-pro", 1_572_999_528_803, 49_781_408_099),  # 1.6 T, 49 B
         ("kimi-k2", 1_026_408_232_448, 32_861_500_928),
         ("moonlight", 15_960_111_872, 2_914_776_192),
         ("kimi-k2.5", 1_026_408_232_448, 32_861_500_928),
@@ -268,7 +270,7 @@ FAULTS = [
         )
     ),
     ({"quantization_config": int4() | {"config_groups": None}}, "quantization_config.config_groups", "a JSON object"),
-    ({"index_topk": 2048}, "index_topk", "only deepseek_v32 and glm_moe_dsa"),
+    ({"index_topk": 2048}, "index_topk", "only deepseek_v32, deepseek_v4 and glm_moe_dsa"),
     (GLM_INDEXER | {"indexer_rope_interleave": False}, "indexer_rope_interleave", "accepted is True"),
     (V32_INDEXER | {"indexer_rope_interleave": True}, "indexer_rope_interleave", "accepted is False"),
     (GLM_INDEXER | {"indexer_types": ["full"] * 60 + ["shared"]}, "indexer_types", "not supported"),

@@ -1,9 +1,17 @@
-"""The gate of a SwiGLU MLP."""
+"""The gate of a SwiGLU MLP, and that every product with experts uses it."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
+from fp4_weights import in_fp4
+from kernel_cases import STORED, ExpertsCase
 
+from dsjax.fp4.formats import MXFP4, NVFP4
 from dsjax.kernels.gate import gated
+from dsjax.kernels.table import Kernels, PallasKernels, choose_kernels
+from dsjax.model.experts import ExpertProduct
 
 
 def test_is_silu_of_the_gate_times_up():
@@ -21,3 +29,42 @@ def test_a_limit_clips_the_gate_from_above_and_up_on_both_sides(gate, up, same_a
     # transformers' DeepseekV4MLP: gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     arrays = (np.float32([value]) for value in (gate, up))
     assert gated(*arrays, limit=10.0) == gated(*(np.float32([value]) for value in same_as))
+
+
+LIMIT = 0.5
+
+
+def on(backend, kernels):
+    """The kernels of a test's backend, and what chooses the implementation where these do not."""
+    if backend in ("tiles", "einsum"):
+        return Kernels(), backend
+    if backend == "tpu":
+        return Kernels(pallas=PallasKernels("tpu", interpret=True)), "auto"
+    pallas = choose_kernels("pallas", "cpu", np.dtype(np.float32), devices=1, cache=None)
+    return {"native": kernels, "pallas": pallas}[backend], "auto"
+
+
+@pytest.mark.parametrize("backend", ["tiles", "einsum", "native", "pallas", "tpu"])
+@pytest.mark.parametrize("stored", [2, 1])
+def test_every_product_with_experts_clips(kernels, backend, stored):
+    case = ExpertsCase.drawn(3, X=3, D=128, F=128, N=9, K=2, stored=stored, routing="all")
+    (expected, size), (without, _) = case.expected(LIMIT), case.expected()
+    assert np.abs(without - expected).max() > 0.1 * size.max(), "the limit is reached"
+    chosen, implementation = on(backend, kernels)
+    product = ExpertProduct(implementation, weight_dtype=STORED[stored], kernels=chosen, mean_load=4.0, limit=LIMIT)
+    found = np.asarray(jax.jit(product)(case.params(), case.rows, case.ids, case.weights))
+    assert np.all(np.abs(found - expected) <= 1e-6 * 256**0.5 * (size + 1))
+
+
+@pytest.mark.parametrize("backend", ["tiles", "native", "pallas"])
+@pytest.mark.parametrize("form", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
+def test_a_scale_of_the_whole_tensor_stands_before_the_clip(kernels, backend, form):
+    case = ExpertsCase.drawn(5, X=3, D=128, F=64, N=9, K=2, layers=1)
+    packed, decoded = in_fp4({"gate_up.weight": case.gate_up[0], "down.weight": case.down[0]}, form)
+    packed = {name: array[None] for name, array in packed.items()} | {"layer": np.int32(0)}
+    numbers = dataclasses.replace(case, gate_up=decoded["gate_up.weight"][None], down=decoded["down.weight"][None])
+    expected, size = numbers.expected(LIMIT)
+    chosen, implementation = on(backend, kernels)
+    product = ExpertProduct(implementation, weight_dtype=np.dtype(np.uint8), kernels=chosen, limit=LIMIT)
+    found = np.asarray(jax.jit(product)(packed, case.rows, case.ids, case.weights))
+    assert np.all(np.abs(found - expected) <= 1e-6 * 192**0.5 * (size + 1))

@@ -63,7 +63,8 @@ def test_counts_of_bundled_models_and_of_every_switch_are_the_sums_of_their_para
     assert counts["mtp"] == sum(size for path, size in sizes.items() if path.startswith("mtp."))
     assert counts["main_model"] == sum(size for path, size in sizes.items() if not path.startswith("mtp."))
     attention = sum(size for path, size in sizes.items() if ".attn." in path and not path.startswith("mtp."))
-    assert counts["mla"] * config.num_hidden_layers == attention
+    kinds = [kind.attention for run in config.layer_runs for kind in run.kinds * run.count]
+    assert sum(counts[kind] for kind in kinds) == attention
 
 
 # DESIGN.md, over 61 layers.

@@ -1,0 +1,182 @@
+"""What `config.json` of a DeepSeek-V4 says beside the fields that all families share, in DeepSeek's spelling and in transformers'."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsjax.config.checks import check_integer, check_mapping, check_number, reject, required
+from dsjax.config.layers import LayerKind, LayerRun, in_runs
+from dsjax.config.rope import RopeConfig, read_rope
+from dsjax.errors import ConfigError
+
+KINDS = {
+    "window": "sliding_attention",
+    "csa": "compressed_sparse_attention",
+    "hca": "heavily_compressed_attention",
+}
+"""Kinds of attention → transformers' `layer_types`: a window alone; beside it entries with an overlap, of which an indexer chooses; and
+beside it all entries without overlap."""
+RATES = (4, 128)
+_LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
+"""How the names of fields begin that later releases of the family have, and that would change the arithmetic."""
+_WITHOUT_EFFECT = ("router_aux_loss_coef", "router_jitter_noise")
+_INTEGERS = ("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
+_READ_HERE = ("head_dim", "intermediate_size", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers")
+_OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekV4:
+    """Attention, residual and experts of a DeepSeek-V4.
+
+    attention: of each layer, a key of `KINDS`. rates: tokens to an entry in "csa" and "hca" layers. compress_rope: rotation in these two;
+    a layer with a window alone has the model's `rope`. num_hash_layers: first layers, whose experts follow from a token's id.
+    o_groups, o_lora_rank: of the output projection. hc_mult, hc_sinkhorn_iters, hc_eps: streams of the residual, rounds that make their
+    mixing matrix doubly stochastic, and what each divisor is raised by.
+    """
+
+    attention: tuple[str, ...]
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    compress_rope: RopeConfig
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    num_hash_layers: int
+    swiglu_limit: float
+    rates: tuple[int, int] = RATES
+
+    def __post_init__(self):
+        for name in _INTEGERS:
+            check_integer(name, getattr(self, name), least=1)
+        check_integer("num_hash_layers", self.num_hash_layers, least=0)
+        check_number("hc_eps", self.hc_eps, least=0)
+        check_number("swiglu_limit", self.swiglu_limit, least=0, above=True)
+        for name, rate in zip(("csa", "hca"), self.rates, strict=True):
+            check_integer(f"compress_rates.{KINDS[name]}", rate, least=2)
+        if self.rates[1] % self.rates[0]:
+            raise reject(
+                "compress_rates",
+                self.rates,
+                "a second rate that the first divides, so that a page holds whole windows of both",
+            )
+        if not self.compress_rope.interleave:
+            raise reject("rope_interleave", False, "true: deepseek_v4 rotates interleaved pairs")
+
+    def rate(self, attention: str) -> int | None:
+        """Tokens to an entry; None in layers with a window alone."""
+        return dict(zip(("csa", "hca"), self.rates, strict=True)).get(attention)
+
+    @property
+    def layer_runs(self) -> tuple[LayerRun, ...]:
+        """The layers by kind: Flash has two of windows, then one that is hash-routed, then 20 times the two others by turns."""
+        mlps = ["hash" if layer < self.num_hash_layers else "moe" for layer in range(len(self.attention))]
+        return in_runs(list(zip(self.attention, mlps, strict=True)))
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The MTP module's layer: a window alone, and routed as usual."""
+        return LayerKind("mtp.layers", "moe", "window")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields of `config.json` in transformers' spelling, but for the rotations."""
+        layers = len(self.attention)
+        return {
+            **{name: getattr(self, name) for name in _OWN},
+            "layer_types": [KINDS[kind] for kind in self.attention],
+            "mlp_layer_types": ["hash_moe"] * self.num_hash_layers + ["moe"] * (layers - self.num_hash_layers),
+            "compress_rates": dict(zip((KINDS["csa"], KINDS["hca"]), self.rates, strict=True)),
+        }
+
+
+def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
+    """Split a `config.json` into the fields of V4 and the others, in which one head's sizes stand under MLA's names.
+
+    A head's width is `v_head_dim` and `kv_lora_rank`, since the cached vector is read as key and as value.
+
+    Raises:
+        ConfigError: a field that is missing or cannot be, or one of a later release, by its name.
+    """
+    later = sorted(str(key) for key in raw if str(key).startswith(_LATER))
+    if later:
+        raise ConfigError(
+            f"config fields {', '.join(f'`{key}`' for key in later)}: of a later release than DeepSeek-V4; DSpark blocks, Engram, shared "
+            "compression and images are not supported"
+        )
+    raw = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT}
+    layers = check_integer("num_hidden_layers", required(raw, "num_hidden_layers"), least=1)
+    width = check_integer("head_dim", required(raw, "head_dim"), least=2)
+    rotated = raw.pop("qk_rope_head_dim", None)
+    factor = raw.pop("partial_rotary_factor", None)
+    if rotated is None:
+        rotated = int(width * (64 / 512 if factor is None else check_number("partial_rotary_factor", factor, least=0)))
+    if check_integer("qk_rope_head_dim", rotated, least=2) > width:
+        raise reject("qk_rope_head_dim", rotated, f"at most head_dim, {width}")
+    if raw.pop("num_key_value_heads", 1) != 1:
+        raise reject("num_key_value_heads", "several", "1: all heads share one key, which is the value, too")
+    if raw.get("norm_topk_prob", True) is not True:
+        raise reject("norm_topk_prob", raw["norm_topk_prob"], "true: the weights of the chosen experts are normalised")
+    given = raw.pop("compress_rates", None) or {}
+    rates = tuple(given.get(KINDS[name], rate) for name, rate in zip(("csa", "hca"), RATES, strict=True))
+    main, compress = _ropes(raw)
+    experts = raw.pop("expert_dtype", None)
+    if experts is not None and raw.get("quantization_config") is not None:
+        raw["quantization_config"] = {
+            "expert_dtype": experts,
+            **check_mapping("quantization_config", raw["quantization_config"]),
+        }
+    attention, hashed = _attention(raw, layers), _hash_layers(raw, layers)
+    own = {name: required(raw, name) for name in _OWN}
+    fields = DeepseekV4(attention, **own, compress_rope=compress, num_hash_layers=hashed, rates=rates)
+    shared = {key: value for key, value in raw.items() if key not in (*_OWN, *_READ_HERE)}
+    sizes = {
+        "kv_lora_rank": width,
+        "v_head_dim": width,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated,
+    }
+    sizes |= {"intermediate_size": required(raw, "moe_intermediate_size"), "rope_parameters": main}
+    return {**shared, **sizes, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}, fields
+
+
+def _attention(raw: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """The kind of attention of each layer, from `layer_types` or DeepSeek's `compress_ratios`, which has the MTP module's behind them."""
+    named, names = "layer_types", {theirs: ours for ours, theirs in KINDS.items()}
+    if raw.get(named) is None:
+        named, names = "compress_ratios", {0: "window", **dict(zip(RATES, ("csa", "hca"), strict=True))}
+    types = required(raw, named)
+    if named == "compress_ratios" and isinstance(types, Sequence) and any(types[layers:]):
+        raise reject(named, list(types[layers:]), "0 behind the model's own layers: the MTP module has a window alone")
+    if not isinstance(types, Sequence) or len(types) < layers or any(kind not in names for kind in types[:layers]):
+        raise reject(named, types, f"{layers} of {', '.join(map(str, names))}")
+    return tuple(names[kind] for kind in types[:layers])
+
+
+def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
+    """How many layers are hash-routed, from `mlp_layer_types` or DeepSeek's `num_hash_layers`."""
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return min(check_integer("num_hash_layers", required(raw, "num_hash_layers"), least=0), layers)
+    hashed = list(types).count("hash_moe")
+    if list(types) != ["hash_moe"] * hashed + ["moe"] * (layers - hashed):
+        raise reject("mlp_layer_types", types, f'{layers} layers, "hash_moe" ones first and then "moe" ones')
+    return hashed
+
+
+def _ropes(raw: dict[str, Any]) -> tuple[dict[str, Any], RopeConfig]:
+    """Rotation of layers with a window alone, in `read_rope`'s spelling, and of those that compress: YaRN scales no sine there."""
+    given = check_mapping("rope_parameters", raw.pop("rope_parameters", None) or {})
+    scaling = check_mapping("rope_scaling", raw.pop("rope_scaling", None) or {})
+    theta, compress_theta = raw.pop("rope_theta", 10_000.0), raw.pop("compress_rope_theta", 160_000.0)
+    if "main" in given and "compress" in given:
+        main, compress = (check_mapping(f"rope_parameters.{name}", given[name]) for name in ("main", "compress"))
+    else:
+        main, compress = {"rope_theta": theta}, {**(given or scaling), "rope_theta": compress_theta}
+    main, compress = (
+        {key: value for key, value in one.items() if key != "partial_rotary_factor"} for one in (main, compress)
+    )
+    rope = read_rope({"rope_parameters": compress})
+    if rope.type == "yarn" and rope.attention_factor is None:
+        rope = dataclasses.replace(rope, attention_factor=1.0)
+    return main, rope

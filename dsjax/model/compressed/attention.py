@@ -1,0 +1,220 @@
+"""The weights of one layer's attention, what it makes of each token, and its plain forward pass over whole sequences.
+
+Source: DeepSeek-V4's report, section 2.3. A token's entry of width ``M`` is key and value of all heads. The last ``O`` values of queries
+and entries are rotated, and those of the output are rotated back by the query's position. Letters: ``docs/glossary.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import ModelConfig
+from dsjax.model.compressed.rotations import Rotations, entry_rotation, rotate, rotate_back
+from dsjax.model.norm import Normalise, RMSNorm, normalise, unweighted
+from dsjax.model.parameters import Declaration, Matrix, Multiply, multiply, value_of
+from dsjax.model.rope import Rotation
+from dsjax.model.sparse.choose import choose, index_scores
+
+QUERY_BLOCK = 128  # queries that attend together
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class CompressedProjections:
+    """What attention needs of each token; leading dimensions ``*b`` are the caller's.
+
+    gates, values: float32, what compressors take of a token, with its place's bias in the gate: of "hca" layers one series of M, of "csa"
+    layers two, for the next window's entry and for its own, whose last A are the indexer's. index_query, index_weight: of "csa" layers,
+    the second float32 with the factor I^-1/2.
+    """
+
+    query: Float[Array, "*b H M"]  # normed and rotated
+    entry: Float[Array, "*b M"]  # normed and rotated
+    rotation: Rotation  # of the tokens' positions, for the way back
+    gates: Float[Array, "*b series Y"] | None = None
+    values: Float[Array, "*b series Y"] | None = None
+    index_query: Float[Array, "*b I A"] | None = None  # rotated
+    index_weight: Float[Array, "*b I"] | None = None
+
+
+class Compressor(nnx.Module):
+    """Weights that make entries of width ``width`` of ``rate`` tokens each."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, width: int, rate: int, series: int):
+        self.rate, self.series, columns = rate, series, series * width
+        self.kv = Matrix(declare, (config.hidden_size, columns), ("embed", None), quantise=False)
+        self.gate = Matrix(declare, (config.hidden_size, columns), ("embed", None), quantise=False)
+        self.bias = declare.parameter((rate, columns), (None, None), init="zeros", dtype=jnp.dtype(jnp.float32))
+        self.norm = RMSNorm(declare, width, config.rms_norm_eps, "latent")
+
+    def __call__(
+        self, x: Float[Array, "*b D"], rotations: Rotations, multiply: Multiply
+    ) -> tuple[Float[Array, "*b series M"], Float[Array, "*b series M"]]:
+        """Gates and values of tokens, in float32."""
+        x, bias = x.astype(jnp.float32), value_of(self.bias)[rotations.positions % self.rate]
+        gate = multiply(self.gate, x) + bias
+        apart = (rearrange(array, "... (s w) -> ... s w", s=self.series) for array in (gate, multiply(self.kv, x)))
+        return tuple(apart)
+
+
+class EntryIndexer(nnx.Module):
+    """The indexer of a "csa" layer: ``I`` index queries of width ``A``, and keys that a compressor of its own makes."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, rate: int):
+        I, A = config.index_n_heads, config.index_head_dim
+        self.query = Matrix(declare, (config.q_lora_rank, I * A), ("query_latent", None))
+        self.head_weights = Matrix(declare, (config.hidden_size, I), ("embed", None), quantise=False)
+        self.compressor = Compressor(declare, config, A, rate, series=2)
+
+
+class CompressedAttention(nnx.Module):
+    """Attention of a kind of layer: ``attention`` is "window", "csa" or "hca" (``dsjax/config/deepseek_v4.py``)."""
+
+    def __init__(self, declare: Declaration, config: ModelConfig, attention: str):
+        self.config, self.attention, v4 = config, attention, config.v4
+        D, H, Q, M, G = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.q_lora_rank,
+            config.v_head_dim,
+            v4.o_groups,
+        )
+        self.q_a = Matrix(declare, (D, Q), ("embed", "query_latent"))
+        self.q_a_norm = RMSNorm(declare, Q, config.rms_norm_eps, "query_latent")
+        self.q_b = Matrix(declare, (Q, H * M), ("query_latent", "heads"))
+        self.kv = Matrix(declare, (D, M), ("embed", "latent"))
+        self.kv_norm = RMSNorm(declare, M, config.rms_norm_eps, "latent")
+        self.sink = declare.parameter((H,), ("heads",), init="zeros", dtype=jnp.dtype(jnp.float32))
+        self.o_a = Matrix(declare, (H // G * M, G * v4.o_lora_rank), (None, "heads"))
+        self.o_b = Matrix(declare, (G * v4.o_lora_rank, D), ("heads", "embed"))
+        rate = v4.rate(attention)
+        if rate is not None:
+            self.compressor = Compressor(declare, config, M, rate, series=2 if attention == "csa" else 1)
+        if attention == "csa":
+            self.indexer = EntryIndexer(declare, config, rate)
+
+    def __call__(self, x: Float[Array, "B S D"], given) -> tuple[Float[Array, "B S D"], None]:
+        """Causal attention of sequences to themselves. given: a ``transformer.Pass``. Nothing is observed."""
+        products = {"multiply": given.products.multiply, "normalise": given.products.normalise}
+        p = self.project(x, given.rotation, **products)
+        return self.output(self.attend(p), given.products.multiply), None
+
+    def project(
+        self,
+        x: Float[Array, "*b D"],
+        rotations: Rotations,
+        *,
+        multiply: Multiply = multiply,
+        normalise: Normalise = normalise,
+    ) -> CompressedProjections:
+        """What attention needs of tokens."""
+        with jax.named_scope("compressed_project"):
+            rotation, eps = rotations.of(self.attention), self.config.rms_norm_eps
+            latent = normalise(self.q_a_norm, multiply(self.q_a, x))
+            query = rearrange(multiply(self.q_b, latent), "... (h w) -> ... h w", h=self.config.num_attention_heads)
+            query, entry = unweighted(query, eps), normalise(self.kv_norm, multiply(self.kv, x))
+            p = CompressedProjections(rotate(rotation, query), rotate(rotation, entry), rotation)
+            if self.attention != "window":
+                p.gates, p.values = self.compressor(x, rotations, multiply)
+            if self.attention == "csa":
+                indexer, I = self.indexer, self.config.index_n_heads
+                made = zip((p.gates, p.values), indexer.compressor(x, rotations, multiply), strict=True)
+                p.gates, p.values = (jnp.concatenate(pair, axis=-1) for pair in made)
+                p.index_query = rotate(
+                    rotation, rearrange(multiply(indexer.query, latent), "... (i a) -> ... i a", i=I)
+                )
+                p.index_weight = multiply(indexer.head_weights, x.astype(jnp.float32)) * I**-0.5
+            return p
+
+    @property
+    def entry_norms(self) -> dict[str, Float[Array, "M"]]:
+        """Scales of the norms of compressed entries, and of index keys in "csa" layers."""
+        norms = {"entry": value_of(self.compressor.norm.scale)} if self.attention != "window" else {}
+        return norms | ({"index": value_of(self.indexer.compressor.norm.scale)} if self.attention == "csa" else {})
+
+    def attend(self, p: CompressedProjections) -> Float[Array, "B S H M"]:
+        """Attention of sequences from position 0 on to their windows and entries, rotated back."""
+        config, length, rate = self.config, p.entry.shape[1], self.config.v4.rate(self.attention)
+        made = {}
+        if rate is not None:
+            starts = jnp.broadcast_to(jnp.arange(length // rate) * rate, (len(p.entry), length // rate))
+            made = entries(config, self.entry_norms, compress(p.gates, p.values, rate), starts, p.entry.dtype)
+        heads = []
+        for start in range(0, length, QUERY_BLOCK):
+            end, first = min(start + QUERY_BLOCK, length), max(start - config.v4.sliding_window + 1, 0)
+            at, tokens = jnp.arange(start, end)[:, None], jnp.arange(first, end)
+            context, seen = [p.entry[:, first:end]], [(tokens <= at) & (tokens > at - config.v4.sliding_window)]
+            if rate is not None and end >= rate:
+                context.append(made["entry"][:, : end // rate])
+                visible = (at + 1) // rate > jnp.arange(end // rate)
+                if self.attention == "csa" and end // rate > config.index_topk:
+                    queries = p.index_query[:, start:end], p.index_weight[:, start:end]
+                    scored = index_scores(*queries, made["index"][:, : end // rate])
+                    visible = choose(jnp.where(visible, scored, -jnp.inf), config.index_topk)
+                seen.append(visible)
+            context = jnp.concatenate(context, axis=1)
+            seen = jnp.concatenate([jnp.broadcast_to(one, (len(context), *one.shape[-2:])) for one in seen], axis=-1)
+            heads.append(self._block(p.query[:, start:end], context, seen))
+        return rotate_back(p.rotation, jnp.concatenate(heads, axis=1))
+
+    def _block(self, query: Float[Array, "B Q H M"], context: Float[Array, "B S M"], seen) -> Float[Array, "B Q H M"]:
+        """Attention to what is seen of a context ``[B, Q, S]``, in one softmax with the heads' sinks, which have no value."""
+        scores = jnp.einsum("bqhw,bsw->bqhs", query, context, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen[:, :, None], scores * self.config.softmax_scale, -jnp.inf)
+        sink = jnp.broadcast_to(value_of(self.sink)[:, None], (*scores.shape[:-1], 1))
+        probs = jax.nn.softmax(jnp.concatenate([sink, scores], axis=-1), axis=-1)[..., 1:]
+        return jnp.einsum("bqhs,bsw->bqhw", probs.astype(context.dtype), context)
+
+    def output(self, heads: Float[Array, "*b H M"], multiply: Multiply = multiply) -> Float[Array, "*b D"]:
+        """The heads' values by groups to ``o_lora_rank`` each, then all to D."""
+        with jax.named_scope("compressed_output"):
+            G = self.config.v4.o_groups
+            grouped = rearrange(heads, "... (g h) w -> ... g (h w)", g=G)
+            weight = rearrange(self.o_a.value(heads.dtype), "i (g r) -> g i r", g=G)
+            return multiply(
+                self.o_b, rearrange(jnp.einsum("...gi,gir->...gr", grouped, weight), "... g r -> ... (g r)")
+            )
+
+
+def compress(
+    gates: Float[Array, "B S series Y"], values: Float[Array, "B S series Y"], rate: int
+) -> Float[Array, "B windows Y"]:
+    """Weighted means of the values of each full window, by a softmax of the gates: equations 9 to 12, and 20 to 23.
+
+    With two series a window has the last of its own tokens, and the first of the window's before it.
+    """
+
+    def of_windows(array: Array, fill: float) -> Array:
+        windows = rearrange(array[:, : array.shape[1] // rate * rate], "b (w r) s v -> b w r s v", r=rate)
+        if windows.shape[3] == 1:
+            return windows[..., 0, :]
+        before = jnp.full_like(windows[:, :1, :, 0], fill)
+        return jnp.concatenate([jnp.concatenate([before, windows[:, :-1, :, 0]], axis=1), windows[..., 1, :]], axis=2)
+
+    return jnp.sum(jax.nn.softmax(of_windows(gates, -jnp.inf), axis=2) * of_windows(values, 0), axis=2)
+
+
+def entries(
+    config: ModelConfig,
+    norms: Mapping[str, Float[Array, "M"]],
+    means: Float[Array, "*b Y"],
+    starts: Int[Array, "*b"],
+    dtype,
+) -> dict[str, Array]:
+    """Compressed entries ``[*b, M]``, and index keys ``[*b, A]`` in "csa" layers, as the cache keeps them.
+
+    norms: ``entry_norms``. means: of each window, the index keys' behind the entries'. starts: the windows' first positions.
+    """
+    M, rotation, made = config.v_head_dim, entry_rotation(config, starts), {}
+    for name, part in (("entry", means[..., :M]), ("index", means[..., M:])):
+        if name in norms:
+            normed = unweighted(part.astype(dtype), config.rms_norm_eps)
+            made[name] = rotate(rotation, norms[name].astype(dtype) * normed)
+    return made

@@ -1,0 +1,350 @@
+"""DeepSeek-V4's attention over a paged cache: an ``AttentionFamily``. Compressed entries lie on context pages, a window on window pages.
+
+Every token is computed by itself, in loops whose body has the same shape in every program: its entries and its attention are then the same
+to the bit in whatever chunk and batch it comes (on a CPU; elsewhere tokens are computed side by side).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.model import paging
+from dsjax.model.cache_groups import CacheGroup
+from dsjax.model.compressed.attention import CompressedAttention, CompressedProjections, entries
+from dsjax.model.compressed.fold import empty, fold_row
+from dsjax.model.compressed.groups import compressed_groups, page_tokens
+from dsjax.model.compressed.rotations import Rotations, rotate_back
+from dsjax.model.forms import Form
+from dsjax.model.layer_values import Tokens
+from dsjax.model.mla_costs import MLACost
+from dsjax.model.norm import Normalise, normalise
+from dsjax.model.paging import Cache, Rows
+from dsjax.model.parameters import Multiply, reinterpret, store, value_of
+from dsjax.model.rows import GroupShape
+from dsjax.model.softmax import fold
+from dsjax.model.sparse.choose import choose, index_scores, positions_of
+from sharding import Rules, fp8
+from sharding.indices import take
+from sharding.on_ranks import constrain, on_ranks
+
+BLOCK = 128
+"""Compressed entries that a token attends to at once."""
+GROUPS = {"csa": ("c4", "c4_index", "state4"), "hca": ("c128", None, "state128")}
+"""Entries, index keys and states of a kind of layer: names of cache groups, and of their arrays."""
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Attention of the three kinds of layers, for a mesh. drafts: how many a request may have at once; none of their states is lost.
+
+    Raises:
+        UserError: a cache in FP8, which cannot be computed with yet.
+    """
+
+    mesh: Mesh
+    rules: Rules
+    config: ModelConfig
+    cache_dtype: np.dtype
+    drafts: int = 0
+
+    def __post_init__(self):
+        if np.dtype(self.cache_dtype) == fp8.E4M3:
+            raise UserError("--kv-cache-dtype fp8: a deepseek_v4 model's cache cannot be FP8 yet; leave it out")
+
+    @property
+    def batch(self) -> tuple[str, ...] | None:
+        """The mesh axes that DP ranks lie over."""
+        return self.rules.spec(("ranks",))[0]
+
+    @property
+    def heads(self) -> tuple[str, ...] | None:
+        """The mesh axes that heads are split over."""
+        return self.rules.spec(("heads",))[0]
+
+    def groups(self, layers: Iterable[int], entries: int = 1) -> tuple[CacheGroup, ...]:
+        """Cache groups of these layers, with ``entries`` tokens on a page."""
+        return compressed_groups(self.config, layers, np.dtype(self.cache_dtype), entries, drafts=self.drafts)
+
+    @property
+    def form_of_pages(self) -> dict[str, Any]:
+        """The rates, and how many states a window page has room for."""
+        return {"rates": list(self.config.v4.rates), "states": self.drafts + 1}
+
+    def block(self, rows: int, chunk: int) -> int:
+        """Compressed entries that a token attends to at once."""
+        return BLOCK
+
+    def backend(self, form: Form) -> str:
+        """There are no kernels yet."""
+        return "plain"
+
+    def in_stack(self, forms: Sequence[Form]) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    def project(
+        self, weights: CompressedAttention, x: Float[Array, "B T D"], rotation: Rotations, forms: Sequence[Form], *,
+        multiply: Multiply, normalise: Normalise = normalise,
+    ) -> CompressedProjections:  # fmt: skip
+        """Project tokens, with heads spread over ``tp`` and all else whole on each device."""
+        p = weights.project(x, rotation, multiply=multiply, normalise=normalise)
+
+        def spread(path, array):
+            of_heads = path[0].name == "query"
+            return constrain(array, self.mesh, P(self.batch, None, self.heads) if of_heads else P(self.batch))
+
+        return jax.tree_util.tree_map_with_path(spread, p)
+
+    def output(
+        self, weights: CompressedAttention, form: Form, found: Array, multiply: Multiply
+    ) -> Float[Array, "*b D"]:
+        """The grouped output projection."""
+        return weights.output(found, multiply)
+
+    def cost(self, form: Form, **work) -> MLACost:
+        """Not known yet.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("operations and bytes of a deepseek_v4 layer are not known yet")
+
+    # Writing
+
+    def cache_entries(
+        self,
+        weights: CompressedAttention,
+        cache: Cache,
+        layer: Int[Array, ""],
+        tokens: Tokens,
+        p: CompressedProjections,
+    ) -> Cache:
+        """Write each token's own entry, the entries of windows that close, and the states of those that do not."""
+        with jax.named_scope("cache_write"):
+            kind, batch, groups = weights.attention, self.batch, [group.shape for group in tokens.groups]
+            rows = [(group.start, group.length, group.tables) for group in tokens.groups]
+            made = (p.entry, *((p.gates, p.values) if kind != "window" else ()))
+            names = [name for name in ("window", *GROUPS.get(kind, ())) if name is not None]
+            own = {name: cache[name] for name in names}
+
+            def local(own, at, slots, rows, made, norms):
+                own["window"] = self._write(own["window"], at["window"], slots[0], made[0][0])
+                first = 0
+                for shape, group in zip(groups, rows, strict=True):
+                    part = [array[0, first : first + shape.tokens] for array in made[1:]]
+                    part = [array.reshape(shape.rows, shape.chunk, *array.shape[1:]) for array in part]
+                    if part:
+                        where = [array[0] for array in group]
+                        own |= self._compress(kind, own, at, shape, where, part, norms, made[0].dtype)
+                    first += shape.tokens
+                return own
+
+            of_cache = dict.fromkeys(own, P(None, batch))
+            norms = weights.entry_norms
+            specs = (of_cache, P(), P(batch), [(P(batch),) * 3] * len(rows), (P(batch),) * len(made), P())
+            write = on_ranks(local, self.mesh, specs, of_cache)
+            return cache | write(own, self._at(names, layer), tokens.window_slots, rows, made, norms)
+
+    def _compress(self, kind: str, own: Cache, at, shape: GroupShape, where, made, norms, dtype) -> Cache:
+        """The arrays of a compressor's groups after a row group. where: starts, lengths and tables of its rows on this rank. made: gates
+        and values ``[R, C, series, Y]``. dtype: computed in."""
+        (start, length, tables), (gates, values) = where, made
+        entry_name, index_name, state_name = GROUPS[kind]
+        T, rate = own["window"].shape[2], self.config.v4.rate(kind)
+        states, places = own[state_name], own[state_name].shape[2]
+        series, C, ring = states.shape[3] // 3, shape.chunk, tables[:, shape.pages :]
+        # A row leaves its state behind each token if these are few enough, else at its end and where pages end.
+        of_each = places >= C
+        count = C if of_each else (C - 2) // T + 2
+        numbers = jnp.arange(C)
+
+        def state_slots(rows, positions):
+            """Where the states after these positions of a row stand."""
+            page = take(ring, (rows, positions // T % shape.windows))
+            return page * places + positions % places
+
+        def fold_one(row, gates, values):
+            first, before = start[row], jnp.maximum(start[row] - 1, 0)
+            flat = rearrange(states, "l w n a v -> (l w n) a v")
+            base = at[state_name] * states.shape[1] * places
+            found = take(flat, base + state_slots(row, before))
+            state = jnp.where(first == 0, empty(series, states.shape[4]), found)
+            kept = numbers if of_each else (first + numbers) // T - first // T
+            return fold_row(state, gates, values, first, length[row], kept, count, rate)
+
+        rows = jnp.arange(shape.rows)
+        folded, means = self._each(fold_one, rows, gates, values)
+        # States: of the last token in each place.
+        begin, end = start[:, None], (start + length)[:, None]
+        last = begin + numbers if of_each else jnp.minimum((begin // T + jnp.arange(count) + 1) * T, end) - 1
+        written = (last < end) & (last >= begin) & (of_each | (last // T - begin // T == jnp.arange(count)))
+        slots = jnp.where(written, state_slots(rows[:, None], jnp.maximum(last, 0)), -1)
+        found = {
+            state_name: paging.write(states, at[state_name], slots.reshape(-1), folded.reshape(-1, *folded.shape[2:]))
+        }
+        # Entries of the windows that close.
+        window = begin // rate + jnp.arange((C + rate - 1) // rate)
+        closes = window * rate + rate - 1
+        token = jnp.clip(closes - begin, 0, C - 1)
+        sums = jnp.take_along_axis(means, token[..., None], axis=1)
+
+        def finish(mean, number):
+            return entries(self.config, norms, mean, number * rate, dtype)
+
+        made = self._each(finish, sums.reshape(-1, sums.shape[-1]), window.reshape(-1))
+        page = jnp.take_along_axis(tables, jnp.minimum(closes // T, shape.pages - 1), axis=1)
+        slot = jnp.where(closes < end, page * (T // rate) + window % (T // rate), -1).reshape(-1)
+        for name, key in ((entry_name, "entry"), (index_name, "index")):
+            if name is not None:
+                found[name] = self._write(own[name], at[name], slot, made[key])
+        return found
+
+    # Reading
+
+    def attend(
+        self, weights: CompressedAttention, form: Form, cache: Cache, layer: Int[Array, ""], index, rows: Rows,
+        p: CompressedProjections,
+    ) -> Float[Array, "B R C H M"]:  # fmt: skip
+        """The heads' values, rotated back: in one softmax a head's sink, the window's pages and blocks of compressed entries, ascending."""
+        with jax.named_scope(f"attend_{weights.attention}"):
+            kind, batch, (_, R, C) = weights.attention, self.batch, rows.positions.shape
+            names = [name for name in ("window", *GROUPS.get(kind, ())[:2]) if name is not None]
+            length = jnp.full(rows.positions.shape[:2], C) if rows.length is None else rows.length
+            active = jnp.arange(C) < length[..., None]
+            positions = jnp.where(active, rows.positions, -1)
+            queries = (p.query, *((p.index_query, p.index_weight) if kind == "csa" else ()))
+            sink = value_of(weights.sink)
+
+            def local(own, at, sink, positions, tables, ring, filled, queries):
+                where = np.repeat(np.arange(R), C)
+                one = _Attended(self.config, self.cache_dtype, kind, own, at, sink, tables[0], ring[0], filled)
+                flat = (array[0].reshape(R * C, *array.shape[3:]) for array in queries)
+                out = self._each(one, jnp.asarray(where), positions[0].reshape(-1), *flat)
+                return out.reshape(1, R, C, *out.shape[1:])
+
+            by_rank, by_head = P(batch), P(batch, None, None, self.heads)
+            specs = (
+                dict.fromkeys(names, P(None, batch)),
+                P(),
+                P(self.heads),
+                *[by_rank] * 4,
+                (by_head, *[by_rank] * (len(queries) - 1)),
+            )
+            run = on_ranks(local, self.mesh, specs, by_head)
+            own = {name: cache[name] for name in names}
+            out = run(own, self._at(names, layer), sink, positions, rows.tables, rows.windows, rows.filled, queries)
+            return rotate_back(p.rotation, out).astype(p.query.dtype)
+
+    def _at(self, names: Sequence[str], layer: Int[Array, ""]) -> dict[str, Int[Array, ""]]:
+        """The number in each group of a layer of the cache."""
+        every = range(self.config.num_hidden_layers + self.config.num_nextn_predict_layers)
+        groups, found = {group.name: group.layers for group in self.groups(every, page_tokens(self.config))}, {}
+        for name in names:
+            numbers = np.zeros(len(every), np.int32)
+            numbers[list(groups[name])] = np.arange(len(groups[name]))
+            found[name] = jnp.asarray(numbers)[layer]
+        return found
+
+    def _each(self, function: Callable, *arrays: Array) -> Any:
+        """``function`` of each row of the arrays: on a CPU one after the other, elsewhere side by side."""
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return jax.vmap(function)(*arrays)
+        count = len(arrays[0])
+        if count == 1:  # XLA unrolls a loop of one, and may then contract other products and sums
+            arrays = [jnp.concatenate([array, array]) for array in arrays]
+        found = jax.lax.map(lambda row: function(*row), tuple(arrays))
+        return jax.tree.map(lambda array: array[:count], found)
+
+    def _write(self, array: Array, layer, slots: Int[Array, "T"], values: Array) -> Array:
+        return paging.write(array, layer, slots, store(values, self.cache_dtype, array.dtype))
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """Attention of one token of a rank. at: the layer's number in each group; tables, ring: of all rows."""
+
+    config: ModelConfig
+    cache_dtype: np.dtype
+    kind: str
+    cache: Cache
+    at: dict[str, Int[Array, ""]]
+    sink: Float[Array, "H"]
+    tables: Int[Array, "R Pr"]
+    ring: Int[Array, "R Pw"]
+    filled: Array | None
+
+    def __call__(self, row, position, query: Float[Array, "H M"], *index: Array) -> Float[Array, "H M"]:
+        """The heads' values of a query at ``position``; −1 sees nothing. index: its index queries and their weights."""
+        T, dtype = self.cache["window"].shape[2], query.dtype
+        ring, table = self.ring[row], self.tables[row]
+
+        def see(state, context, seen):
+            scores = jnp.einsum("hw,sw->hs", query, context, preferred_element_type=jnp.float32)
+            scores = jnp.where(seen, scores * self.config.softmax_scale, -jnp.inf)
+            weigh = lambda weights: jnp.einsum(  # noqa: E731
+                "hs,sw->hw", weights.astype(dtype), context, preferred_element_type=jnp.float32
+            )
+            return fold(state, scores, weigh)
+
+        def page(number, state):
+            own = take(ring, number % len(ring))
+            at = number * T + jnp.arange(T)
+            seen = (at <= position) & (at > position - self.config.v4.sliding_window)
+            if self.filled is not None:
+                seen &= take(self.filled, own) | (at == position)
+            return see(state, self._read("window", own[None], jnp.arange(T), dtype), seen)
+
+        first = jnp.maximum(position - self.config.v4.sliding_window + 1, 0) // T
+        state = self.sink, jnp.ones_like(self.sink), jnp.zeros(query.shape, jnp.float32)
+        state = jax.lax.fori_loop(first, jnp.where(position < 0, 0, position // T + 1), page, state)
+        if self.kind != "window":
+            name, (places, count) = GROUPS[self.kind][0], self._chosen(table, position, index)
+
+            def block(number, state):
+                numbers = number * BLOCK + jnp.arange(BLOCK)
+                at = numbers if places is None else take(places, numbers)
+                return see(state, self._read(name, table, at, dtype), numbers < count)
+
+            state = jax.lax.fori_loop(0, -(-count // BLOCK), block, state)
+        _, total, out = state
+        return out / total[:, None]
+
+    def _chosen(self, table, position, index: Sequence[Array]) -> tuple[Int[Array, "k"] | None, Int[Array, ""]]:
+        """Which entries the token attends to, ascending, and how many; None: the first so many, which are those that it sees."""
+        visible, topk = (position + 1) // self.config.v4.rate(self.kind), self.config.index_topk
+        entries = len(table) * self.cache[GROUPS[self.kind][0]].shape[2]
+        if self.kind == "hca" or entries <= topk:
+            return None, visible
+        query, weight = index
+        blocks = -(-entries // BLOCK)
+
+        def score(number, scores):
+            at = number * BLOCK + jnp.arange(BLOCK)
+            keys = self._read("c4_index", table, at, query.dtype)
+            found = index_scores(query[None, None], weight[None, None], keys[None])[0, 0]
+            return jax.lax.dynamic_update_slice_in_dim(
+                scores, jnp.where(at < visible, found, -jnp.inf), number * BLOCK, 0
+            )
+
+        scores = jnp.full((blocks * BLOCK,), -jnp.inf, jnp.float32)
+        scores = jax.lax.fori_loop(0, -(-visible // BLOCK), score, scores)
+        places, count = positions_of(choose(scores, topk), topk)
+        return jnp.pad(places, (0, -topk % BLOCK)), count
+
+    def _read(self, name: str, table: Int[Array, "Pr"], at: Int[Array, "N"], dtype) -> Float[Array, "N M"]:
+        """Entries at places of a table's pages; past its end any."""
+        array = self.cache[name]
+        found = paging.read_tokens(array, self.at[name], table[None], at[None])[0]
+        return reinterpret(found, self.cache_dtype).astype(dtype)

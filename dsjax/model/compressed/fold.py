@@ -1,0 +1,74 @@
+"""How a row's tokens become compressed entries: a fold over its tokens, whose state stands for what an unfinished window has summed up.
+
+Each value has an accumulator: the gates' maximum, the sum of weights relative to it, and the sum of weighted values. A window's entry is
+the last over the one before. With two series (rate 4) there are two accumulators: a token gives its second gate and value to the window's
+own, and its first to the next window's, which takes the other's place where a window closes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+EMPTY = (-1e30, 0.0, 0.0)
+"""An accumulator that nothing was given to. The maximum is finite, so that a gate of −inf gives no NaN."""
+
+
+def empty(series: int, width: int) -> Float[Array, "a Y"]:
+    """The state before position 0: ``a`` = 3 × series rows, an accumulator's three numbers each."""
+    return jnp.broadcast_to(jnp.array(EMPTY * series, jnp.float32)[:, None], (3 * series, width))
+
+
+def take(accumulator: Float[Array, "3 Y"], gate: Float[Array, "Y"], value: Float[Array, "Y"]) -> Float[Array, "3 Y"]:
+    """An accumulator that is given one token's gate and value."""
+    maximum, weights, values = accumulator
+    higher = jnp.maximum(maximum, gate)
+    kept, own = jnp.exp(maximum - higher), jnp.exp(gate - higher)
+    return jnp.stack([higher, weights * kept + own, values * kept + value * own])
+
+
+def fold_token(
+    state: Float[Array, "a Y"],
+    gate: Float[Array, "series Y"],
+    value: Float[Array, "series Y"],
+    closes: Bool[Array, ""],
+) -> tuple[Float[Array, "a Y"], Float[Array, "Y"]]:
+    """The state after a token; and the weighted mean of its window so far, which is the entry's where the window closes."""
+    own, series = take(state[:3], gate[-1], value[-1]), len(gate)
+    after = take(state[3:], gate[0], value[0]) if series == 2 else jnp.zeros((0, own.shape[1]))
+    next_own = after if series == 2 else empty(1, own.shape[1])
+    following = jnp.concatenate([next_own, *([empty(1, own.shape[1])] * (series - 1))])
+    return jnp.where(closes, following, jnp.concatenate([own, after])), own[2] / own[1]
+
+
+def fold_row(
+    state: Float[Array, "a Y"],
+    gates: Float[Array, "C series Y"],
+    values: Float[Array, "C series Y"],
+    start: Int[Array, ""],
+    length: Int[Array, ""],
+    kept: Int[Array, "C"],
+    places: int,
+    rate: int,
+) -> tuple[Float[Array, "places a Y"], Float[Array, "C Y"]]:
+    """Fold the first ``length`` tokens of a row, which stand from position ``start`` on.
+
+    kept: the place where each token leaves its state; the last one there counts. Returns the states of these places; and of each token the
+    mean of its window, which is an entry's where the window closes.
+    """
+
+    def step(carry, token):
+        state, states = carry
+        number, gate, value, place = token
+        after, mean = fold_token(state, gate, value, (start + number) % rate == rate - 1)
+        state = jnp.where(number < length, after, state)
+        return (state, states.at[place].set(state)), mean
+
+    tokens = jnp.arange(len(gates)), gates, values, kept
+    if len(gates) == 1:  # XLA unrolls a loop of one, and may then contract other products and sums
+        tokens = jax.tree.map(lambda array: jnp.concatenate([array, array]), tokens)
+        tokens = (jnp.arange(2), *tokens[1:])
+    states = jnp.zeros((places, *state.shape), jnp.float32)
+    (_, states), means = jax.lax.scan(step, (state, states), tokens)
+    return states, means[: len(gates)]

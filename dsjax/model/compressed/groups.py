@@ -1,0 +1,74 @@
+"""What a DeepSeek-V4 caches: entries of both rates, tokens' own entries, and the state of unfinished windows. Needs no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import ml_dtypes
+import numpy as np
+
+from dsjax.config import ModelConfig
+from dsjax.errors import UserError
+from dsjax.model.cache_groups import BF16, Arrays, CacheGroup
+from sharding import fp8
+
+FLOAT32 = np.dtype(np.float32)
+FP8_BLOCK = 64
+"""Unrotated values of an entry that share a scale of one byte in an FP8 cache."""
+
+
+def page_tokens(config: ModelConfig) -> int:
+    """Tokens of the smallest page that holds whole windows of both rates: 128."""
+    return math.lcm(*config.v4.rates)
+
+
+def compressed_groups(
+    config: ModelConfig, layers: Iterable[int], dtype: np.dtype, tokens: int, *, drafts: int = 0
+) -> tuple[CacheGroup, ...]:
+    """The groups of these layers, with ``tokens`` tokens on a page; those without a layer are left out.
+
+    ``c4`` and ``c128`` are entries of the first and of the second rate, ``c4_index`` index keys, ``window`` tokens' own entries. ``state4``
+    and ``state128`` hold what compressors have summed up after a position, at place ``position mod (drafts + 1)`` of its page: the gates'
+    maximum, the sum of weights, and the weighted sum of each value, of two accumulators and of one (``fold``).
+
+    Raises:
+        UserError: pages that do not hold whole windows.
+    """
+    if tokens % page_tokens(config):
+        raise UserError(
+            f"--page-size is {tokens}; pages of a deepseek_v4 model hold a multiple of {page_tokens(config)} tokens"
+        )
+    layers, kinds = tuple(layers), dict(enumerate(config.v4.attention))
+    of = {name: tuple(layer for layer in layers if kinds.get(layer) == name) for name in ("csa", "hca")}
+    first, second = (tokens // rate for rate in config.v4.rates)
+    width, index = config.v_head_dim, config.index_head_dim
+    groups = (
+        CacheGroup("c4", of["csa"], first, _entry("c4", config, dtype)),
+        CacheGroup("c4_index", of["csa"], first, _index(index, dtype)),
+        CacheGroup("c128", of["hca"], second, _entry("c128", config, dtype)),
+        CacheGroup("window", layers, tokens, _entry("window", config, dtype), "window"),
+        CacheGroup("state4", of["csa"], drafts + 1, {"state4": ((6, width + index), FLOAT32)}, "window"),
+        CacheGroup("state128", of["hca"], drafts + 1, {"state128": ((3, width), FLOAT32)}, "window"),
+    )
+    return tuple(group for group in groups if group.layers)
+
+
+def _entry(name: str, config: ModelConfig, dtype: np.dtype) -> Arrays:
+    """An entry: in FP8 its unrotated values with scales of a byte, in whole eights, and the rotated ones in bfloat16 (584 bytes)."""
+    if dtype != fp8.E4M3:
+        return {name: ((config.v_head_dim,), dtype)}
+    scales = -(-config.qk_nope_head_dim // FP8_BLOCK // 8) * 8
+    return {
+        name: ((config.qk_nope_head_dim,), dtype),
+        f"{name}_scale": ((scales,), np.dtype(ml_dtypes.float8_e8m0fnu)),
+        f"{name}_rope": ((config.qk_rope_head_dim,), BF16),
+    }
+
+
+def _index(width: int, dtype: np.dtype) -> Arrays:
+    """An index key: beside FP8 entries in FP4, two values a byte, with a scale for 32 values (68 bytes)."""
+    if dtype != fp8.E4M3:
+        return {"c4_index": ((width,), dtype)}
+    byte = np.dtype(np.uint8)
+    return {"c4_index": ((width // 2,), byte), "c4_index_scale": ((width // 32,), byte)}

@@ -1,0 +1,102 @@
+"""The step of a DeepSeek-V4 (`ModelStep.hidden` with `Compressed`): layers by turns, streams, hash routing and dispatch on meshes."""
+
+import jax
+import numpy as np
+import pytest
+from goldens.our_model import COMPILE_QUICKLY
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from step_model import pack_rows, placed
+from v4_models import v4_config, v4_tensors
+
+from dsjax.checkpoint.load import from_hf_tensors
+from dsjax.config import ModelConfig
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.errors import UserError
+from dsjax.model.parameter_table import parameter_table
+from dsjax.model.rows import GroupShape, unpack
+from sharding import MeshSpec
+
+CONFIG = ModelConfig.from_dict(v4_config("wchch", hashed=1))
+T, PAGES, WINDOWS, LENGTH = 8, 4, 5, 30  # tokens of a page, pages of a row's context and ring
+TENSORS = v4_tensors(CONFIG)
+TOKENS = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, LENGTH))
+
+
+def plain():
+    """Hidden states of the two sequences ``[2, S, D]``."""
+    table, params = parameter_table(CONFIG, weights="f32"), from_hf_tensors(CONFIG, TENSORS)
+    return np.asarray(
+        jax.jit(lambda params: table.bind(params)(TOKENS).hidden, compiler_options=COMPILE_QUICKLY)(params)
+    )
+
+
+class Step:
+    """The step on a mesh, of which each DP rank has both sequences."""
+
+    def __init__(self, mesh, **options):
+        spec = MeshSpec.parse(mesh)
+        self.step = make_step(
+            EngineArgs(mesh=mesh, page_size=T, dtype="float32", **options), CONFIG, spec, spec.build()
+        )
+        self.params = placed(self.step, from_hf_tensors(CONFIG, TENSORS))
+        self.ranks, by_rank = spec.dp_size, P(None, spec.batch_axes)
+        pages = {"context": 2 * PAGES, "window": 2 * WINDOWS}
+        self.cache = {
+            name: jax.device_put(
+                np.zeros((len(group.layers), self.ranks * pages[group.table], group.entries, *shape), dtype),
+                NamedSharding(self.step.mesh, by_rank),
+            )
+            for group in self.step.cache_groups
+            for name, (shape, dtype) in group.arrays.items()
+        }
+
+    def run(self, start, length, chunk):
+        """Hidden states of the sequences' tokens from ``start`` on, ``[ranks, 2, length, D]``."""
+        shape = GroupShape(2, chunk, PAGES, self.step.prefill_form, WINDOWS)
+        pages = [
+            [*range(row * PAGES, (row + 1) * PAGES), *range(row * WINDOWS, (row + 1) * WINDOWS)] for row in range(2)
+        ]
+        rows = {
+            (rank, row): (TOKENS[row, start : start + length], start, pages[row])
+            for rank in range(self.ranks)
+            for row in range(2)
+        }
+        packed = pack_rows((self.ranks, 2), chunk, PAGES + WINDOWS, rows)
+
+        def run(params, cache, packed):
+            hidden, cache, _ = self.step.hidden(params, cache, unpack(packed, (shape,)), self.step.placement.tables)
+            return hidden, cache
+
+        sharding = NamedSharding(self.step.mesh, P(self.step.spec.batch_axes))
+        program = jax.jit(run, compiler_options=COMPILE_QUICKLY)
+        hidden, self.cache = program(self.params, self.cache, jax.device_put(packed, sharding))
+        return np.asarray(hidden).reshape(self.ranks, 2, chunk, -1)[:, :, :length]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=1", {}),
+        ("dp=8", {}),
+        ("tp=4", {}),
+        ("dp=2,tp=4", {}),
+        ("dp=4,ep=2", {}),
+        ("dp=2,ep=1,etp=2", {}),
+        ("dp=2", {"kernels": "plain"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("kernels", "native"),
+)
+def test_a_prompt_and_a_decode_have_the_plain_forms_hidden_states(mesh, options):
+    expected, step = plain(), Step(mesh, **options)
+    found = np.concatenate([step.run(0, 21, 24), step.run(21, 8, 24), step.run(29, 1, 1)], axis=2)
+    for rank in found:
+        assert np.abs(rank - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+def test_a_mesh_that_cuts_a_group_of_the_output_projection_is_refused():
+    spec = MeshSpec.parse("tp=8")
+    with pytest.raises(UserError, match="tp=8 does not divide the 4 groups"):
+        make_step(EngineArgs(mesh="tp=8", page_size=T), CONFIG, spec, spec.build())
