@@ -15,7 +15,7 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 def __getattr__(name: str) -> Any:
     """`LLM` comes with JAX, which the command line must not import before it has arranged the devices."""
     if name == "LLM":
-        from dsjax.engine.llm import LLM
+        from dsjax.llm import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,15 +1,25 @@
-"""TOML files that a name or a path stands for: those of a folder of `configs/`, and the user's."""
+"""TOML files that a name or a path stands for: those of a folder of `configs/`, and the user's; and what their fields may be."""
 
 import importlib.resources
-import math
 import os
+import re
+import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from dsjax.errors import UserError, why_unreadable
+import msgspec
 
-_WORDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "a table", bool: "true or false"}
+from dsjax.errors import UserError, check_fields, why_unreadable
+
+Kind = TypeVar("Kind")
+AboveZero = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+def bundled_text(*path: str) -> str:
+    """Text of a file of `configs`."""
+    return importlib.resources.files("configs").joinpath(*path).read_text(encoding="utf-8")
 
 
 def bundled_names(folder: str) -> tuple[str, ...]:
@@ -38,22 +48,21 @@ def read_toml(what: str, folder: str, name_or_path: str | Path) -> dict[str, Any
         ) from error
 
 
-def check_kind(what: str, name: str, value: Any, kind: type) -> None:
-    """Make sure that a field's value is of a kind; a whole number is a float too.
+def convert(what: str, values: Any, kind: type[Kind]) -> Kind:
+    """Make a dataclass or a `msgspec.Struct` of the fields of a file. what: the file, for messages.
 
     Raises:
-        UserError: it is not. what: the file, for the message.
+        UserError: a field that is missing, unknown, of another type or out of range, with its value and what was expected.
     """
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise UserError(f"{what}: {name} is {value!r}, expected {_WORDS[kind]}")
-
-
-def check_above_zero(what: str, name: str, value: Any) -> float:
-    """Return a field's value as a float. what: the file, for the message.
-
-    Raises:
-        UserError: it is not a finite number above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"{what}: {name} is {value!r}, expected a number above 0")
-    return float(value)
+    if isinstance(values, dict):
+        fields = msgspec.inspect.type_info(kind).fields
+        check_fields(what, values, [one.name for one in fields], [one.name for one in fields if one.required])
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        said, _, path = str(error).rstrip("`").partition(" - at `$.")
+        found = values
+        for name in filter(None, re.split(r"[.\[\]]+", path)):
+            found = found[int(name)] if isinstance(found, list) else found.get(name, found)
+        where = f"{path} is {found!r}, " if path else ""
+        raise UserError(f"{what}: {where}{said[0].lower()}{said[1:]}") from error

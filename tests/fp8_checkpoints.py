@@ -5,16 +5,15 @@ that a scale applied to the wrong elements moves the logits by much.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from goldens.random_weights import RandomWeights
+from layouts import write_model
 
 from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
 from dsjax.checkpoint.quantise import quantise
-from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.config import ModelConfig, QuantizationConfig
 from dsjax.model.parameter_table import abstract_parameters
 from dsjax.model.parameters import BLOCK
@@ -88,11 +87,8 @@ def dequantised(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return plain
 
 
-def write_model(folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray]) -> Path:
+def write_fp8_model(folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray]) -> Path:
     """A Hugging Face directory of these tensors; it says that it is FP8 where it has scales."""
-    specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
-    write_file(folder / "model.safetensors", specs, tensors.__getitem__)
     has_scales = any(name.endswith(SCALE_SUFFIX) for name in tensors)
     written = dataclasses.replace(config, quantization=QuantizationConfig() if has_scales else None)
-    (folder / "config.json").write_text(json.dumps(written.to_dict()))
-    return folder
+    return write_model(folder, written.to_dict(), tensors)

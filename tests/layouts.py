@@ -4,6 +4,7 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 from goldens.our_model import expected_shapes, hf_tensors
 from goldens.random_weights import RandomWeights
 
@@ -105,6 +106,11 @@ def write_checkpoint(directory: Path, seed: int = 7, *, mtp: bool = False, **cha
     config = ModelConfig.from_dict(fields)
     tensors = hf_tensors(config, RandomWeights(seed, bias_center=-0.2))
     assert tensors.keys() == expected_shapes(config).keys()
+    return write_model(directory, fields, tensors)
+
+
+def write_model(directory: Path, fields: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """``model.safetensors`` of these tensors, and ``config.json`` of these fields."""
     specs = {name: TensorSpec(value.dtype, value.shape) for name, value in tensors.items()}
     write_file(directory / "model.safetensors", specs, tensors.__getitem__)
     (directory / "config.json").write_text(json.dumps(fields))
@@ -117,20 +123,19 @@ def prompts() -> list[dict]:
 
 
 class InlinePool:
-    """Lets an engine decide at once where experts should be, so that a rebalance begins at the same step each time."""
-
     def submit(self, function) -> Future:
         done = Future()
         done.set_result(function())
         return done
 
 
+def decide_at_once(llm: LLM) -> None:
+    """Have an engine decide at once where experts should be, so that a rebalance begins at the same step each time."""
+    balancer = llm.engine.core.part(ExpertBalancer)
+    if balancer is not None:
+        balancer._pool = InlinePool()
+
+
 def answer(directory: Path, *run: str, **options) -> exact.Answer:
     """As of `dsjax.cli.exact`, with experts that are moved at the same step each time."""
-
-    def decide_at_once(llm: LLM) -> None:
-        balancer = llm.engine.core.part(ExpertBalancer)
-        if balancer is not None:
-            balancer._pool = InlinePool()
-
     return exact.answer(str(directory), *run, prepare=decide_at_once, **options)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layouts import CHANGES_NUMBERS, TINY, InlinePool
+from layouts import CHANGES_NUMBERS, TINY, decide_at_once
 
 from dsjax import LLM, SamplingParams
 from dsjax.cli.exact import DISPATCHES, meshes_of
 from dsjax.engine.device.buckets import Buckets, Rectangle
-from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.schedule.request import RequestOptions
 from sharding import MeshSpec
 
@@ -146,9 +145,7 @@ class Engine:
         executor.buckets = Buckets(
             self.decode, (Rectangle(self.rows, self.chunk),), self.mixed, speculation=executor.buckets.speculation
         )
-        balancer = llm.engine.core.part(ExpertBalancer)
-        if balancer is not None:
-            balancer._pool = InlinePool()
+        decide_at_once(llm)
         return llm
 
 

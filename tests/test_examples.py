@@ -73,15 +73,6 @@ def test_a_dispatch_method_of_ones_own_gives_the_sums_of_one_device(layout, by_c
     assert kinds == {"collective_permute"} | pooled
 
 
-@pytest.mark.slow
-def test_an_engine_serves_with_it_and_has_one_devices_bits(checkpoint, plain):
-    ring = example("ring_dispatch").Ring
-    found, one = (answer(checkpoint, mesh, way, "CC", "A_CC_ME") for mesh, way in (("dp=8", ring), ("dp=1", "auto")))
-    np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
-    assert found.tokens == one.tokens
-    assert found.logprobs == one.logprobs
-
-
 def hashed(tokens):
     """What a token's experts are, reckoned apart from the example."""
     experts, choices = TINY["n_routed_experts"], TINY["num_experts_per_tok"]
@@ -117,8 +108,8 @@ def test_a_step_routes_with_it_as_the_plain_forward_pass_does(mesh, options):
 
 
 @pytest.mark.slow
-def test_an_engine_serves_with_a_router_of_ones_own_and_drafts_by_it(tmp_path):
-    router = example("hash_router").HashRouter
+def test_an_engine_serves_with_a_router_and_a_dispatch_of_ones_own_and_drafts_by_them(tmp_path):
+    router, ring = example("hash_router").HashRouter, example("ring_dispatch").Ring
     checkpoint = write_checkpoint(tmp_path, mtp=True)
     with pytest.raises(UserError, match="router does not go with --record-steps"):
         LLM(model=str(checkpoint), router=router, record_steps=str(tmp_path / "steps"))
@@ -127,9 +118,10 @@ def test_an_engine_serves_with_a_router_of_ones_own_and_drafts_by_it(tmp_path):
     plain = logits_of(config, hf_tensors(config, RandomWeights(7, bias_center=-0.2)), tokens)[0]
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
     one = answer(checkpoint, "dp=1", "auto", "CC", "A_CC_ME", router=router)
-    found = answer(checkpoint, "dp=4", "auto", "CC", "A_CC_ME", router=router, speculative_config=drafts)
+    found = answer(checkpoint, "dp=8", ring, "CC", "A_CC_ME", router=router, speculative_config=drafts)
     np.testing.assert_allclose(found.logits, plain, atol=1e-4 * max(1, np.abs(plain).max()))
     assert found.tokens == one.tokens
+    assert found.logprobs == one.logprobs
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=1,tp=2"])

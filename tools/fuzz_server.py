@@ -184,11 +184,11 @@ def broken_stream(text: str) -> str | None:
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     events = [json.loads(one) for one in data if one != "[DONE]"]
     for event in events:
-        error = event if event.get("type") == "error" else event.get("error")
+        error = event.get("error") or (event if event.get("type") == "error" else None)
         if error and error.get("type") != "invalid_request_error":
             return f"an error in a stream: {json.dumps(error)[:300]}"
-    last = events[-1].get("type", "") if events else ""
-    ended = "[DONE]" in data[-1:] or last in ("response.completed", "response.incomplete", "response.failed")
+    ends = ("response.completed", "response.incomplete", "response.failed", "message_stop")
+    ended = "[DONE]" in data[-1:] or (events and events[-1].get("type") in ends)
     return None if ended else f"a stream has no end: {data[-1:]}"
 
 

@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 
 from dsjax.config import load_config
-from dsjax.plan.balancing import PLACEMENTS, Placed, Slots, busiest, drawn, moved
 from dsjax.plan.layout import layouts
-from dsjax.plan.skew import DEFAULT_SKEW, DRIFT
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, PLACEMENTS, Placed, Slots, busiest, drawn, moved
 
 _FILE = Path(__file__).parents[1] / "configs" / PLACEMENTS
 _EXPERTS = 256

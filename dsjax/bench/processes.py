@@ -86,11 +86,7 @@ class Processes:
         return [{"process_id": member.process_id, "host": member.host} for member in members]
 
     def check_shares(self, spec: MeshSpec, mesh: Mesh) -> None:
-        """Make sure that each process has a device of the mesh.
-
-        Raises:
-            UserError: one has none.
-        """
+        """Make sure that each process has a device of the mesh. Raises `UserError`: one has none."""
         if self._group is not None:
             from dsjax.engine.setup.stages import check_shares
 

@@ -193,10 +193,7 @@ async def measure(options: SoakOptions) -> dict[str, Any]:
 
 
 def judge(
-    options: SoakOptions,
-    outcome: Outcome,
-    watch: ServerWatch,
-    loads: Sequence[dict[str, Any]],
+    options: SoakOptions, outcome: Outcome, watch: ServerWatch, loads: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """All that was found, and each claim with what was found and expected."""
     from dsjax.bench.accept.watch import OURS

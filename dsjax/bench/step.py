@@ -28,7 +28,7 @@ from dsjax.tables import table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
 
 SCOPES = ("mla_project", "cache_write", "attend", "mla_output", "router", "experts", "mlp", "head")
 _OTHERS = "norms, residuals, embedding"
@@ -57,7 +57,7 @@ def step(args: EngineArgs, options: StepOptions) -> None:
     """
     check_place("--json", options.json_file)
     from dsjax.engine.device.mesh_executor import MeshExecutor
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
 
     rows, steps = options.batch_size, options.num_iters_warmup + options.num_iters + _TRACED
     pages = -(-(options.input_len + steps + 1) // args.page_size)

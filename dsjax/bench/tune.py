@@ -4,8 +4,6 @@ Attention and each product of a model's layers, as one device of a mesh has them
 that fits. The table is written after each, so that an interrupted run goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
 
 import numpy as np
 
 from dsjax.checkpoint.names import PACKED_SCALE_SUFFIX, SCALE_SUFFIX, TensorNames, TensorPiece, scaled_weight
-from dsjax.checkpoint.quantise import FP8, block_scales, dequantise, quantise
+from dsjax.checkpoint.quantise import FP8, block_scales, dequantise, quantise, read_scale
+from dsjax.checkpoint.safetensors import Tensor
 from dsjax.model.parameters import BLOCK
 
 # Bits that are all set in an infinity or a NaN (e4m3 has no infinities, and one NaN of either sign).
@@ -22,15 +22,6 @@ _EXPONENTS = {"bfloat16": (np.uint16, 0x7F80), "float8_e4m3fn": (np.uint8, 0x7F)
 # How much of a tensor that is not in memory yet to fetch at a time.
 _FETCH_BYTES = 32 << 20
 _COPIED_ROWS = 32
-
-
-class Tensor(Protocol):
-    """A NumPy array, or something that becomes one when sliced."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
 
 
 class Assembler:
@@ -170,10 +161,12 @@ class Assembler:
 
     def _scale(self, name: str) -> np.ndarray:
         """The whole block scales of an FP8 tensor; they are 1/16,384 of its values."""
-        scale = np.asarray(self.tensors[name + SCALE_SUFFIX][:, :])
-        self._check(name + SCALE_SUFFIX, scale)
-        if (scale < 0).any():
-            self._report(name + SCALE_SUFFIX, "has negative block scales")
+        stored = self.tensors[name + SCALE_SUFFIX]
+        scale, problem = read_scale(self.tensors[name], stored)
+        with self._lock:
+            self._bytes_read += scale.size * stored.dtype.itemsize
+        if problem:
+            self._report(name + SCALE_SUFFIX, problem)
         return scale
 
     def _check(self, name: str, values: np.ndarray) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
-from dsjax.checkpoint.names import SCALE_SUFFIX, TensorNames
+from dsjax.checkpoint.names import EMBEDDING, HEAD, SCALE_SUFFIX, TensorNames
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.config import ModelConfig
 from dsjax.model.parameters import blocks
 
 _FLOATS = ("float32", "bfloat16", "float16")
+_SCALES = ("float32", "float8_e8m0fnu")
 _NAMED = 20
 
 
@@ -63,7 +64,7 @@ def check_structure(
         for name in specs
         if name not in expected and name not in copies and name not in scales and not names.is_computed(name)
     ]
-    problems += _contradictions(names, extras)
+    problems += _contradictions(names, [*specs, *unreadable], extras)
     if problems:
         raise CheckpointError(
             source, problems, "Check that config.json and the safetensors belong together and are complete."
@@ -72,9 +73,15 @@ def check_structure(
 
 
 def check_copies(source: object, names: TensorNames, tensors: Mapping[str, np.ndarray]) -> None:
-    """Warn of tensors that should equal another and do not (an MTP module's own embedding or head): they are not used."""
+    """Warn of tensors that should equal another and do not (an MTP module's own embedding or head): they are not used.
+
+    Raises:
+        CheckpointError: the configuration ties the head to the embedding, and they differ; see ``settle_head``.
+    """
     for name, original in names.copies().items():
         if name in tensors and original in tensors and not _equal(tensors[name], tensors[original]):
+            if name == HEAD:
+                raise CheckpointError(source, [f"{HEAD}: differs from {EMBEDDING}, expected tie_word_embeddings=false"])
             message = f"checkpoint {source}: {name} differs from {original}; the model uses {original} for both"
             warnings.warn(message, CheckpointWarning, stacklevel=3)
 
@@ -99,6 +106,20 @@ def settle_mtp(source: object, config: ModelConfig, present: Iterable[str]) -> M
     return dataclasses.replace(config, num_nextn_predict_layers=0)
 
 
+def settle_head(source: object, config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> ModelConfig:
+    """The configuration with a head of its own where the checkpoint has one that differs from the embedding, with a warning.
+
+    transformers does not tie them then either. Reads both matrices, and only where the configuration ties them.
+    """
+    if not config.tie_word_embeddings or HEAD not in tensors or EMBEDDING not in tensors:
+        return config
+    if tensors[HEAD].shape != tensors[EMBEDDING].shape or _equal(tensors[HEAD], tensors[EMBEDDING]):
+        return config
+    message = f"checkpoint {source}: config.json ties {HEAD} to {EMBEDDING}, and they differ; each is used as it is"
+    warnings.warn(message, CheckpointWarning, stacklevel=3)
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
 def _mismatches(name: str, shape: tuple[int, ...], spec: TensorSpec, is_matrix: bool, wanted: np.dtype) -> list[str]:
     """Wrong shape or dtype of one tensor. wanted: dtype of the parameter; bytes of a packed format come as they are wanted."""
     problems = []
@@ -121,12 +142,12 @@ def _scale_mismatches(name: str, specs: Mapping[str, TensorSpec], unreadable: se
         return [f"{scale}: missing, and {name} is FP8; expected float32{list(shape)}, one scale per 128 × 128 block"]
     if specs[scale].shape != shape:
         return [f"{scale}: shape {list(specs[scale].shape)}, expected {list(shape)}, one per 128 × 128 block"]
-    if specs[scale].dtype != np.float32:
-        return [f"{scale}: dtype {specs[scale].dtype.name}, expected float32"]
+    if specs[scale].dtype.name not in _SCALES:
+        return [f"{scale}: dtype {specs[scale].dtype.name}, expected {' or '.join(_SCALES)}"]
     return []
 
 
-def _contradictions(names: TensorNames, extras: list[str]) -> list[str]:
+def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -> list[str]:
     """Extra tensors that show the configuration to be of another model: with more experts, or with more layers or fewer."""
     config, problems = names.config, []
     experts = [int(match.group(1)) for name in extras if (match := re.search(r"\.mlp\.experts\.(\d+)\.", name))]
@@ -134,23 +155,25 @@ def _contradictions(names: TensorNames, extras: list[str]) -> list[str]:
         problems.append(
             f"config.json has n_routed_experts={config.n_routed_experts}, but there are tensors of expert {max(experts)}"
         )
-    behind: dict[int, set[str]] = {}
-    for name in extras:
-        match = re.match(r"model\.layers\.(\d+)\.(.+)", name)
-        if match and int(match.group(1)) >= names.end_of_mtp:
-            behind.setdefault(int(match.group(1)), set()).add(match.group(2))
-    # With num_nextn_predict_layers = 0 a module may still be there; it is recognised by its eh_proj.
-    ordinary = [layer for layer, parts in behind.items() if "eh_proj.weight" not in parts]
-    if ordinary:
+    layers, last, copies = {}, config.num_hidden_layers, names.copies()
+    for name in present:
+        if (match := re.match(r"model\.layers\.(\d+)\.(.+)", name)) and name not in copies:
+            layers.setdefault(int(match.group(1)), set()).add(match.group(2))
+    modules = {layer for layer, parts in layers.items() if "eh_proj.weight" in parts}
+    if ordinary := {layer for layer in layers if layer >= last} - modules:
         problems.append(
-            f"config.json has num_hidden_layers={config.num_hidden_layers}, but there are tensors of layer {max(ordinary)}, "
+            f"config.json has num_hidden_layers={last}, but there are tensors of layer {max(ordinary)}, "
             "which is no multi-token prediction module (it has no eh_proj)"
         )
-    modules = [int(m.group(1)) for name in extras if (m := re.match(r"model\.layers\.(\d+)\.eh_proj\.", name))]
-    if modules and min(modules) < config.num_hidden_layers:
+    if modules and min(modules) < last:
         problems.append(
-            f"config.json has num_hidden_layers={config.num_hidden_layers}, but layer {min(modules)} is a multi-token prediction "
+            f"config.json has num_hidden_layers={last}, but layer {min(modules)} is a multi-token prediction "
             f"module (it has an eh_proj), which follows the last layer; the model has {min(modules)}"
+        )
+    if config.num_nextn_predict_layers and modules and max(modules) >= names.end_of_mtp:
+        problems.append(
+            f"config.json has num_hidden_layers={last} and num_nextn_predict_layers={config.num_nextn_predict_layers}, but layer "
+            f"{max(modules)} is a multi-token prediction module too"
         )
     return problems
 

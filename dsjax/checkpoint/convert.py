@@ -23,7 +23,7 @@ from dsjax.checkpoint.safetensors import TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, write_folder
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint, written
 from dsjax.config import ModelConfig
-from dsjax.config.hugging_face import text_part
+from dsjax.config.hugging_face import text_part, without_aliases
 from dsjax.config.quantization import QUANTIZATION_FILES, quantization_files
 from dsjax.config.weights import WEIGHT_FORMATS
 from dsjax.model.parameter_table import abstract_parameters
@@ -32,6 +32,8 @@ from dsjax.model.parameters import Weights
 Form = Literal["orbax", "hf"]
 MAX_SHARD_BYTES = 5 * 10**9
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", "")
+_SETTLED = ("num_nextn_predict_layers", "tie_word_embeddings")
+"""Fields of `config.json` in which the opened checkpoint knows better."""
 _NOT_COPIED = ("config.json", INDEX_NAME, MANIFEST_NAME, *QUANTIZATION_FILES)
 
 
@@ -58,9 +60,9 @@ def convert_checkpoint(
         CheckpointError: a source that cannot be used, values that are not finite, or a destination that exists.
     """
     checkpoint = open_checkpoint(source)
-    fields = dict(text_part(json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))))
-    if fields.get("num_nextn_predict_layers") and not checkpoint.config.num_nextn_predict_layers:
-        fields["num_nextn_predict_layers"] = 0
+    fields = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+    fields = without_aliases(text_part(fields))
+    fields |= {name: getattr(checkpoint.config, name) for name in _SETTLED if fields.get(name)}
     return _write(
         checkpoint,
         Path(destination),

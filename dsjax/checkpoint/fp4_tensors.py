@@ -12,19 +12,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.names import PACKED_GLOBAL_SUFFIX, PACKED_SCALE_SUFFIX, SCALE_SUFFIX, TensorNames
-from dsjax.checkpoint.quantise import FP8
+from dsjax.checkpoint.quantise import FP8, read_scale
 from dsjax.checkpoint.quantise import dequantise as dequantise_fp8
-from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.fp4 import host
 from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat, with_scales_of
-
-if TYPE_CHECKING:
-    from dsjax.checkpoint.assemble import Tensor
 
 _PACKED = ("uint8", "int8")
 _WORD = np.dtype(np.int32)
@@ -107,7 +105,7 @@ def as_wanted(names: TensorNames, found: Found) -> Found:
             scale = matrix + SCALE_SUFFIX if found.specs[matrix].dtype == FP8 else None
             if scale is not None and scale not in found.specs:
                 continue
-            source = _Widened(found.tensors[matrix], found.tensors[scale] if scale is not None else None)
+            source = _Widened(matrix, found.tensors[matrix], found.tensors[scale] if scale is not None else None)
             specs.pop(scale, None)
         if source.shape[-1] % form.block:
             specs[matrix] = TensorSpec(np.dtype(np.uint8), source.shape)
@@ -210,6 +208,7 @@ def _problem(specs: Mapping[str, TensorSpec], names: _Names) -> str | None:
 class _Widened:
     """A matrix in floating point, or in FP8 with block scales, as float32."""
 
+    name: str
     tensor: Tensor
     scale: Tensor | None
 
@@ -222,7 +221,10 @@ class _Widened:
         if self.scale is None:
             return values.astype(np.float32)
         rows, columns = (part.indices(size) for part, size in zip(index, self.shape, strict=True))
-        return dequantise_fp8(values, np.asarray(self.scale[:, :]), rows[0], columns[0])
+        scale, problem = read_scale(self.tensor, self.scale)
+        if problem:
+            raise CheckpointError(self.name + SCALE_SUFFIX, [problem])
+        return dequantise_fp8(values, scale, rows[0], columns[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +241,10 @@ class _Decoded:
     def of(cls, found: Found, names: _Names) -> _Decoded:
         """The matrix of these tensors."""
         form = _format(found.specs, names)
-        whole = _Whole(found.tensors[names.whole], names.whole_inverted) if form.has_global else np.float32(1)
-        return cls(form, _Bytes(found.tensors[names.values]), _scale_of(form, found.tensors[names.scale]), whole)
+        values, whole = _Bytes(found.tensors[names.values]), np.float32(1)
+        if form.has_global:
+            whole = _Whole(names.whole, found.tensors[names.whole], names.whole_inverted, values)
+        return cls(form, values, _scale_of(form, found.tensors[names.scale]), whole)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -288,16 +292,20 @@ def _scale_of(form: PackedFormat, tensor: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """NVFP4's scale of a tensor, ``[1]``, as what values are multiplied by."""
+    """NVFP4's scale of a tensor, ``[1]``, as what values are multiplied by. packed: the values."""
 
+    name: str
     tensor: Tensor
     inverted: bool
+    packed: _Bytes
     shape = (1,)
     dtype = np.dtype(np.float32)
 
     def __getitem__(self, index: tuple[slice]) -> np.ndarray:
         stored = self.tensor[tuple(slice(None) for _ in self.tensor.shape)] if self.tensor.shape else self.tensor[()]
         value = np.asarray(stored, np.float32).reshape(1)
+        if value == 0 and (self.packed[:, :] & 0x77).any():  # -0 is zero
+            raise CheckpointError(self.name, ["a scale of zero, and the weights of the tensor are not zero"])
         with np.errstate(divide="ignore"):
             return (np.float32(1) / value if self.inverted else value)[index]
 

@@ -10,8 +10,18 @@ from pathlib import Path
 from dsjax.config import bundled_models
 from dsjax.errors import UserError
 
-# Weights, configuration, tokenizer, chat template, licence; no PyTorch pickles and no remote code.
-ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
+# Weights, configuration, tokenizer, chat template, licence; no PyTorch pickles and no remote code. The encoder of V4's prompts is read as
+# text, which shows which reasoning efforts the checkpoint knows.
+ALLOWED_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "tiktoken.model",
+    "encoding/encoding_dsv4.py",
+    "LICENSE*",
+    "README.md",
+)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsjax.checkpoint.assemble import Assembler, Tensor
+from dsjax.checkpoint.assemble import Assembler
 from dsjax.checkpoint.check import check_copies, check_structure
 from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.fingerprint import fingerprint
@@ -23,7 +23,7 @@ from dsjax.checkpoint.held_weights import HeldWeights
 from dsjax.checkpoint.names import TensorNames
 from dsjax.checkpoint.place import local_bytes, place, progress_bar
 from dsjax.checkpoint.recover import place_held
-from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.checkpoint.source import Checkpoint, open_checkpoint
 from dsjax.config import ModelConfig
 from dsjax.config.weights import PACKED

@@ -21,11 +21,12 @@ SCALE_SUFFIX = "_scale_inv"
 PACKED_SCALE_SUFFIX, PACKED_GLOBAL_SUFFIX = "_scale", "_scale_2"
 """ModelOpt's, and Quark's. Other conventions are given these names first, when a checkpoint is read."""
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our path within the whole model → Hugging Face's name.
 _MODEL = {
-    "embed.weight": "model.embed_tokens.weight",
+    "embed.weight": EMBEDDING,
     "final_norm.scale": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+    "head.weight": HEAD,
 }
 # Our path within a stack of layers → Hugging Face's names within a layer; two names are gate and up, stacked.
 _LAYER = {
@@ -192,11 +193,11 @@ class TensorNames:
 
         DeepSeek's MTP layers carry the main model's embedding and head along; tied models may carry the head.
         """
-        main = {"embed_tokens.weight": _MODEL["embed.weight"], "shared_head.head.weight": self._head_name()}
+        main = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": self._head_name()}
         layers = range(self.config.num_hidden_layers, self.end_of_mtp)
         originals = {f"model.layers.{layer}.{name}": original for layer in layers for name, original in main.items()}
         if self.config.tie_word_embeddings:
-            originals[_MODEL["head.weight"]] = _MODEL["embed.weight"]
+            originals[HEAD] = EMBEDDING
         return originals
 
     def belongs_to_mtp(self, name: str) -> bool:
@@ -214,7 +215,7 @@ class TensorNames:
         return name.endswith(_COMPUTED)
 
     def _head_name(self) -> str:
-        return _MODEL["embed.weight" if self.config.tie_word_embeddings else "head.weight"]
+        return EMBEDDING if self.config.tie_word_embeddings else HEAD
 
 
 def scaled_weight(path: str, parameters: Mapping[str, ParameterInfo]) -> str | None:

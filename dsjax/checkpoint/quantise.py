@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32
 
+from dsjax.checkpoint.safetensors import Tensor
 from dsjax.model.parameters import BLOCK
 from sharding import fp8
 
@@ -44,6 +45,22 @@ def dequantise(
     with np.errstate(invalid="ignore", over="ignore"):  # damaged scales are reported by who reads them
         values *= expand(scale, row, column, weight.shape)
     return values
+
+
+def read_scale(weight: Tensor, scale: Tensor) -> tuple[Float32[np.ndarray, "I/128 J/128"], str | None]:
+    """A matrix's block scales as float32, whatever dtype the checkpoint keeps them in, and what is wrong with them, if anything."""
+    values = np.asarray(scale[:, :]).astype(np.float32)
+    if not np.isfinite(values).all():
+        return values, "has values that are not finite (NaN or infinity)"
+    if (values < 0).any():
+        return values, "has negative block scales"
+    for place in np.argwhere(values == 0):
+        block = (
+            slice(int(at) * BLOCK, min(int(at + 1) * BLOCK, size)) for at, size in zip(place, weight.shape, strict=True)
+        )
+        if (np.asarray(weight[tuple(block)]).view(np.uint8) & 0x7F).any():  # -0 is zero
+            return values, "has a block scale of zero, and the weights of the block are not zero"
+    return values, None
 
 
 def expand(scale: np.ndarray, row: int, column: int, shape: tuple[int, int]) -> np.ndarray:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +40,15 @@ DTYPES: Mapping[str, np.dtype] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 DTYPE_NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Tensor(Protocol):
+    """A NumPy array, or something that becomes one when sliced."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from dsjax.checkpoint.assemble import Tensor
-from dsjax.checkpoint.check import settle_mtp
-from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
+from dsjax.checkpoint.check import settle_head, settle_mtp
+from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning, check_pulled
 from dsjax.checkpoint.fp4_tensors import Found, Make, as_wanted, as_written, stored_format
 from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors, read_manifest
 from dsjax.checkpoint.quantise import FP8
-from dsjax.checkpoint.safetensors import TensorSpec
+from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameters import Weights
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint. Headers were read, values were not."""
+    """An opened checkpoint. Headers were read, values were not (but for a tied model's head)."""
 
     directory: Path
     kind: Literal["hf", "orbax", "memory"]
     config: ModelConfig
-    """The configuration of what is there: without MTP modules where the files hold none."""
+    """The configuration of what is there: without MTP modules where the files hold none, untied where the head differs."""
     tensors: Mapping[str, Tensor]
     """Hugging Face name → tensor."""
     specs: Mapping[str, TensorSpec]
@@ -95,6 +94,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(directory, ["is no directory" if directory.exists() else "does not exist"])
+    check_pulled(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(directory, [f"has no config.json; {_LOOKED_FOR}"])
     if (directory / MANIFEST_NAME).exists():
@@ -124,10 +124,11 @@ def _open_hf(directory: Path) -> Checkpoint:
             "part alone, and refuses images"
         )
         warnings.warn(message, CheckpointWarning, stacklevel=3)
+    config = settle_mtp(directory, load_config(directory), [*tensors, *unreadable])
     return Checkpoint(
         directory,
         "hf",
-        settle_mtp(directory, load_config(directory), [*tensors, *unreadable]),
+        settle_head(directory, config, tensors),
         tensors,
         tensors.specs,
         problems=tuple(folder.problems),

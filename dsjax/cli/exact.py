@@ -19,7 +19,7 @@ from dsjax.options import Checked, OptionError, option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
 
 MESHES = (
     "dp=1", "dp=8", "dp=2,tp=4", "tp=8", "tp=8,ep=1", "dp=8,ep=2", "dp=32", "dp=4,tp=8", "dp=16,tp=2,ep=8", "dp=8,ep=1,etp=8",

@@ -16,6 +16,7 @@ from dsjax.errors import UserError
 
 if TYPE_CHECKING:
     from dsjax.engine.engine import LLMEngine
+    from dsjax.engine.text.input_processor import EncodedPrompt
 
 
 @engine_options
@@ -48,7 +49,7 @@ def generate(
     if prompt.count("-") > 1:
         raise UserError("--prompt - is given several times, and standard input can be read once; give it once")
     prompts = [_standard_input() if text == "-" else text for text in prompt]
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
 
     engine = LLM(**dataclasses.asdict(args)).engine
     try:
@@ -89,7 +90,7 @@ def write_continuations(
         UserError: a prompt that cannot be, or a model without a chat template.
     """
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), _chat_tokens(engine, prompt) if chat else prompt, params)
+        engine.add_request(str(index), _chat_prompt(engine, prompt) if chat else prompt, params)
     shown, failures = -1, {}
     for index, text in _in_order(engine, len(prompts), failures):
         if index != shown:
@@ -124,8 +125,9 @@ def _in_order(engine: LLMEngine, count: int, failures: dict[int, str]) -> Iterat
             current += 1
 
 
-def _chat_tokens(engine: LLMEngine, text: str) -> list[int]:
-    template = engine.tokenizer.chat_template if engine.tokenizer else None
-    if template is None:
+def _chat_prompt(engine: LLMEngine, text: str) -> EncodedPrompt:
+    from dsjax.serve.chat_prompt import conversation_prompt
+
+    if engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise UserError("--chat: this model has no chat template; leave it out")
-    return engine.tokenizer.encode(template.render([{"role": "user", "content": text}]), add_special_tokens=False)
+    return conversation_prompt(engine.tokenizer, messages=[{"role": "user", "content": text}])

@@ -79,7 +79,7 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for `ModelConfig`. Raises `ConfigError`; warns of keys that nobody knows."""
-    raw = _without_aliases(raw)
+    raw = without_aliases(raw)
     must, optional = _read_alike(config)
     family = FAMILIES[check_choice("model_type", required(raw, "model_type"), tuple(FAMILIES))]
     fields = dict(family.defaults)
@@ -107,8 +107,8 @@ def read_fields(config: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read fields that are given by another name. Raises where both names are there with different values."""
+def without_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read fields that are given by another name, under the name used here. Raises where both names are there with different values."""
     named = {key: value for key, value in raw.items() if key not in _ALIASES}
     for alias, name in _ALIASES.items():
         value, given = raw.get(alias), named.get(name)

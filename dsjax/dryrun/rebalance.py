@@ -14,10 +14,9 @@ from dsjax.dryrun.prices import Assumed, FigureEnd, TargetPrices
 from dsjax.dryrun.program import Program, program_collectives
 from dsjax.engine.device import expert_programs
 from dsjax.engine.experts.eplb import EplbConfig
-from dsjax.plan.balancing import Slots, drawn
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import Figure, Kind
-from dsjax.plan.skew import DEFAULT_SKEW, DRIFT
+from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, Slots, drawn
 from sharding.balancing import by_host, experts_moved, keep_in_place, rebalance
 from sharding.layer_placement import exchange_rounds
 from sharding.placement import Placement

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from dsjax.engine.text.tokenizer import Tokenizer
     from dsjax.hosts import HostOptions
 
-TOOL_CALL_PARSERS = {"deepseek_v3": "deepseek_v3", "deepseek_v31": "deepseek_v3_1"}
+TOOL_CALL_PARSERS = {
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v3_1",
+    "deepseek_v32": "deepseek_v3_2",
+    "deepseek_v4": "deepseek_v4",
+    "kimi_k2": "kimi_k2",
+}
 """From our name of a form of tool calls to Dynamo's."""
 REASONING_PARSER = "deepseek_r1"
 COMPONENT, PREFILL, ENDPOINT = "backend", "prefill", "generate"
@@ -211,6 +217,10 @@ def _prepare(
     from dsjax.dynamo.worker import Options
     from dsjax.engine.text.tokenizer import Tokenizer
 
+    for name in ("tokenizer", "tokenizer_mode", "chat_template"):
+        if getattr(args, name) != getattr(EngineArgs, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for dsjax serve; Dynamo's frontend has the tokenizer, and writes the prompts")
     directory = resolve(args.model, revision=args.revision)
     choose_parsers(runtime, Tokenizer.from_directory(directory))
     # Frontends read the tokenizer and the template: from the same path, or from the hub where the model came from there.
@@ -227,9 +237,9 @@ def _prepare(
 def choose_parsers(runtime: Any, tokenizer: "Tokenizer") -> None:
     """Choose the frontend's parsers by the model's template, as `dsjax serve` does, where none is asked for."""
     from dsjax.serve.message_parser import ReasoningParser
-    from dsjax.serve.tool_calls import ToolFormat
+    from dsjax.serve.tool_formats import choose_tool_format
 
-    tools = ToolFormat.choose("auto", tokenizer)
+    tools = choose_tool_format("auto", tokenizer)
     if runtime.dyn_tool_call_parser is None and tools is not None:
         runtime.dyn_tool_call_parser = TOOL_CALL_PARSERS[tools.name]
     if runtime.dyn_reasoning_parser is None and ReasoningParser.choose("auto", tokenizer) is not None:

@@ -18,12 +18,12 @@ from dsjax.dynamo.prefill import DsjaxPrefillEngine
 from dsjax.dynamo.translation import Chunk, Chunks, CompletionError, ThinkingTokens, translate
 from dsjax.dynamo.worker import LoadReports, Options, Worker, registration
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.llm import LLM
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.stats import EngineObserver, StepStats
 from dsjax.engine.text.outputs import EngineClosingError, EngineDeadError
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
+from dsjax.llm import LLM
 from dsjax.serve.command import metrics_of
 from dsjax.serve.message_parser import CLOSE, OPEN
 from dsjax.serve.server import tune_interpreter

@@ -72,7 +72,7 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
     stops = _given(request, "stop_conditions")
     wanted = _given(request, "output_options")
     routing = _given(request, "routing")
-    _refuse_unknown(options | passed, stops)
+    _refuse_unknown(options | passed)
     options = options | passed
     hidden = stops.get("stop_token_ids_hidden") or ()
     params = SamplingParams(
@@ -84,6 +84,7 @@ def translate(request: Mapping[str, Any], thinking: ThinkingTokens | None = None
         ignore_eos=bool(stops.get("ignore_eos")),
         max_tokens=stops.get("max_tokens"),
         min_tokens=stops.get("min_tokens", 0),
+        thinking_token_budget=stops.get("max_thinking_tokens"),
         logprobs=wanted.get("logprobs"),
         prompt_logprobs=wanted.get("prompt_logprobs"),
         structured_outputs=_form(request, _given(options, "guided_decoding"), token_ids, thinking),
@@ -192,7 +193,7 @@ def _token_ids(given: Any) -> list[int]:
     return [int(token_id) for token_id in (() if given is None else given)]
 
 
-def _refuse_unknown(options: Mapping[str, Any], stops: Mapping[str, Any]) -> None:
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in (*_SAMPLING, *_PENALTIES, *_PASSED_THROUGH, *_FRONTENDS):
             raise SamplingError(name, "this engine has no such sampling option; leave it out")
@@ -203,8 +204,6 @@ def _refuse_unknown(options: Mapping[str, Any], stops: Mapping[str, Any]) -> Non
         )
     if options.get("use_beam_search") or options.get("length_penalty") not in (None, 1.0):
         raise SamplingError("use_beam_search", "there is no beam search; leave it and length_penalty out")
-    if "max_thinking_tokens" in stops:
-        raise SamplingError("max_thinking_tokens", "reasoning cannot be cut short; leave it out, or use max_tokens")
 
 
 def _logit_bias(given: Any) -> dict[int, float] | None:

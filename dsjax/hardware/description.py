@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from dsjax.errors import UserError, check_fields
-from dsjax.toml_files import bundled_names, check_above_zero, check_kind, read_toml
+from dsjax.errors import UserError
+from dsjax.toml_files import AboveZero, Count, bundled_names, convert, read_toml
 
-_KINDS = {"str": str, "int": int, "float": float, "Mapping": dict}
-"""What a field of a file may be, by its type in `Hardware`."""
 UNITS = {4: "fp4_flops", 8: "fp8_flops", 16: "bf16_flops"}
 """Bits of a floating-point number to the field with the rate of the unit that multiplies such numbers."""
 _DIES = {"h200": "GH100", "b200": "GB100"}
@@ -25,33 +23,29 @@ _DIES = {"h200": "GH100", "b200": "GB100"}
 class Hardware:
     """One device's figures, decimal: bytes, bytes a second, operations a second (dense). Figures are the vendors'.
 
-    platform: `cuda` or `tpu`. memory_bytes: as the vendor's datasheet has it; driver_bytes: as the device's driver reports it
-    (`nvidia-smi`), None where nobody said. memory_bandwidth: of the device's own memory. fp8_flops: bf16's where there is no FP8 unit.
-    scale_up_bandwidth: to devices of the same scale-up domain (NVLink, ICI), each way; scale_up_devices: how many it joins.
-    scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise.
-    xla: what the compiler is told of the device (see `dsjax.dryrun.topology`); empty where a file has none, which a plan does not
-    need. sources: field → where its figure is from. operators: key of the device whose tables of operations speak of this one;
-    empty: its own, if there are any. die: devices of the same die differ in memory and links only. price_per_hour: of one device.
+    scale_out_gbps: network of one device to other domains, each way, in gigabits a second; a cluster usually says otherwise. xla: what the
+    compiler is told of the device (see `dsjax.dryrun.topology`); empty where a file has none, which a plan does not need. operators: key of
+    the device whose tables of operations speak of this one; empty: its own, if there are any.
     """
 
     key: str
     name: str
-    platform: str
-    memory_bytes: int
-    driver_bytes: int | None = None
-    memory_bandwidth: float
-    bf16_flops: float
-    fp8_flops: float
-    fp4_flops: float | None = None
-    scale_up_bandwidth: float
-    scale_up_devices: int
-    devices_per_host: int
-    scale_out_gbps: float
+    platform: Literal["cuda", "tpu"]  # `cuda` or `tpu`
+    memory_bytes: Count  # as the vendor's datasheet has it
+    driver_bytes: Count | None = None  # as the device's driver reports it (`nvidia-smi`), None where nobody said
+    memory_bandwidth: AboveZero  # of the device's own memory
+    bf16_flops: AboveZero
+    fp8_flops: AboveZero  # bf16's where there is no FP8 unit
+    fp4_flops: AboveZero | None = None
+    scale_up_bandwidth: AboveZero  # to devices of the same scale-up domain (NVLink, ICI), each way
+    scale_up_devices: Count  # how many it joins
+    devices_per_host: Count
+    scale_out_gbps: AboveZero
     xla: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # field → where its figure is from
     operators: str = ""
-    die: str = ""
-    price_per_hour: float | None = None
+    die: str = ""  # devices of the same die differ in memory and links only
+    price_per_hour: AboveZero | None = None  # of one device
 
     @property
     def visible_bytes(self) -> int:
@@ -113,19 +107,9 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 def _from_fields(key: str, values: Mapping[str, Any]) -> Hardware:
-    fields = {one.name: one for one in dataclasses.fields(Hardware) if one.name != "key"}
-    required = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
-    check_fields(f"hardware {key!r}", values, fields, required)
-    for name, value in values.items():
-        kind = _KINDS[str(fields[name].type).partition("[")[0].partition(" ")[0]]
-        check_kind(f"hardware {key!r}", name, value, kind)
-        if kind in (int, float):
-            check_above_zero(f"hardware {key!r}", name, value)
+    made = convert(f"hardware {key!r}", {**values, "key": key}, Hardware)
     figures = [n for n in values if n not in ("name", "platform", "sources", "operators", "die")]
     unsourced = [n for n in figures if n not in values["sources"]]
     if unsourced:
         raise UserError(f"hardware {key!r}: no source for {', '.join(unsourced)}; give one for each under [sources]")
-    if values["platform"] not in ("cuda", "tpu"):
-        raise UserError(f"hardware {key!r}: platform {values['platform']!r}, expected cuda or tpu")
-    tables = {name: MappingProxyType(dict(values.get(name, {}))) for name in ("xla", "sources")}
-    return Hardware(key=key, **{**values, **tables})
+    return dataclasses.replace(made, xla=MappingProxyType(dict(made.xla)), sources=MappingProxyType(dict(made.sources)))

@@ -31,14 +31,16 @@ def start_service(options: HostOptions) -> tuple[Any, str]:
     """Start the service in process 0, before anybody is told where it is; give it, and `HOST:PORT`."""
     _configure()
     for attempt in range(_TRIES):
-        with socket.socket(socket.AF_INET6 if ":" in options.address else socket.AF_INET) as probe:
-            probe.bind((options.address, 0))
-            address = join_address(options.address, probe.getsockname()[1])
-        try:
-            return start_coordination_service(address, options.num_processes, options.heartbeat_timeout), address
-        except jax.errors.JaxRuntimeError:  # something else took the port
-            if attempt == _TRIES - 1:
-                raise
+        with socket.socket(socket.AF_INET6 if ":" in options.address else socket.AF_INET) as held:
+            # gRPC shares its port with whoever asks for that. While this socket has the port, nobody else is given it.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((options.address, 0))
+            address = join_address(options.address, held.getsockname()[1])
+            try:
+                return start_coordination_service(address, options.num_processes, options.heartbeat_timeout), address
+            except jax.errors.JaxRuntimeError:  # something else took the port
+                if attempt == _TRIES - 1:
+                    raise
     raise AssertionError
 
 

@@ -2,19 +2,17 @@
 with dsjax's own moves, the host between the two sides, or with those of MegaScale-Infer, StepFun and Baidu, from device to device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dsjax.plan.balancing import Slots
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.figure import assumption
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.moves import Moves, moves, processes_of, published_moves
 from dsjax.plan.precision import BF16
+from dsjax.plan.skew import Slots
 from dsjax.plan.step import LayersWork, StepModel
 from dsjax.plan.turns import Turn, play_turns
 from sharding.dispatch import default_capacity
@@ -36,14 +34,11 @@ class ExpertStep(StepModel):
 
 @dataclass(frozen=True)
 class ApartStep(StepModel):
-    """What a step costs. `layout` and `cluster` are of the attention side, but for `layout.experts` and `cluster.experts`.
-
-    published: moves as they are published, not dsjax's own. expert_side: what the experts' devices alone would make of a step.
-    """
+    """What a step costs. `layout` and `cluster` are of the attention side, but for `layout.experts` and `cluster.experts`."""
 
     micro_batches: int = 1
-    published: bool = False
-    expert_side: StepModel = field(init=False)
+    published: bool = False  # moves as they are published, not dsjax's own
+    expert_side: StepModel = field(init=False)  # what the experts' devices alone would make of a step
 
     def __post_init__(self):
         super().__post_init__()
@@ -86,11 +81,9 @@ class ApartStep(StepModel):
     def _in_turn(self, work: LayersWork) -> float:
         """Seconds of layers with experts. work: of one micro-batch."""
         each = {name: seconds / work.layers for name, seconds in self.parts(work).items()}
-        shared, computed, way = (
-            each.pop("shared experts", 0.0),
-            each.pop("experts"),
-            self._moves(work.tokens, work.busy),
-        )
+        shared = each.pop("shared experts", 0.0)
+        computed = each.pop("experts")
+        way = self._moves(work.tokens, work.busy)
         moved = way.there, way.back, way.launch, way.begin_there, way.begin_back
         turn = Turn(sum(each.values()), shared, self._answers(work.tokens), computed, *moved)
         return _seconds(turn, self.micro_batches if work.layers > 1 else 1, work.layers, way.one_call)

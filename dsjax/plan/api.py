@@ -1,7 +1,5 @@
 """`plan`, `estimate` and `compare`: what `dsjax plan` answers, for notebooks and scripts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dsjax.config import ModelConfig, load_config

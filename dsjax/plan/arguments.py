@@ -1,7 +1,5 @@
 """The options of `dsjax plan` and its subcommands, each once, checked when made; and the question that they ask."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -18,8 +16,7 @@ from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.engine import Engine, find_engine
 from dsjax.plan.explain import EXPLAINED
-from dsjax.plan.measured import Measured, read_measured
-from dsjax.plan.measured_network import check_device, read_network
+from dsjax.plan.measured import Measured, check_device, read_measured, read_network
 from dsjax.plan.operations import FLASHINFER_FP8_RATE
 from dsjax.plan.operator_tables import operator_tables
 from dsjax.plan.own_cluster import choose_precision, find_cluster

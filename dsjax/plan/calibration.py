@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.resources
 import itertools
 import math
 import statistics
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.config import load_config
 from dsjax.plan.figure import LEVEL, Figure, Kind
+from dsjax.toml_files import bundled_text
 
 if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
@@ -131,7 +131,7 @@ def _quantiles(errors: Sequence[float]) -> tuple[float, float, float]:
 @functools.cache
 def blind_predictions() -> tuple[Blind, ...]:
     """`configs/blind_predictions.csv`."""
-    text = (importlib.resources.files("configs") / "blind_predictions.csv").read_text(encoding="utf-8")
+    text = bundled_text("blind_predictions.csv")
     return tuple(
         Blind(row["round"], row["run"], row["kind"], row["distance"], float(row["predicted"]), float(row["measured"]))
         for row in csv.DictReader(text.splitlines())

@@ -32,20 +32,19 @@ BUSY = 0.85
 class Candidate:
     """A deployment: `count` instances that decode (and, aggregated, prefill too), and `prefill_count` that prefill.
 
-    batch: running requests of a DP rank. ttft, tpot: mean seconds. throughput: output tokens a second of the whole. draws: of what is
-    shown, throughput, TPOT and TTFT in each draw.
+    ttft, tpot: mean seconds. draws: of what is shown, throughput, TPOT and TTFT in each draw.
     """
 
     mode: str
     decode: Instance
     count: int
-    batch: float
+    batch: float  # running requests of a DP rank
     prefill: Instance
     prefill_count: int
     prefill_tokens: float
     ttft: float
     tpot: float
-    throughput: float
+    throughput: float  # output tokens a second of the whole
     draws: Float64[np.ndarray, "D 3"] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -233,15 +232,14 @@ def all_with_intervals(candidates: Sequence[Candidate], draws: int = DRAWS) -> l
 class PrefillPool:
     """An instance that only prefills, in steps of at most `tokens` a DP rank.
 
-    rate: requests a second with full steps; seconds: of a prompt in full steps; alone: of a prompt with no other on its rank.
     known: what `seconds_at` has found; two times in three the search asks again.
     """
 
     instance: Instance
     tokens: float
-    rate: float
-    seconds: float
-    alone: float
+    rate: float  # requests a second with full steps
+    seconds: float  # of a prompt in full steps
+    alone: float  # of a prompt with no other on its rank
     known: dict[float, float] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds_at(self, rate: float) -> float:

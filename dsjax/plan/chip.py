@@ -1,7 +1,5 @@
 """`Chip`: seconds of single operations on one device: from the tables of operations, carried over to the device's own ceilings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,16 +37,15 @@ _FARTHEST = 2.0**22
 class Chip:
     """One device and the precision of its weights, for which it must have a unit (else `UserError`).
 
-    known: curves, which all users share; priced: seconds, in the draw at hand. fp8_mla: decode multiplies an FP8 cache as FP8 on an H20,
-    too. fp8_rate: operations a second (value, low, high) that dense FP8 products reach at most with the engine's kernel.
+    fp8_rate: operations a second (value, low, high) that dense FP8 products reach at most with the engine's kernel.
     """
 
     hardware: Hardware
     precision: Precision
     operators: OperatorTables = BUNDLED
-    known: dict = field(default_factory=dict, compare=False, repr=False)
-    priced: dict = field(default_factory=dict, compare=False, repr=False)
-    fp8_mla: bool = False
+    known: dict = field(default_factory=dict, compare=False, repr=False)  # curves, which all users share
+    priced: dict = field(default_factory=dict, compare=False, repr=False)  # seconds, in the draw at hand
+    fp8_mla: bool = False  # decode multiplies an FP8 cache as FP8 on an H20, too
     fp8_rate: tuple[float, float, float] | None = None
 
     def __post_init__(self):

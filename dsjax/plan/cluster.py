@@ -3,67 +3,154 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from dsjax.errors import UserError, check_fields
+import msgspec
+
+from dsjax.errors import UserError
 from dsjax.hardware import Hardware, load_hardware
-from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
-from dsjax.plan.tiers import Wiring, read_wiring
-from dsjax.toml_files import bundled_names, check_above_zero, check_kind, read_toml
+from dsjax.plan.measured import COLLECTIVES, SEND_RECEIVE, MeasuredNetwork
+from dsjax.toml_files import AboveZero, Count, bundled_names, convert, read_toml
 
 RESOURCES = ("compute", "memory bandwidth", "scale-up", "network", "latency")
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """What a measurement of the network is held against (`dsjax bench network`).
+_LATENCIES = ("latency", "latency_low", "latency_high")
 
-    warning, failing: how many times the expected duration of a collective is a warning, and a failure. expected: (`inside_host` or
-    `between_hosts`, collective) → (seconds, bytes a second that leave a device) in place of what is reckoned from the links.
+
+class _Latency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One-way latency in a cluster file, and its range: microseconds."""
+
+    latency_us: AboveZero
+    latency_us_range: tuple[AboveZero, AboveZero] | None = None
+
+    def __post_init__(self):
+        low, high = self.latency_us_range or (self.latency_us, self.latency_us)
+        if not low <= self.latency_us <= high:
+            raise ValueError(
+                f"latency_us_range is {[low, high]}, expected two numbers around latency_us, {self.latency_us:g}"
+            )
+
+    def seconds(self) -> dict[str, float]:
+        """The latency and its range as fields of `Cluster`."""
+        ends = (self.latency_us, *(self.latency_us_range or (self.latency_us, self.latency_us)))
+        return dict(zip(_LATENCIES, (one * 1e-6 for one in ends), strict=True))
+
+
+class Tier(_Latency, frozen=True):
+    """A level of switches: how many neighbouring hosts it joins; what its hosts could send to others of it ÷ what the links above those
+    of the tier below carry (1: all of it at once); latency between hosts that meet here."""
+
+    hosts: Count
+    name: str = "tier"
+    oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+
+    def sooner(self, factor: float) -> Tier:
+        """Make a tier with latencies `factor` times shorter."""
+        ends = self.latency_us_range and tuple(end / factor for end in self.latency_us_range)
+        return msgspec.structs.replace(self, latency_us=self.latency_us / factor, latency_us_range=ends)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How hosts are joined. tiers: from the hosts up; direct: each host has as many links to every other host, without a switch."""
+
+    tiers: tuple[Tier, ...] = ()
+    direct: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers) or self.direct
+
+    def highest(self, hosts: int) -> Tier | None:
+        """The tier at which so many neighbouring hosts meet."""
+        if hosts < 2 or not self.tiers:
+            return None
+        return next((tier for tier in self.tiers if tier.hosts >= hosts), self.tiers[-1])
+
+    def share(self, hosts: int, of: int, *, ring: bool = False) -> float:
+        """Bandwidth that `hosts` neighbouring hosts of `of` have for what each sends to all others alike ÷ all cards of a host.
+
+        Of what leaves a host, the part that also leaves its group of a tier passes links that are so many times thinner. ring: of a sum,
+        in which neighbours send to each other, so that of each group one host at a time passes them.
+        """
+        if hosts < 2:
+            return 1.0
+        if self.direct:
+            return min(1.0, (2 if ring and hosts > 2 else hosts - 1) / (of - 1))
+        worst, below, thinner = 1.0, 1, 1.0
+        for tier in self.tiers:
+            if below >= hosts:
+                break
+            thinner *= tier.oversubscription
+            leaving = (1 - below / hosts) / (1 - 1 / hosts)  # of what leaves a host, what leaves its group
+            worst = max(worst, thinner / below if ring else thinner * leaving)
+            below = tier.hosts
+        return 1 / worst
+
+
+class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The expected duration of a collective: latency, and the rate of the bytes that leave a device."""
+
+    latency_us: AboveZero
+    gb_per_s: AboveZero
+
+
+_Expected = dict[Literal[*COLLECTIVES, SEND_RECEIVE], Bounds]
+
+
+class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table `[acceptance]`: what a measurement of the network is held against (`dsjax bench network`).
+
+    warning, failing: how many times the expected duration of a collective is a warning, and a failure. inside_host, between_hosts:
+    collective → bounds in place of what is reckoned from the links.
     """
 
     warning: float = 1.5
     failing: float = 3.0
-    expected: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    inside_host: _Expected = {}
+    between_hosts: _Expected = {}
+
+    def __post_init__(self):
+        if not 1 <= self.warning <= self.failing:
+            raise ValueError(
+                f"warning is {self.warning:g} and failing {self.failing:g}, expected 1 or more, and the second no less than the first: "
+                "they multiply the expected duration"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """`hosts` × `devices_per_host` devices of one kind.
 
-    hardware: the device. scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of
-    `devices_per_host` or of all devices. network_gbps: of one network card, each way, in gigabits a second; nics_per_host:
-    cards that a host's devices share; latency: seconds of the network one way, with latency_low, latency_high its range.
-    storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. acceptance: for a measurement
-    of the network; measured: such a measurement, in place of the links' figures. sources: field → where it is from. wiring: tiers of
-    switches, or direct links, where the network is not one switch of full bandwidth. prefill: hosts of another kind that compute
-    prompts, while these decode; None where all are alike. experts: hosts of another kind for the routed experts,
-    while these have attention.
+    scale_up_devices: how many devices its fast link (NVLink, ICI) joins; a multiple or a divisor of `devices_per_host` or of all devices.
+    storage: bytes a second at which each host reads a checkpoint while all do, or None where nobody said. wiring: tiers of switches, or
+    direct links, where the network is not one switch of full bandwidth. prefill: hosts of another kind that compute prompts, while these
+    decode; None where all are alike.
     """
 
     name: str
     description: str
-    hardware: Hardware
+    hardware: Hardware  # the device
     hosts: int
     devices_per_host: int
     scale_up_devices: int
     network: str
-    network_gbps: float
-    nics_per_host: int
-    latency: float
+    network_gbps: float  # of one network card, each way, in gigabits a second
+    nics_per_host: int  # cards that a host's devices share
+    latency: float  # seconds of the network one way, with latency_low, latency_high its range
     latency_low: float
     latency_high: float
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # field → where it is from
     storage: float | None = None
-    acceptance: Acceptance = Acceptance()
-    measured: MeasuredNetwork | None = None
+    acceptance: Acceptance = Acceptance()  # for a measurement of the network
+    measured: MeasuredNetwork | None = None  # such a measurement, in place of the links' figures
     wiring: Wiring = Wiring()
     prefill: Cluster | None = None
-    experts: Cluster | None = None
+    experts: Cluster | None = None  # hosts of another kind for the routed experts, while these have attention
 
     @property
     def num_devices(self) -> int:
@@ -93,7 +180,7 @@ class Cluster:
         if not self.wiring or hosts < 2:
             return self
         share, tier = self.wiring.share(hosts, self.hosts, ring=ring), self.wiring.highest(hosts)
-        latency = {name: getattr(tier, name) for name in _LATENCIES} if tier else {}
+        latency = tier.seconds() if tier else {}
         return dataclasses.replace(self, network_gbps=self.network_gbps * share, wiring=Wiring(), **latency)
 
     def scaled(self, resource: str, factor: float) -> Cluster:
@@ -102,9 +189,10 @@ class Cluster:
         changed = {name: part.scaled(resource, factor) for name, part in parts.items() if part is not None}
         chip = self.hardware
         if resource == "latency":
-            tiers = tuple(_sooner(tier, factor) for tier in self.wiring.tiers)
+            tiers = tuple(tier.sooner(factor) for tier in self.wiring.tiers)
             changed["wiring"] = dataclasses.replace(self.wiring, tiers=tiers)
-            return dataclasses.replace(_sooner(self, factor), **changed)
+            changed |= {name: getattr(self, name) / factor for name in _LATENCIES}
+            return dataclasses.replace(self, **changed)
         if resource == "network":
             changed["network_gbps"] = self.network_gbps * factor
         elif resource == "compute":
@@ -133,41 +221,61 @@ class Cluster:
         wiring = self.wiring
         if wiring.tiers and hosts > wiring.tiers[-1].hosts:
             *below, top = wiring.tiers
-            wiring = dataclasses.replace(wiring, tiers=(*below, dataclasses.replace(top, hosts=hosts)))
+            wiring = dataclasses.replace(wiring, tiers=(*below, msgspec.structs.replace(top, hosts=hosts)))
         described = self.description if hosts == self.hosts else f"{hosts} hosts, each as in {self.description}"
         return dataclasses.replace(self, description=described, hosts=hosts, wiring=wiring)
 
 
-def _sooner(of: Any, factor: float) -> Any:
-    """A cluster or a tier with latencies `factor` times shorter."""
-    return dataclasses.replace(of, **{name: getattr(of, name) / factor for name in _LATENCIES})
+class _Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table `[prefill]`: hosts of another kind, on the same network."""
+
+    hardware: str
+    hosts: Count
+    devices_per_host: Count | None = None
+    scale_up_devices: Count | None = None
+    network_gbps: AboveZero | None = None
+    nics_per_host: Count | None = None
 
 
-_LATENCIES = ("latency", "latency_low", "latency_high")
-_COUNTS = ("hosts", "devices_per_host", "nics_per_host", "scale_up_devices")
-_OPTIONAL = {
-    "scale_up_devices": int,
-    "devices_per_host": int,
-    "storage_gb_per_s": float,
-    "acceptance": dict,
-    "tiers": list,
-    "direct": bool,
-    "prefill": dict,
-}
-_REQUIRED = {
-    "name": str,
-    "description": str,
-    "hardware": str,
-    "hosts": int,
-    "network": str,
-    "network_gbps": float,
-    "nics_per_host": int,
-    "latency_us": float,
-    "latency_us_range": list,
-    "sources": dict,
-}
-_OF_PREFILL = ("hardware", "hosts", "devices_per_host", "scale_up_devices", "network_gbps", "nics_per_host")
-_PLACES = ("inside_host", "between_hosts")
+class _Cluster(_Latency, frozen=True):
+    """A cluster file."""
+
+    name: str
+    description: str
+    hardware: str
+    hosts: Count
+    network: str
+    network_gbps: AboveZero
+    nics_per_host: Count
+    latency_us_range: tuple[AboveZero, AboveZero]
+    sources: dict[str, str]
+    scale_up_devices: Count | None = None
+    devices_per_host: Count | None = None
+    storage_gb_per_s: AboveZero | None = None
+    acceptance: Acceptance = Acceptance()
+    tiers: tuple[Tier, ...] = ()
+    direct: bool = False
+    prefill: _Prefill | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tiers and self.direct:
+            raise ValueError("tiers are of switches, and direct is without any; give one of them")
+        others = self.hosts - 1
+        if self.direct and others and self.nics_per_host % others:
+            raise ValueError(
+                f"direct links join every pair of hosts alike, and {self.nics_per_host} of a host do not divide over {others} others; "
+                f"expected nics_per_host to be a multiple of {others}"
+            )
+        for number, (below, tier) in enumerate(itertools.pairwise(self.tiers), 2):
+            if tier.hosts <= below.hosts or tier.hosts % below.hosts:
+                raise ValueError(
+                    f"tier {number} joins {tier.hosts} hosts and the one below {below.hosts}; expected a multiple of it"
+                )
+        if self.tiers and self.tiers[-1].hosts < self.hosts:
+            raise ValueError(
+                f"the highest tier joins {self.tiers[-1].hosts} of {self.hosts} hosts; expected all of them"
+            )
 
 
 def bundled_clusters() -> tuple[str, ...]:
@@ -181,93 +289,39 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     Raises:
         UserError: no such cluster; not TOML; a field that is missing, unknown, of the wrong kind or out of range.
     """
-    return _from_fields(str(name_or_path), read_toml("cluster", "clusters", name_or_path))
+    where = f"cluster {str(name_or_path)!r}"
+    return _made(where, convert(where, read_toml("cluster", "clusters", name_or_path), _Cluster))
 
 
-def _from_fields(key: str, values: Mapping[str, Any]) -> Cluster:
-    known = _REQUIRED | _OPTIONAL
-    check_fields(f"cluster {key!r}", values, known, _REQUIRED)
-    for name, value in values.items():
-        kind = known[name]
-        check_kind(f"cluster {key!r}", name, value, kind)
-        if name in _COUNTS and value < 1:
-            raise UserError(f"cluster {key!r}: {name} is {value}, expected at least 1")
-        if kind is float:
-            check_above_zero(f"cluster {key!r}", name, value)
+def _made(where: str, file: _Cluster) -> Cluster:
     try:
-        chip = load_hardware(values["hardware"])
+        chip = load_hardware(file.hardware)
     except UserError as error:
-        raise UserError(f"cluster {key!r}: {error}") from error
-    middle, ends = values["latency_us"], values["latency_us_range"]
-    numbers = len(ends) == 2 and all(isinstance(e, int | float) and not isinstance(e, bool) for e in ends)
-    if not numbers or not 0 < ends[0] <= middle <= ends[1] < math.inf:
-        raise UserError(
-            f"cluster {key!r}: latency_us_range is {ends!r}, expected two numbers around latency_us, which is {middle}"
-        )
-    same = ("name", "description", "hosts", "network", "network_gbps", "nics_per_host")
+        raise UserError(f"{where}: {error}") from error
+    same = ("name", "description", "hosts", "network", "network_gbps", "nics_per_host", "sources")
     cluster = Cluster(
-        **{name: values[name] for name in same},
-        **{name: value * 1e-6 for name, value in zip(_LATENCIES, (middle, *ends), strict=True)},
+        **{name: getattr(file, name) for name in same},
+        **file.seconds(),
         hardware=chip,
-        devices_per_host=values.get("devices_per_host", chip.devices_per_host),
-        scale_up_devices=values.get("scale_up_devices", chip.scale_up_devices),
-        sources=dict(values["sources"]),
-        storage=values["storage_gb_per_s"] * 1e9 if "storage_gb_per_s" in values else None,
-        acceptance=_acceptance(key, values.get("acceptance", {})),
-        wiring=read_wiring(key, values, values["hosts"], values["nics_per_host"]),
-        prefill=_prefill(key, values) if "prefill" in values else None,
+        devices_per_host=file.devices_per_host or chip.devices_per_host,
+        scale_up_devices=file.scale_up_devices or chip.scale_up_devices,
+        storage=file.storage_gb_per_s and file.storage_gb_per_s * 1e9,
+        acceptance=file.acceptance,
+        wiring=Wiring(file.tiers, file.direct),
+        prefill=file.prefill and _prefill(where, file, file.prefill),
     )
     if cluster.domain % cluster.devices_per_host and cluster.devices_per_host % cluster.domain:
         raise UserError(
-            f"cluster {key!r}: a scale-up domain of {cluster.domain} devices and hosts of {cluster.devices_per_host} cut each other; "
+            f"{where}: a scale-up domain of {cluster.domain} devices and hosts of {cluster.devices_per_host} cut each other; "
             "expected one to be a multiple of the other"
         )
     return cluster
 
 
-def _prefill(key: str, values: Mapping[str, Any]) -> Cluster:
-    """The table `[prefill]`: hosts of another kind, on the same network."""
-    side = values["prefill"]
-    if set(side) - set(_OF_PREFILL) or {"hardware", "hosts"} - set(side):
-        raise UserError(
-            f"cluster {key!r}: prefill has {', '.join(sorted(side)) or 'nothing'}; expected hardware and hosts, and where they differ "
-            f"{', '.join(_OF_PREFILL[2:])}"
-        )
-    others = {name: values[name] for name in (*_REQUIRED, "storage_gb_per_s") if name in values}
-    chip = load_hardware(side["hardware"]).name if isinstance(side["hardware"], str) else side["hardware"]
-    described = {"name": f"{values['name']}, prefill", "description": f"{side['hosts']} hosts of {chip}"}
-    return _from_fields(f"{key}, prefill", {**others, **described, **side})
-
-
-def _table(key: str, name: str, table: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
-    unknown = table.keys() - set(known) if isinstance(table, Mapping) else [repr(table)]
-    if unknown:
-        raise UserError(
-            f"cluster {key!r}: {name} has {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
-        )
-    return table
-
-
-def _acceptance(key: str, values: Mapping[str, Any]) -> Acceptance:
-    """The table `[acceptance]`: `warning`, `failing`, and tables such as `[acceptance.inside_host.all_gather]`: own expectations."""
-    _table(key, "acceptance", values, ("warning", "failing", *_PLACES))
-    expected, where = {}, f"cluster {key!r}"
-    for place in _PLACES:
-        known = (*COLLECTIVES, SEND_RECEIVE)
-        for collective, bounds in _table(key, f"acceptance.{place}", values.get(place, {}), known).items():
-            name = f"acceptance.{place}.{collective}"
-            if len(_table(key, name, bounds, ("latency_us", "gb_per_s"))) < 2:
-                raise UserError(f"cluster {key!r}: {name} needs both latency_us and gb_per_s")
-            seconds, rate = (
-                check_above_zero(where, f"{name}.{one}", bounds[one]) for one in ("latency_us", "gb_per_s")
-            )
-            expected[place, collective] = seconds * 1e-6, rate * 1e9
-    given = [name for name in ("warning", "failing") if name in values]
-    ends = {name: check_above_zero(where, f"acceptance.{name}", values[name]) for name in given}
-    found = Acceptance(**ends, expected=expected)
-    if not 1 <= found.warning <= found.failing:
-        raise UserError(
-            f"cluster {key!r}: acceptance.warning is {found.warning:g} and acceptance.failing {found.failing:g}, expected 1 or more, "
-            "and the second no less than the first: they multiply the expected duration"
-        )
-    return found
+def _prefill(where: str, file: _Cluster, side: _Prefill) -> Cluster:
+    chip = load_hardware(side.hardware)
+    alone = {"acceptance": Acceptance(), "tiers": (), "direct": False, "prefill": None}
+    alone |= {"devices_per_host": None, "scale_up_devices": None, "name": f"{file.name}, prefill"}
+    own = {name: value for name, value in msgspec.structs.asdict(side).items() if value is not None}
+    file = msgspec.structs.replace(file, **(alone | own), description=f"{side.hosts} hosts of {chip.name}")
+    return _made(f"{where}, prefill", file)

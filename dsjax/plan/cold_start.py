@@ -3,8 +3,6 @@
 A start waits for each host's share of the checkpoint, at what storage and network give; for losses see docs/many-hosts.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +70,11 @@ def cold_start(*instances: Instance) -> Figure:
 class Recovery:
     """What the loss of one host costs.
 
-    read: bytes of experts that the other hosts read from the checkpoint. seconds: without compiling. compiling: more seconds unless the
-    smaller mesh was compiled ahead, which is never so where experts have devices of their own.
+    compiling: more seconds unless the smaller mesh was compiled ahead, which is never so where experts have devices of their own.
     """
 
-    read: Figure
-    seconds: Figure
+    read: Figure  # bytes of experts that the other hosts read from the checkpoint
+    seconds: Figure  # without compiling
     compiling: Figure
 
     def to_json(self) -> dict[str, Any]:

@@ -5,8 +5,6 @@ ratio, so that two figures whose intervals overlap may still be told apart. What
 far measured ratios of two runs of one engine were from predicted ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import string
@@ -32,6 +30,7 @@ from dsjax.plan.recipe import read_recipe
 from dsjax.plan.search import search
 from dsjax.plan.workload import Pins
 from dsjax.tables import table
+from dsjax.texts import filled
 from sharding.mesh import MeshSpec
 
 DRAWS = 96
@@ -150,11 +149,7 @@ def _of_recipe(question: Question, file: Path) -> Candidate:
 
 
 def compare(question: Question, layouts: Sequence[str], draws: int = DRAWS) -> Comparison:
-    """Compare the first layout with each of the others.
-
-    Raises:
-        UserError, MeshError: those of `estimate`; fewer than two layouts.
-    """
+    """Compare the first layout with each of the others. Raises `UserError` or `MeshError`: those of `estimate`; fewer than two layouts."""
     if len(layouts) < 2:
         raise UserError(f"{len(layouts)} layout given, expected at least two: dsjax plan compare dp=32 dp=4,tp=8")
     candidates = tuple(with_intervals(estimate(question, layout), draws) for layout in layouts)
@@ -174,10 +169,7 @@ def ratio_of(first: Candidate, other: Candidate, metric: str) -> Ratio:
     at, kind = list(METRICS).index(metric), METRICS[metric]
     value, ratios = getattr(first, metric) / getattr(other, metric), first.draws[:, at] / other.draws[:, at]
     low, high = np.quantile(ratios, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    by, distances = (
-        f"{len(ratios)} draws, without the model's own error",
-        {distance_of(first), distance_of(other)},
-    )
+    by, distances = (f"{len(ratios)} draws, without the model's own error", {distance_of(first), distance_of(other)})
     known = kind and ratio_calibration(kind, distances.pop() if len(distances) == 1 else None)
     if known and known.high / known.low > high / low:
         by, ratios = f"how far ratios of {known.count} blind pairs were off", value * np.exp(known.errors)
@@ -202,10 +194,8 @@ def link_bytes(instance: Instance, batch: float) -> dict[str, float]:
     model, tokens = instance.step_models()[0], batch * (1 + instance.options.drafts)
     sent = {"scale_up": 0.0, "network": 0.0}
     if mesh.tp_size > 1:
-        summed, near = (
-            4 * config.num_hidden_layers * tokens * config.hidden_size * BF16,
-            min(cluster.domain, mesh.tp_size),
-        )
+        summed = 4 * config.num_hidden_layers * tokens * config.hidden_size * BF16
+        near = min(cluster.domain, mesh.tp_size)
         sent["scale_up"] += summed * (near - 1) / near
         sent["network"] += summed / near * (1 - near / mesh.tp_size)
     ranks = instance.layout.experts or mesh.ep_size
@@ -233,31 +223,9 @@ def show(console: Console, comparison: Comparison) -> None:
         )
     for letter, pair in zip(_LETTERS[1:], comparison.pairs, strict=False):
         console.print(f"A ÷ {letter}, with 90 % intervals:", style="bold")
-        console.print(Text("\n".join([*(_ratio_line(one, letter) for one in pair.ratios), *_inputs(pair)])))
-
-
-def _ratio_line(ratio: Ratio, letter: str) -> str:
-    better = max(("A", ratio.better), (letter, 1 - ratio.better), key=lambda side: side[1])
-    sure = "> 99 %" if better[1] > 0.99 else f"{better[1]:.0%}".replace("%", " %")
-    said = f"{better[0]} is better, {sure} sure" if ratio.told_apart else f"undecided ({better[0]} with {sure})"
-    name = {"throughput": "tokens/s"}.get(ratio.metric, ratio.metric.upper())
-    return f"  {name:9} {ratio.value.text(digits=2)}  {said}; {ratio.by}"
-
-
-def _inputs(pair: Pair) -> list[str]:
-    """The inputs that decide a pair, and whether one of them could reverse it."""
-    ends = [end for one in pair.deciding for end in (one.low, one.high)]
-    reverses = ends and min(ends) < 1 < max(ends)
-    lines = [
-        "  an input reverses the order of tokens/s; those that move the ratio most:"
-        if reverses
-        else "  no input alone reverses the order of tokens/s; those that move the ratio most:"
-    ]
-    for one in pair.deciding:
-        low, high = (amount(end, one.figure.unit) for end in (one.figure.low, one.figure.high))
-        lines.append(f"    {label(one.figure)}: {one.low:.2f} at {low}, {one.high:.2f} at {high}")
-        lines.append(f"      measure it: {one.command}")
-    return lines
+        ends = [end for one in pair.deciding for end in (one.low, one.high)]
+        about = {"reverses": ends and min(ends) < 1 < max(ends), "label": label, "amount": amount}
+        console.print(Text(filled("texts", "pair.txt", pair=pair, letter=letter, **about)))
 
 
 def _megabytes(candidate: Candidate, link: str) -> str:

@@ -1,7 +1,5 @@
 """`DryRun`: what `dsjax dryrun --json` read from a compiled step."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math
@@ -26,27 +24,22 @@ _TEXTS |= {"form": "mla", "wire": "dispatch_wire"}
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of the program: bytes that a device sends to the others each time, and how often a step has it.
-
-    size: all of them; inside: those that stay in the scale-up domain. dispatches: it belongs to the experts' dispatch or combine.
-    """
+    """A collective of the program: bytes that a device sends to the others each time, and how often a step has it."""
 
     kind: str
     ranks: int
-    size: float
-    inside: float
+    size: float  # all of them
+    inside: float  # those that stay in the scale-up domain
     times: float
-    dispatches: bool
+    dispatches: bool  # it belongs to the experts' dispatch or combine
 
 
 @dataclass(frozen=True)
 class DryRun:
     """One JSON of `dsjax dryrun`; all figures are one device's, in one run of the step.
 
-    rows: of a DP rank; row_tokens: tokens of a row; context: positions of a row's page table; tokens: of a device.
-    temporaries: bytes beside weights and cache: temporaries, outputs that are no cache, and code where it was read.
-    flops: dtype → operations of matrix products. timeline: its predicted seconds, where the file has them. halves: the step is computed
-    in two halves that overlap, so that its collectives and operations are of half batches.
+    temporaries: bytes beside weights and cache: temporaries, outputs that are no cache, and code where it was read. halves: the step is
+    computed in two halves that overlap, so that its collectives and operations are of half batches.
     """
 
     file: str
@@ -57,10 +50,10 @@ class DryRun:
     physical_experts: int
     target: str
     step: str
-    rows: int
-    row_tokens: int
-    context: int
-    tokens: float
+    rows: int  # of a DP rank
+    row_tokens: int  # tokens of a row
+    context: int  # positions of a row's page table
+    tokens: float  # of a device
     weights: str
     kv_cache_dtype: str
     form: str
@@ -68,8 +61,8 @@ class DryRun:
     dispatch: str
     temporaries: int
     collectives: tuple[Sent, ...]
-    flops: Mapping[str, float]
-    timeline: Figure | None = None
+    flops: Mapping[str, float]  # dtype → operations of matrix products
+    timeline: Figure | None = None  # its predicted seconds, where the file has them
     halves: bool = False
 
     @property
@@ -107,11 +100,7 @@ class DryRun:
 
 
 def read_dry_run(path: str | Path) -> DryRun:
-    """Read one file.
-
-    Raises:
-        UserError: it cannot be read, or is not what `dsjax dryrun --json` writes.
-    """
+    """Read one file. Raises `UserError`: it cannot be read, or is not what `dsjax dryrun --json` writes."""
     path = Path(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

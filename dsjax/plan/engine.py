@@ -1,13 +1,11 @@
 """`Engine`: what a serving program can do, so that nothing is credited to a plan which the program that runs it lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from dsjax.errors import UserError
-from dsjax.fp4.formats import NVFP4, PackedFormat
 from dsjax.plan.precision import BF16, FP8_CACHE, Precision
 from dsjax.toml_files import read_toml
 
@@ -16,86 +14,43 @@ from dsjax.toml_files import read_toml
 class Engine:
     """Capabilities, and how the engine computes and admits.
 
-    balances: places experts by their load. overlaps: two half batches. transfers: sends caches from prefill to decode. drafts: makes them
-    with the MTP module, at most `most_drafts` a step. fp4: loads FP4 experts; widens_fp4: multiplies by them in bf16. int8: loads
-    block-wise INT8 weights. fp8_cache: bytes a value of its FP8 latent cache, None without one. shared_beside: decode computes the shared
-    expert beside the routed ones. holds_prompts: with attention DP, prompts wait until every replica has some. mixes: a step of a DP rank
-    has prompts and decodes; otherwise its decodes wait. apart: attention and experts on devices of their own.
+    eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one compiled program has all of
+    them. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on Blackwell, of SGLang with `--fp8-gemm-backend
+    flashinfer_trtllm`. absorbs_below: cached positions of a step's prompts below which, if there are any, all of the step uses absorbed
+    attention; not on Blackwell. gathers: with attention DP, experts get all ranks' tokens by collectives instead of an all-to-all, as in
+    SGLang with `--moe-a2a-backend none`, its default: a step with prompts sums tokens and results over all ranks (`DpPaddingMode` in its
+    srt/layers/dp_attention.py), a step of decodes gathers and scatters.
 
-    dispatch: the default method. eager: starts the kernels of a prefill step, and each pass of the MTP module, one by one; otherwise one
-    compiled program has all of them. captured: the most tokens of a prefill step in CUDA graphs, between which attention runs. fp8_mla:
-    decode multiplies an FP8 cache in FP8 on an H20. fp8_rate: the most operations a second (value, low, high) of dense FP8 products on
-    Blackwell, of SGLang with `--fp8-gemm-backend flashinfer_trtllm`. absorbs_below: cached positions of a step's prompts below which, if
-    there are any, all of the step uses absorbed attention; not on Blackwell. gathers: with attention DP, experts get all ranks' tokens by
-    collectives instead of an all-to-all, as in SGLang with `--moe-a2a-backend none`, its default: a step with prompts sums tokens and
-    results over all ranks (`DpPaddingMode` in its srt/layers/dp_attention.py), a step of decodes gathers and scatters.
-
-    For simulations (`simulation.admission`): poll_steps: decode steps between two looks for new prompts; hold_steps: the most steps that
-    prompts are held back; fill: (steps, share of a step's tokens) until which one replica holds them back; keeps: share of the running
-    requests' remaining outputs that the cache keeps room for; knows_ends: it keeps room for exactly the given length of a request.
+    keeps: for simulations (`simulation.admission`), share of the running requests' remaining outputs that the cache keeps room for.
     """
 
     name: str
-    balances: bool
-    overlaps: bool
-    transfers: bool
-    drafts: bool
-    fp4: bool
-    fp8_cache: float | None
-    int8: bool
-    shared_beside: bool
-    holds_prompts: bool
-    mixes: bool
-    apart: bool
-    dispatch: str = "deepep"
+    balances: bool  # places experts by their load
+    overlaps: bool  # two half batches
+    transfers: bool  # sends caches from prefill to decode
+    drafts: bool  # makes them with the MTP module, at most `most_drafts` a step
+    fp4: bool  # loads FP4 experts
+    fp8_cache: float | None  # bytes a value of its FP8 latent cache, None without one
+    int8: bool  # loads block-wise INT8 weights
+    shared_beside: bool  # decode computes the shared expert beside the routed ones
+    holds_prompts: bool  # with attention DP, prompts wait until every replica has some
+    mixes: bool  # a step of a DP rank has prompts and decodes; otherwise its decodes wait
+    apart: bool  # attention and experts on devices of their own
+    dispatch: str = "deepep"  # the default method
     eager: bool = True
     most_drafts: int | None = None
-    widens_fp4: bool = False
-    captured: int = 0
-    fp8_mla: bool = False
+    widens_fp4: bool = False  # multiplies by them in bf16
+    captured: int = 0  # the most tokens of a prefill step in CUDA graphs, between which attention runs
+    fp8_mla: bool = False  # decode multiplies an FP8 cache in FP8 on an H20
     fp8_rate: tuple[float, float, float] | None = None
     absorbs_below: int = 0
     gathers: bool = False
-    poll_steps: int = 1
-    hold_steps: int = 50
-    fill: tuple[int, float] = (0, 0.0)
+    # For simulations:
+    poll_steps: int = 1  # decode steps between two looks for new prompts
+    hold_steps: int = 50  # the most steps that prompts are held back
+    fill: tuple[int, float] = (0, 0.0)  # (steps, share of a step's tokens) until which one replica holds them back
     keeps: tuple[float, float, int] = (0.0, 0.0, 1)
-    knows_ends: bool = False
-
-    def check(
-        self,
-        *,
-        separated: bool,
-        overlap: bool,
-        drafts: int,
-        packed: PackedFormat | None,
-        fp8_cache: bool,
-        dispatch: str,
-        int8: bool,
-    ) -> None:
-        """Raise `UserError` where something is asked for that this engine cannot do."""
-        if packed not in (None, NVFP4) and not self.widens_fp4:
-            raise UserError(
-                f"--precision {packed.name} or {packed.name}-bf16 is asked for, but experts of {self.name} are priced in NVFP4 only; give "
-                "--precision nvfp4 or nvfp4-bf16, or --engine dsjax"
-            )
-        most = self.most_drafts or drafts
-        asked = (
-            (separated and not self.transfers, "--mode separated", "does not move caches between instances"),
-            (overlap and not self.overlaps, "--two-batch-overlap on", "does not overlap two half batches"),
-            (drafts and not self.drafts, "--mtp", "does not draft with the MTP module"),
-            (drafts > most, f"--mtp {drafts}", f"drafts at most {most} tokens a step"),
-            (packed is not None and not self.fp4, "--precision nvfp4 or nvfp4-bf16", "does not load FP4 experts"),
-            (int8 and not self.int8, "--precision int8", "does not load block-wise INT8 weights"),
-            (fp8_cache and self.fp8_cache is None, "an FP8 cache", "has none"),
-            (dispatch == "deepep" and self.dispatch != "deepep", "--dispatch deepep", "has dispatches of its own"),
-        )
-        who = "dsjax serve" if self.name == "dsjax" else self.name
-        for wrong, flag, reason in asked:
-            if wrong:
-                raise UserError(
-                    f"{flag} is asked for, but {who} {reason}; change that, or give --engine published for engines that can"
-                )
+    knows_ends: bool = False  # it keeps room for exactly the given length of a request
 
     def precision(self, chosen: Precision) -> Precision:
         """What was chosen, with an FP8 cache as this engine keeps it, and FP4 where it has it."""
@@ -107,46 +62,29 @@ class Engine:
 
 
 CREDITS: dict[str, dict[str, str]] = read_toml("credits", "engines", "credits")
+_HOW: dict[str, dict[str, Any]] = CREDITS.pop("how")
 """Engine → capability → the option or file of the engine that has it; `words`: capability → what a page calls it."""
 CAPABILITIES = tuple(CREDITS["words"])
 """Fields of `Engine` that make a plan better, and that something must be named for."""
 
 
-def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0, **how) -> Engine:
-    can = {what: what in able for what in CAPABILITIES}
-    return Engine(name, **{**can, "fp8_cache": fp8_cache if can["fp8_cache"] else None}, **how)
+def _engine(name: str, able: Collection[str], fp8_cache: float = 1.0) -> Engine:
+    how = {what: what in able for what in CAPABILITIES} | _HOW.get(name, {})
+    how = {what: tuple(value) if isinstance(value, list) else value for what, value in how.items()}
+    return Engine(name, **{**how, "fp8_cache": fp8_cache if how["fp8_cache"] else None})
 
 
-PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"}, fp8_mla=True)
+PUBLISHED = _engine("published", set(CAPABILITIES) - {"holds_prompts"})
 """SGLang and TensorRT-LLM with the kernels and overlaps that they publish, and attention and experts apart as papers of MegaScale-Infer,
 StepFun and Baidu Baige have it; fp8_mla: FlashMLA's pull request 82, which the image `ghcr.io/antgroup/sglang:h20-blog-release` has and
 SGLang's releases have not."""
-_ENGINES = {
-    # most_drafts: `dsjax.engine.contract.speculative`.
-    "dsjax": _engine(
-        "dsjax", CREDITS["dsjax"], FP8_CACHE, dispatch="auto", eager=False, most_drafts=4, widens_fp4=True
-    ),
-    "published": PUBLISHED,
-    "vllm": _engine("vllm", CREDITS["vllm"]),
-    # keeps: `new_token_ratio` begins at 0.7, and falls to 0.14 of that in 600 decode steps (`SGLANG_INIT_NEW_TOKEN_RATIO`,
-    # `SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR` and `SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS` in srt/environ.py). absorbs_below: with FlashInfer's
-    # attention or FlashAttention 3 prompts are computed in the multi-head form where none has cached positions, or where they have
-    # `SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD` together, and all of them absorbed between the two (`_handle_attention_backend` in
-    # srt/models/deepseek_common/attention_backend_handler.py); a chunked prompt has such positions.
-    "sglang": _engine("sglang", CREDITS["sglang"], keeps=(0.7, 0.7 * 0.14, 600), absorbs_below=8192),
-    # keeps: its default, `CapacitySchedulerPolicy.GUARANTEED_NO_EVICT`, begins a request where its whole output has room
-    # (llmapi/llm_args.py). vLLM and dsjax keep none, and preempt.
-    "tensorrt-llm": _engine("tensorrt-llm", CREDITS["tensorrt-llm"], keeps=(1.0, 1.0, 1)),
-}
+_ENGINES = {"dsjax": _engine("dsjax", CREDITS["dsjax"], FP8_CACHE), "published": PUBLISHED}
+_ENGINES |= {name: _engine(name, CREDITS[name]) for name in ("vllm", "sglang", "tensorrt-llm")}
 ENGINES = tuple(_ENGINES)
 
 
 def find_engine(name: str) -> Engine:
-    """By name.
-
-    Raises:
-        UserError: no such engine.
-    """
+    """By name. Raises `UserError`: no such engine."""
     if name not in _ENGINES:
         raise UserError(f"--engine is {name!r}, expected one of {', '.join(ENGINES)}")
     return _ENGINES[name]

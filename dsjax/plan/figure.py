@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import importlib.resources
 import statistics
 import tomllib
 import zlib
@@ -20,6 +19,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+
+from dsjax.toml_files import bundled_text
 
 LEVEL = 0.9
 """Share of the draws that an interval holds. The ends of an assumption's range are taken as its 5 % and 95 % quantiles."""
@@ -190,7 +191,7 @@ def ends(key: str) -> tuple[float, float, float]:
 
 @functools.cache
 def _table() -> dict[str, Figure]:
-    rows = tomllib.loads((importlib.resources.files("configs") / "assumptions.toml").read_text(encoding="utf-8"))
+    rows = tomllib.loads(bundled_text("assumptions.toml"))
     return {key: _of_row(row.get("name", key), row) for key, row in rows.items()}
 
 

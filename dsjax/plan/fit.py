@@ -12,6 +12,7 @@ from dsjax.plan.figure import Figure, assumed, assumption, spread
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import stage_shares, weight_bytes
 from dsjax.plan.precision import BF16
+from dsjax.texts import filled
 
 if TYPE_CHECKING:
     from dsjax.config import ModelConfig
@@ -48,21 +49,17 @@ DOES_NOT_FIT = 3
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started. device_bytes: of a device, as its driver reports; fraction: None for the engine's default of `RULES`.
-
-    prefill_tokens: most prompt tokens of a DP rank in a step. longest: tokens of the longest request. sampled: rows of a step that sample.
-    graphs: whether decode steps are captured. deepep: buffers of DeepEP's decode kernels. mtp: the MTP module is loaded.
-    """
+    """How an engine is started."""
 
     engine: str
-    device_bytes: int
-    fraction: float | None = None
-    prefill_tokens: int = 8192
-    longest: int = 4096
-    sampled: int = 256
-    graphs: bool = True
-    deepep: bool = False
-    mtp: bool = False
+    device_bytes: int  # of a device, as its driver reports
+    fraction: float | None = None  # None for the engine's default of `RULES`
+    prefill_tokens: int = 8192  # most prompt tokens of a DP rank in a step
+    longest: int = 4096  # tokens of the longest request
+    sampled: int = 256  # rows of a step that sample
+    graphs: bool = True  # whether decode steps are captured
+    deepep: bool = False  # buffers of DeepEP's decode kernels
+    mtp: bool = False  # the MTP module is loaded
 
     def __post_init__(self):
         if self.fraction is not None and not 0 < self.fraction <= 1:
@@ -289,31 +286,4 @@ def _step(config: ModelConfig, layout: InstanceLayout, launch: Launch) -> float:
 
 def show(verdict: Verdict, name: str, device: str) -> str:
     """The verdict for a reader."""
-    launch, tokens = verdict.launch, verdict.cache_tokens
-    default = f"{launch.engine}'s default" if launch.fraction is None else "--memory-fraction"
-    lines = [
-        f"{name} on {device}, {verdict.layout} ({verdict.layout.kind}), {launch.engine}: {verdict.words}",
-        f"  memory fraction {launch.share:g}: {default}",
-        "",
-    ]
-    for part in verdict.parts:
-        lines.append(f"  {part.name:<10} {_gb(part)}" + (f"   {part.source}" if part.source else ""))
-    for condition in verdict.conditions:
-        left = condition.left
-        said = f"{left / 1e9:.1f} GB left" if left >= 0 else f"lacks {-left / 1e9:.1f} GB"
-        lines.append(
-            f"  {condition.name}: {_gb(condition.needed)} of {_gb(condition.room)}, {said} "
-            f"({left.low / 1e9:.1f} – {left.high / 1e9:.1f})"
-        )
-    lines.append(f"  cache of a DP rank: {tokens:,.0f} tokens ({tokens.low:,.0f} – {tokens.high:,.0f})")
-    if verdict.fractions is None:
-        advice = "use more devices, fewer bytes a weight, a smaller --prefill-tokens or a shorter --context"
-        return "\n".join([*lines, f"  no memory fraction fits; {advice}"])
-    low, high = verdict.fractions
-    return "\n".join([*lines, f"  memory fractions that fit: {low:g} to {high:g} (dsjax plan counts on the greatest)"])
-
-
-def _gb(figure: Figure) -> str:
-    if figure.low == figure.high:
-        return f"{figure / 1e9:.1f} GB"
-    return f"{figure / 1e9:.1f} ({figure.low / 1e9:.1f} – {figure.high / 1e9:.1f}) GB"
+    return filled("texts", "fit.txt", verdict=verdict, launch=verdict.launch, name=name, device=device)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from dsjax.config import ModelConfig
@@ -14,13 +14,14 @@ from dsjax.plan.apart import ApartStep
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.curves import Curve
-from dsjax.plan.dry_runs import halves_refusal, refusal, wire_refusal
 from dsjax.plan.figure import Draw, Figure, assumption, drawing, drawn, spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.measured_step import MeasuredStep
 from dsjax.plan.memory import Memory, memory
-from dsjax.plan.stages import fullest_stage, hand_over
+from dsjax.plan.moves import fullest_stage, hand_over
+from dsjax.plan.operator_tables import kept as kept_in
+from dsjax.plan.program import halves_refusal, refusal, wire_refusal
 from dsjax.plan.step import MODULE, WAITING, StepModel
 from dsjax.plan.step_basis import tables_of
 from dsjax.plan.workload import PlanOptions, Workload
@@ -123,11 +124,9 @@ class Instance:
         most = min(self.max_batch, _LADDER[-1])
         return sorted({b for b in _LADDER if b <= most} | ({most} if most else set()))
 
+    @kept_in("steps")
     def step_models(self) -> list[StepModel]:
         """With and without two-batch overlap, as the options allow; the faster one counts."""
-        return self.kept("models", self._step_models)
-
-    def _step_models(self) -> list[StepModel]:
         options, engine = self.options, self.options.engine
         own, about = engine.name == "dsjax", (self.config, self.cluster, self.layout.unit)
         alike = {"shared": self.steps.setdefault("shared", {}), "balancing": self.places_by_load}
@@ -217,12 +216,10 @@ class Instance:
             self.decode_step(float(max(self.max_batch, 1)))  # with which draws compare theirs, kept before any of them
         return self.steps["decode curve"]
 
+    @kept_in("steps")
     def pace(self, decode: bool, halves: bool = False) -> float:
         """Timeline of a dry run of such a step ÷ the estimate; 1 without one, or of another engine than dsjax. halves: of a step in two
         halves; where only the other kind was compiled, it tells."""
-        return self.kept(("pace", decode, halves), partial(self._pace, decode, halves))
-
-    def _pace(self, decode: bool, halves: bool) -> float:
         known = (run for run in self.dry_runs if not halves_refusal(run, self.options))
         runs = [run for run in known if run.timeline and (run.step == "decode") == decode]
         run = min(runs, key=lambda run: run.halves != halves, default=None)
@@ -278,19 +275,21 @@ class Instance:
         """Whether a step is planned while the one before computes."""
         return self.options.host == "overlapped"
 
+    @kept_in("steps")
     def decode_attention(self, batch: float) -> float:
         """Seconds of the attention of a decode step's layers."""
         context, rows = self.workload.context, batch * (1 + self.options.drafts)
-        layer = partial(self.step_models()[0].attention, rows, batch * context, context, True)
-        return self.kept(("attention", batch), layer) * self.config.num_hidden_layers
+        layer = self.step_models()[0].attention(rows, batch * context, context, True)
+        return layer * self.config.num_hidden_layers
 
+    @kept_in("steps")
     def drafting(self, batch: float) -> float:
         """Seconds of a decode step in which it makes its drafts."""
         drafts, work = self.options.drafts, self.workload
         if not drafts:
             return 0.0
-        parts = partial(self.step_models()[0].decode_parts, batch, work.context, drafts=drafts, uneven=work.uneven)
-        return self.kept(("drafting", batch), lambda: sum(parts().get(name, 0.0) for name in MODULE))
+        parts = self.step_models()[0].decode_parts(batch, work.context, drafts=drafts, uneven=work.uneven)
+        return sum(parts.get(name, 0.0) for name in MODULE)
 
     def prefill_sizes(self, chunks: bool = False) -> list[float]:
         """Prompt tokens of a DP rank in a step to try: one prompt, and more of them while they fit the step's limit; chunks too."""

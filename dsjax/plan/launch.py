@@ -4,10 +4,7 @@ The options of each engine, with their sources, values and conditions, are data:
 `facts_of` an instance.
 """
 
-from __future__ import annotations
-
 import functools
-import importlib.resources
 import json
 import math
 import shlex
@@ -18,11 +15,11 @@ from typing import Any
 import jinja2
 
 from dsjax.hardware import Hardware
-from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.precision import Precision
-from dsjax.toml_files import read_toml
+from dsjax.plan.skew import STEP_INTERVAL
+from dsjax.toml_files import bundled_text, read_toml
 
 LAUNCHED = ("vllm", "sglang", "tensorrt-llm")
 """Engines whose commands a recipe can hold."""
@@ -72,8 +69,7 @@ def said(engine: str, table: str, facts: Mapping[str, Any]) -> list[str]:
 class LaunchCommand:
     """One instance of a service in another engine's words.
 
-    flags: for each command, flag → value; `""` without one. environment: variable → value. config: the configuration file that
-    TensorRT-LLM reads beside its flags. lacks: what the estimate counts on and the command cannot say.
+    config: the configuration file that TensorRT-LLM reads beside its flags.
     """
 
     engine: str
@@ -82,10 +78,10 @@ class LaunchCommand:
     instances: int
     hosts: int
     devices: int
-    flags: list[dict[str, str]] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    flags: list[dict[str, str]] = field(default_factory=list)  # for each command, flag → value; `""` without one
+    environment: dict[str, str] = field(default_factory=dict)  # variable → value
     config: dict[str, Any] = field(default_factory=dict)
-    lacks: list[str] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)  # what the estimate counts on and the command cannot say
 
     @property
     def word(self) -> str:
@@ -237,5 +233,5 @@ def script(made: Mapping[str, Any], engine: str, launches: list[LaunchCommand], 
     usage = " | ".join([*(f"{role} [HOST]" for role in roles), *(["front"] if front else [])])
     asks = "key" in about or any(KEY in flags.values() for one in launches for flags in one.flags)
     given = {"about": about, "launches": launches, "front": front, "usage": usage, "asks": asks}
-    text = (importlib.resources.files("configs") / "engines" / "script.sh").read_text(encoding="utf-8")
+    text = bundled_text("engines", "script.sh")
     return _template(text).render(command=command, notes=made["notes"], **given)

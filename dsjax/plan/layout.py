@@ -17,13 +17,12 @@ from sharding.mesh import MeshSpec
 class InstanceLayout:
     """One instance of the engine: a mesh and its redundant experts.
 
-    fused: the shared expert is a routed one with a copy on each device. experts: devices beside those of the mesh that have the routed
-    experts, and nothing else; 0: those of the mesh have them.
+    experts: devices beside those of the mesh that have the routed experts, and nothing else; 0: those of the mesh have them.
     """
 
     mesh: MeshSpec
     redundant: int = 0
-    fused: bool = False
+    fused: bool = False  # the shared expert is a routed one with a copy on each device
     experts: int = 0
 
     @cached_property

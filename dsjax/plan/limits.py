@@ -1,7 +1,5 @@
 """What holds a candidate back, and what hardware would meet an objective that this hardware cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,19 +54,17 @@ class Remedy:
 class Forbidden:
     """Why no candidate meets the objectives.
 
-    bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each
-    other), `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or
-    tokens a second; by: the deployment that comes nearest.
-    remedies: single resources that would do, smallest factor first. floor: what the nearest would reach with 64 times of
-    everything: launches, host and fixed costs remain.
+    bound: `memory`, `concurrency` (more requests at once than caches hold), `devices` (prefill and decode do not fit beside each other),
+    `ttft`, `tpot`, `throughput`, or `together` where each can be met alone. wanted, best: bytes, requests, devices, seconds or tokens a
+    second. with_64_times_everything: what the nearest would reach with 64 times of everything: launches, host and fixed costs remain.
     """
 
     bound: str
     wanted: float
     best: float
-    by: str
-    remedies: list[Remedy]
-    floor: float | None = None
+    by: str  # the deployment that comes nearest
+    remedies: list[Remedy]  # single resources that would do, smallest factor first
+    with_64_times_everything: float | None = None
 
 
 def forbidden(plan: Plan) -> list[Forbidden]:

@@ -3,8 +3,6 @@
 Both are templates of `deploy/templates`, filled with a recipe.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import math

@@ -1,7 +1,5 @@
 """A step whose parts' times come from a file of module benchmarks, where it has them; published tables give the rest."""
 
-from __future__ import annotations
-
 import math
 
 from dsjax.plan.measured import Measured

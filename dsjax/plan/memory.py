@@ -1,7 +1,5 @@
 """What lies in a device's memory: weights to the byte, the latent cache, and what is set aside."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dsjax.config import ModelConfig

@@ -1,7 +1,5 @@
 """Times on the links: the exchanges of expert parallelism, the sums of tensor parallelism, the transfer of a cache."""
 
-from __future__ import annotations
-
 import math
 
 from dsjax.config import ModelConfig
@@ -25,7 +23,8 @@ _REFERENCE_LATENCY = 2e-6
 
 def collective_start(*, between: bool) -> float:
     """Seconds of a collective of XLA's that do not grow with its bytes: over the network, or within a scale-up domain."""
-    return assumption(f"a collective {'over the network' if between else 'in a scale-up domain'}, fixed part")
+    within = "a collective in a scale-up domain, fixed part"
+    return assumption("a collective over the network, fixed part" if between else within)
 
 
 def network_latency(cluster: Cluster) -> float:

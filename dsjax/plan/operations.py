@@ -3,11 +3,8 @@
 DeepGEMM's, FlashMLA's and DeepEP's are of an H800 (DeepEP over ConnectX-7, 400 Gb/s). No figure here comes from a serving benchmark.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
-import importlib.resources
 import math
 import statistics
 from collections.abc import Collection
@@ -20,6 +17,7 @@ from dsjax.hardware.description import UNITS
 from dsjax.plan.curves import Curve
 from dsjax.plan.figure import assumption, measured
 from dsjax.plan.precision import TABLED
+from dsjax.toml_files import bundled_text
 
 H800_SMS = 132
 
@@ -173,7 +171,7 @@ def grouped_seconds(used: float, rows: float) -> float:
 def all_reduce_curves(device: str, ranks: int) -> list[Curve]:
     """Seconds over bytes of a sum over at most so many devices of one host, an H200's or a B200's; on Blackwell also with the residual
     and norm that follow it in the same kernel (of 8 B300, at V3's width)."""
-    text = (importlib.resources.files("configs") / "all_reduce.csv").read_text(encoding="utf-8")
+    text = bundled_text("all_reduce.csv")
     times: dict[tuple[bool, int], list[tuple[float, float]]] = {}
     for row in csv.DictReader(text.splitlines()):
         if row["device"] == device:

@@ -76,15 +76,11 @@ def kept(store: str) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTables:
-    """All tables; lookups are None for a device without such rows.
+    """All tables; lookups are None for a device without such rows."""
 
-    folder: a user's, laid over the bundled ones. left_out: names of tables that are not looked at. own_hardware: devices of the user's
-    that tables name, beside the bundled ones.
-    """
-
-    folder: Path | None = None
-    left_out: frozenset[str] = frozenset()
-    own_hardware: tuple[Hardware, ...] = ()
+    folder: Path | None = None  # a user's, laid over the bundled ones
+    left_out: frozenset[str] = frozenset()  # names of tables that are not looked at
+    own_hardware: tuple[Hardware, ...] = ()  # devices of the user's that tables name, beside the bundled ones
     _found: dict = field(default_factory=dict, repr=False)
 
     @kept("_found")
@@ -282,11 +278,7 @@ def _users_rows(path: Path, columns: Sequence[str]) -> list[list[str]]:
 
 
 def operator_tables(folder: str | Path | None = None) -> OperatorTables:
-    """The bundled tables, or with a user's folder over them.
-
-    Raises:
-        UserError: it is no folder, or holds none of the tables.
-    """
+    """The bundled tables, or with a user's folder over them. Raises `UserError`: it is no folder, or holds none of the tables."""
     if folder is None:
         return BUNDLED
     tables = OperatorTables(Path(os.path.expanduser(folder)))

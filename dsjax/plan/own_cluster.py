@@ -1,7 +1,5 @@
 """A cluster of the device that modules were measured on, and whether a file may stand for a cluster's devices."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dsjax.errors import UserError

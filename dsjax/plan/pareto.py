@@ -1,18 +1,17 @@
 """The Pareto front and the sweeps as pictures (matplotlib), and the front as one HTML file with its figures."""
 
-from __future__ import annotations
-
 import contextlib
-import html
 import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import markupsafe
+
 from dsjax.errors import UserError
-from dsjax.plan.candidate import Candidate
 from dsjax.plan.search import Plan
 from dsjax.plan.sweep import Sweep
+from dsjax.texts import filled
 
 _BLUE, _RED, _GREY = "#1f5fa8", "#c0392b", "#9aa5b1"
 
@@ -49,10 +48,8 @@ def draw_front(plan: Plan, path: Path | io.StringIO) -> None:
                 x, y = [c.per_user for c in points], [c.per_device for c in points]
                 axes.scatter(x, y, s=12, facecolors=face, edgecolors=_GREY, linewidths=0.8, label=label)
         for mode, marker, colour in (("aggregated", "o", _BLUE), ("separated", "s", _RED)):
-            x, y = (
-                [c.per_user for c in plan.frontier if c.mode == mode],
-                [c.per_device for c in plan.frontier if c.mode == mode],
-            )
+            of_mode = [c for c in plan.frontier if c.mode == mode]
+            x, y = [c.per_user for c in of_mode], [c.per_device for c in of_mode]
             bars = [[one - one.low for one in y], [one.high - one for one in y]]
             style = {"fmt": marker, "color": colour, "elinewidth": 0.7, "alpha": 0.85}
             if x:
@@ -102,10 +99,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
                 points = [(p.value, getattr(getattr(p, field), name)) for p in sweep.points if getattr(p, field)]
                 text += "" if len(points) == len(sweep.points) else ", where it can run"
                 x = [value for value, _ in points]
-                middle, low, high = (
-                    [end * scale for end in ends]
-                    for ends in ([f for _, f in points], [f.low for _, f in points], [f.high for _, f in points])
-                )
+                middle, low, high = ([getattr(f, end) * scale for _, f in points] for end in ("value", "low", "high"))
                 axes.plot(x, middle, marker="o", markersize=4, color=colour, label=text)
                 axes.fill_between(x, low, high, color=colour, alpha=0.12)
                 drawn += middle
@@ -124,33 +118,8 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
 
 def write_html(plan: Plan, path: Path) -> None:
     """The front as a page: a drawing, and the table of its figures."""
-    title = html.escape(f"{plan.question.cluster.name}: tokens a second a device against tokens a second a user")
-    drawing, objective = io.StringIO(), plan.question.objective
+    drawing = io.StringIO()
     draw_front(plan, drawing)
-    about = f" The front keeps a TTFT of {objective.ttft:g} s." if objective.ttft else ""
-    about += f" A hollow dot {_late(plan)}, and would be on the front." if plan.late else ""
-    about += f" Dashed: a TPOT of {objective.tpot * 1e3:g} ms, met to the right." if objective.tpot else ""
-    path.write_text(
-        f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body{{font:14px system-ui,sans-serif;max-width:1000px;margin:2em auto;color:#222}}table{{border-collapse:collapse}}
-td,th{{padding:3px 10px;text-align:right;border-bottom:1px solid #ddd}}td:first-child,th:first-child{{text-align:left}}</style>
-<h1 style="font-size:18px">{title}</h1>
-<p>Estimates; bars and brackets: the ranges of all assumptions combined.{about}</p>
-{"".join(drawing.getvalue().partition("<svg")[1:])}
-<table><tr><th>deployment</th><th>batch</th><th>tokens/s a user</th><th>tokens/s a device</th><th>TTFT</th><th>TPOT</th></tr>
-{"".join(map(_row, plan.frontier))}</table></html>
-""",
-        encoding="utf-8",
-    )
-
-
-def _row(candidate: Candidate) -> str:
-    cells = (
-        html.escape(f"{candidate.mode}: {candidate.name()}"),
-        f"{candidate.batch:g}",
-        candidate.per_user.text(digits=1),
-        candidate.per_device.text(),
-        f"{candidate.ttft:.2f} s",
-        f"{candidate.tpot * 1e3:.1f} ms",
-    )
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
+    picture = markupsafe.Markup("".join(drawing.getvalue().partition("<svg")[1:]))
+    about = {"plan": plan, "objective": plan.question.objective, "late": _late(plan), "picture": picture}
+    path.write_text(filled("pareto.html", **about) + "\n", encoding="utf-8")

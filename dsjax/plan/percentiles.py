@@ -13,9 +13,8 @@ from rich.text import Text
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.search import Plan
-from dsjax.plan.simulation.load import OfferedLoad
-from dsjax.plan.simulation.outcome import SimulationOutcome
-from dsjax.plan.simulation.run import loads, simulate
+from dsjax.plan.simulation.outcome import SimulationOutcome, loads, simulate
+from dsjax.plan.simulation.service import OfferedLoad
 from dsjax.plan.workload import Objective, Workload
 from dsjax.tables import table
 

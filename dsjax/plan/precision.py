@@ -29,9 +29,7 @@ FlashMLA has them. Other engines' FP8 caches are taken as one byte a value with 
 class Precision:
     """Bytes a value of expert and dense-MLP weights, of the other linear weights, of the cache, and of a dispatched value.
 
-    Embedding, head, router and norms are bf16; the way back from the experts is bf16. mlp_bytes: of dense-MLP and shared-expert weights;
-    None: as the routed experts'. packed: the format of expert weights of four bits. widens_fp4: they are multiplied in bf16, which every
-    device can.
+    Embedding, head, router and norms are bf16; the way back from the experts is bf16.
     """
 
     name: str
@@ -39,9 +37,9 @@ class Precision:
     linear: float
     cache: float = BF16
     wire: float = FP8_BLOCK
-    mlp_bytes: float | None = None
-    packed: PackedFormat | None = None
-    widens_fp4: bool = False
+    mlp_bytes: float | None = None  # of dense-MLP and shared-expert weights; None: as the routed experts'
+    packed: PackedFormat | None = None  # the format of expert weights of four bits
+    widens_fp4: bool = False  # FP4 weights are multiplied in bf16, which every device can
 
     @property
     def weights(self) -> str | None:
@@ -119,7 +117,7 @@ def bytes_of(matrices: Sequence[tuple[int, int]], itemsize: float, packed: Packe
     """
     if itemsize == FP8_BLOCK:
         return sum(k * n + 4 * math.ceil(k / 128) * math.ceil(n / 128) for k, n in matrices)
-    wholes = 4 * len(matrices) if itemsize < 1 and packed.has_global else 0
+    wholes = 4 * len(matrices) if itemsize < 1 and packed is not None and packed.has_global else 0
     return round(sum(k * n * itemsize for k, n in matrices)) + wholes
 
 
@@ -152,11 +150,7 @@ INT8 as meituan/DeepSeek-R1-Block-INT8, at FP8's speed: their units are as fast 
 
 
 def precision(name: str, cache: str = "auto") -> Precision:
-    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes.
-
-    Raises:
-        UserError: an unknown name of either.
-    """
+    """One of `PRECISIONS`, with the cache in `bf16` or `fp8` if not as it comes. Raises `UserError`: an unknown name of either."""
     if name not in PRECISIONS:
         raise UserError(f"--precision is {name!r}, expected one of auto, {', '.join(PRECISIONS)}")
     if cache not in ("auto", "bf16", "fp8"):

@@ -1,18 +1,89 @@
-"""Times of what a compiled program does: its exchanges, its sums over `tp`, and products beyond the model's own."""
-
-from __future__ import annotations
+"""Which dry runs say something of a plan, and times of what a compiled program does: exchanges, sums, products beyond the model's own."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from dsjax.config import ModelConfig
 from dsjax.model.mla_costs import mla_cost
-from dsjax.model.parameter_counts import expert_parameters
+from dsjax.model.parameter_counts import expert_parameters, parameter_counts
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.figure import assumption
+from dsjax.plan.layout import InstanceLayout
 from dsjax.plan.network import all_reduce, exchanged_rows, xla_collective
+from dsjax.plan.precision import BF16
+from dsjax.plan.workload import Asked, PlanOptions
+from dsjax.texts import filled
+
+
+def refusal(run: DryRun, asked: Asked) -> str | None:
+    """Why a dry run says nothing of a plan's model, device and precision; None where it does."""
+    total, device = parameter_counts(asked.config)["main_model"], asked.cluster.hardware.key
+    precision = asked.options.precision
+    if run.parameters != total:
+        return f"it is of a model of {run.parameters:,} parameters, the plan's has {total:,}"
+    if run.target != device:
+        return f"it was compiled for {run.target}, the cluster has {device}"
+    if run.weights != precision.weights:
+        return f"its weights are {run.weights}, the plan's precision is {precision.name}"
+    if run.kv_cache_dtype != ("bfloat16" if precision.cache == BF16 else "float8_e4m3fn"):
+        return f"its cache is {run.kv_cache_dtype}, the plan's has {precision.cache:g} bytes a value"
+    return None
+
+
+def wire_refusal(run: DryRun, options: PlanOptions) -> str | None:
+    """Why a plan cannot take a dry run's exchanges; None where it can, or where there are none."""
+    dispatch = options.dispatch
+    if dispatch == "deepep":
+        return "the plan has DeepEP's kernels (--dispatch deepep), the program dsjax's own"
+    if run.method and dispatch not in ("auto", run.method):
+        return f"the program's dispatch is {run.method}, the plan's {dispatch}"
+    wire = "compute" if options.precision.wire == BF16 else "fp8"
+    if run.method and run.wire != wire:
+        return f"the program's wire is {run.wire}, the plan's {wire}: compile with --dispatch-wire {wire}"
+    return None
+
+
+def halves_refusal(run: DryRun, options: PlanOptions) -> str | None:
+    """Why a plan of dsjax cannot take the time of a dry run in two halves; None where it can, or where the step is whole."""
+    if run.halves and options.overlap != "on":
+        return "the program computes the step in two halves, and the plan's does not: give --two-batch-overlap on"
+    return None
+
+
+@dataclass(frozen=True)
+class DryRunUsage:
+    """What a plan took from a dry run; `used` is False where it took nothing. text: what, or why not."""
+
+    run: DryRun
+    used: bool
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable fields."""
+        run = self.run
+        about = {"file": run.file, "mesh": str(run.mesh), "target": run.target, "step": run.step}
+        return about | {"used": self.used, "what": self.text}
+
+
+def usage(run: DryRun, question: Asked, weights: Mapping[InstanceLayout, int]) -> DryRunUsage:
+    """What a plan over these layouts (of units, with their weights' bytes) takes from a dry run."""
+    reason, layout = refusal(run, question), run.layout(question.config)
+    if reason is None and layout not in weights:
+        reason = f"no layout of this plan is {layout} of {layout.devices} devices"
+    if reason:
+        return DryRunUsage(run, False, reason)
+    sent = sum(sent.times * sent.size for sent in run.collectives)
+    about = {
+        "beyond": weights[layout] - run.weight_bytes,
+        "sent": sent,
+        "count": sum(one.times for one in run.collectives),
+    }
+    about["other"] = wire_refusal(run, question.options) or halves_refusal(run, question.options)
+    return DryRunUsage(run, True, filled("texts", "dry_run.txt", run=run, flops=sum(run.flops.values()), **about))
 
 
 def nearest(runs: Iterable[DryRun], decode: bool, tokens: float) -> DryRun | None:

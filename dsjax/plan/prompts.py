@@ -1,7 +1,5 @@
 """Prompts beside decodes in aggregated serving: which replicas wait when they get their prompts one by one."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import math
@@ -101,10 +99,7 @@ def _saved(instance: Instance, batch: float, tokens: float, busy: float) -> floa
     their operations (`Instance.pace`), what both kinds have in common is saved at the pace of the faster one.
     """
     batch = instance.rows(batch)
-    paces = [
-        instance.pace(False, instance.halved(tokens)),
-        instance.pace(True, instance.overlapped(batch)),
-    ]
+    paces = [instance.pace(False, instance.halved(tokens)), instance.pace(True, instance.overlapped(batch))]
     slack = _over_shares(busy, lambda share: instance.launch_slack(tokens, share))
     beside = _seconds_of_more(instance, tokens, batch * (1 + instance.options.drafts)) / paces[0]
     beside += instance.decode_attention(batch) + instance.drafting(batch)

@@ -14,6 +14,7 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import InstanceLayout, instance_sizes
 from dsjax.plan.own_cluster import with_tables
 from dsjax.plan.workload import Objective, PlanOptions, Workload
+from dsjax.texts import filled
 
 if TYPE_CHECKING:
     from dsjax.plan.candidate import Candidate
@@ -74,16 +75,8 @@ class Question:
     @property
     def words(self) -> str:
         """The workload and the objectives in one line."""
-        work, bounds = self.workload, self.objective
-        parts = [f"{work.input.mean:g} tokens in, {work.output.mean:g} out"]
-        parts += [f"{work.prefix_hit:.0%} of prompts cached"] if work.prefix_hit else []
-        parts += [f"{work.concurrency:g} requests in flight"] if work.concurrency is not None else []
-        parts += [f"{work.rate:g} requests/s"] if work.rate is not None else []
-        parts += [f"TTFT within {bounds.ttft * 1e3:,.10g} ms"] if bounds.ttft is not None else []
-        parts += [f"TPOT within {bounds.tpot * 1e3:,.10g} ms"] if bounds.tpot is not None else []
-        parts += [f"{bounds.throughput:,.0f} tokens/s"] if bounds.throughput is not None else []
-        parts += [] if self.bounded else ["no objectives: most tokens a second"]
-        return "; ".join(parts) + f"; engine {self.options.engine.name}"
+        about = {"work": self.workload, "bounds": self.objective, "engine": self.options.engine.name}
+        return filled("texts", "question.txt", bounded=self.bounded, **about)
 
     @property
     def order(self) -> Callable[[Candidate], tuple[float, ...]]:

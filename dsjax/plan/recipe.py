@@ -1,7 +1,5 @@
 """The winner as something to run: commands and a recipe file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -23,6 +21,7 @@ from dsjax.plan.launch import LAUNCHED, LaunchCommand, documented, facts_of, lau
 from dsjax.plan.memory import expert_side_bytes
 from dsjax.plan.moves import in_one_process, processes_of
 from dsjax.plan.question import Question
+from dsjax.texts import filled
 
 REPOSITORIES: Mapping[str, str] = documented("any")["repositories"]
 """Where the weights of bundled configurations are; a service has to load some."""
@@ -119,20 +118,9 @@ def published_beside(candidate: Candidate | None, other: Candidate | None) -> st
     """What engines with published kernels and overlaps would give beside a runnable plan, and by what; None where there is nothing."""
     if other is None:
         return None
-    layout, batches, rate = other.decode.layout, other.decode.batches_in_turn(other.batch), other.throughput
-    reasons = {
-        "DeepEP's kernels for dispatch": layout.mesh.ep_size > 1 and not layout.experts,
-        "rows that go from device to device": layout.experts,
-        "prefill and decode on instances of their own": other.mode == "separated",
-        f"{batches} micro-batches in turn" if layout.experts else "two half batches that overlap": batches > 1,
-        "experts placed by their load": layout.redundant,
-    }
-    by = ", ".join(text for text, holds in reasons.items() if holds)
-    more = "" if candidate is None else f", {rate / candidate.throughput:.2f} × as many"
-    return (
-        f"Engines with published kernels and overlaps (--engine published): {other.name()}, {rate:,.0f} tokens/s "
-        f"[{rate.low:,.0f} … {rate.high:,.0f}]{more}{', by ' if by else ''}{by}."
-    )
+    more = other.throughput / candidate.throughput if candidate else None
+    batches = other.decode.batches_in_turn(other.batch)
+    return filled("texts", "published.txt", other=other, layout=other.decode.layout, batches=batches, more=more)
 
 
 def _contradicted(candidate: Candidate) -> list[str]:
@@ -206,11 +194,7 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
                 for k in work.classes
             ],
         },
-        "objective": {
-            "ttft_s": objective.ttft,
-            "tpot_s": objective.tpot,
-            "output_tokens_per_s": objective.throughput,
-        },
+        "objective": {"ttft_s": objective.ttft, "tpot_s": objective.tpot, "output_tokens_per_s": objective.throughput},
         "services": services,
         "one_process": together,
         "expected": candidate.to_json(),
@@ -226,11 +210,7 @@ def write_json_recipe(file: Path, model: str, question: Question, candidate: Can
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """A recipe that `write_json_recipe` wrote.
-
-    Raises:
-        UserError: it is no file, or no recipe.
-    """
+    """A recipe that `write_json_recipe` wrote. Raises `UserError`: it is no file, or no recipe."""
     try:
         made = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -316,18 +296,11 @@ def one_process(services: Sequence[Mapping[str, Any]], candidate: Candidate) -> 
     if prefill != decode:
         return None
     made = _started("prefill and decode", 1, candidate.devices, together | decode)
-    return made | {
-        "weight_bytes_per_host": sum(map(host_bytes, sides)),
-        "cold_start_s": cold_start(*sides).to_json(),
-    }
+    return made | {"weight_bytes_per_host": sum(map(host_bytes, sides)), "cold_start_s": cold_start(*sides).to_json()}
 
 
 def check_recipe(file: Path, engine: str) -> None:
-    """Whether a recipe of that kind can be written for an engine.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Whether a recipe of that kind can be written for an engine. Raises `UserError`: it cannot."""
     if file.suffix == ".sh" and engine not in LAUNCHED:
         raise UserError(
             f"{file} would hold the commands of one engine, and --engine is {engine}; give --engine {', '.join(LAUNCHED[:-1])} or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,14 @@ from rich.text import Text
 from dsjax.plan.calibration import calibrated, unseen
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.comparison import ratio_of
-from dsjax.plan.dry_runs import DryRunUsage
 from dsjax.plan.figure import TWO_LINES, Kind
 from dsjax.plan.limits import Forbidden, bottlenecks, forbidden
+from dsjax.plan.program import DryRunUsage
 from dsjax.plan.recipe import recipe
 from dsjax.plan.search import NO_LAYOUT, Plan
 from dsjax.plan.sweep import Sweep
 from dsjax.tables import table
+from dsjax.texts import filled
 
 if TYPE_CHECKING:  # brings the engine's scheduler in, which a plan that plays nothing does without
     from dsjax.plan.simulation.outcome import SimulationOutcome
@@ -49,17 +51,7 @@ def to_json(
         "missed": [{**row(c), "misses": c.misses(question.bounds)} for c in plan.missed[: 0 if winner else rows]],
         "frontier": [c.to_json() for c in plan.frontier],
         "frontier_late": [c.to_json() for c in plan.late],
-        "forbidden": [
-            {
-                "bound": f.bound,
-                "wanted": f.wanted,
-                "best": f.best,
-                "by": f.by,
-                "with_64_times_everything": f.floor,
-                "remedies": [{"resource": r.resource, "factor": r.factor} for r in f.remedies],
-            }
-            for f in forbidden(plan)
-        ],
+        "forbidden": [dataclasses.asdict(reason) for reason in forbidden(plan)],
         "winner": recipe(model, question, winner) if winner else None,
         "calibrated": calibrated(winner) if winner else None,
         "sweeps": [s.to_json() for s in sweeps],
@@ -158,46 +150,15 @@ def _rows(plan: Plan, rows: int) -> Iterator[str | Text | Table]:
     )
 
 
-def _of_winner(winner: Candidate, made: Mapping[str, Any], engine: str) -> Iterator[str | Text]:
-    memory, tokens, cost = winner.decode.memory, winner.decode.cache_tokens, winner.cost
-    yield (
-        f"a device: {memory.weights_total / 1e9:.1f} GB weights (exact), {memory.reserve / 1e9:.1f} GB set aside, room for {tokens:,.0f} "
-        f"cached tokens [{tokens.low:,.0f} … {tokens.high:,.0f}] a DP rank; at most {winner.decode.max_batch} requests"
-    )
-    if cost:
-        price = winner.decode.cluster.hardware.price_per_hour
-        yield f"a million output tokens cost {cost:.3g} [{cost.low:.3g} … {cost.high:.3g}], at {price:g} a device and hour"
-    for one in _corrected(winner):
-        based = f"× {one['correction']:.2f}; {one['predictions']}: {one['by']}"
-        yield f"corrected by blind predictions, 90 %: {one['text']} ({based})"
-    if unlike := unseen(winner):
-        yield f"nothing like it was measured: no blind prediction had {', '.join(unlike)}; these are the widest ends that there are"
-    yield (
-        f"TTFT {winner.ttft.low:,.2f} … {winner.ttft.high:,.2f} s is in steady state and not calibrated: no benchmark reports that. "
-        "plan simulate --request-rate inf has the TTFT that one would report, with calibrated ends"
-    )
-    yield f"throughput is {Kind(winner.throughput.kinds).words()}; --explain tpot shows its parts"
-    for service in made["services"]:
-        start, lost, others = service["cold_start_s"], service["recovery"], _other_hosts(service, engine)
-        yield _command(service)
-        if others:
-            yield f"  … and on its {others} other host{'s' * (others > 1)}: plan recipe FILE.sh has each"
-        yield (
-            f"  {service['role']}; cold start: a host reads {service['weight_bytes_per_host'] / 1e9:,.0f} GB of weights in "
-            f"{start['value']:,.0f} s [{start['low']:,.0f} … {start['high']:,.0f}] ({start['kind']}); programs are compiled beside that"
-        )
-        if lost and engine == "dsjax":
-            time, compiling = lost["seconds"], lost["compiling_s"]
-            when = "for compiling" if "--expert-mesh" in service["options"] else "without --compile-ahead"
-            yield (
-                f"  a lost host: silent for {time['value']:,.0f} s [{time['low']:,.0f} … {time['high']:,.0f}], and "
-                f"{compiling['value']:,.0f} more [{compiling['low']:,.0f} … {compiling['high']:,.0f}] {when}; at most "
-                f"{lost['bytes_read']['value'] / 1e9:,.0f} GB are read"
-            )
-    if made["one_process"] is not None:
-        yield "or all of it in one process of one host:"
-        yield _command(made["one_process"])
-    yield from (Text(f"note: {note}", "yellow") for note in made["notes"])
+def _of_winner(winner: Candidate, made: Mapping[str, Any], engine: str) -> Iterator[Text]:
+    about = {"corrected": _corrected(winner), "unlike": unseen(winner), "kinds": Kind(winner.throughput.kinds).words()}
+    services = [(service, _command(service).plain, _other_hosts(service, engine)) for service in made["services"]]
+    together = made["one_process"] and _command(made["one_process"]).plain
+    about |= {"services": services, "together": together, "notes": made["notes"], "engine": engine}
+    styles = {"$ ": _COMMAND, "! ": "yellow"}
+    for line in filled("texts", "winner.txt", winner=winner, memory=winner.decode.memory, **about).splitlines():
+        style = styles.get(line[:2], "")
+        yield Text(line[2:] if style else line, style)
 
 
 def _shown(plan: Plan, rows: int) -> list[Candidate]:
@@ -264,31 +225,8 @@ def show_usages(console: Console, usages: Sequence[DryRunUsage]) -> None:
 
 def sentence(reason: Forbidden) -> str:
     """Why, and at what hardware it would hold."""
-    r, remedies = reason, ", or ".join(f"{_rounded_up(r.factor)} × {r.resource}" for r in reason.remedies[:4])
-    would = "No multiple up to 64 of a resource, nor 8 × the hosts or devices, does."
-    if remedies:
-        would = f"It would hold with {remedies}."
-    elif r.floor is not None:
-        left = f"{r.floor:,.0f} tokens/s" if r.bound == "throughput" else f"{r.floor * 1e3:,.1f} ms"
-        would += f" With 64 × everything it is {left}: launches, host and other fixed costs remain."
-    if r.bound == "memory" and not r.wanted:
-        return NO_LAYOUT[0].upper() + NO_LAYOUT[1:] + "."
-    if r.bound == "devices" and not r.by:
-        return "memory forbids it: the hosts for prefill have room for the weights and one request in no layout."
-    if r.bound == "devices":
-        return (
-            f"prefill and decode do not fit beside each other: {r.by} takes {r.wanted:g} devices, the smallest instances for "
-            f"which there is memory; {r.best:g} are at hand. {would} --mode aggregated has both in one instance."
-        )
-    said = {
-        "memory": f"memory forbids it: the smallest layout ({r.by}) needs {r.wanted / 1e9:.1f} GB a device for weights, one request "
-        f"and what is set aside; a device has {r.best / 1e9:.1f} GB.",
-        "concurrency": f"memory forbids it: {r.wanted:g} requests at once wanted, caches hold {r.best:g} at most, with {r.by}.",
-        "throughput": f"throughput forbids it: {r.wanted:,.0f} tokens/s wanted, {r.best:,.0f} at best, by {r.by}.",
-        "together": f"each objective can be met, but not together; nearest is {r.by}.",
-    }
-    late = f"{r.bound.upper()} forbids it: {r.wanted * 1e3:,.10g} ms wanted, {r.best * 1e3:,.1f} ms at best, by {r.by}."
-    return f"{said.get(r.bound, late)} {would}"
+    would = ", or ".join(f"{_rounded_up(r.factor)} × {r.resource}" for r in reason.remedies[:4])
+    return filled("texts", "forbidden.txt", **vars(reason), would=would, no_layout=NO_LAYOUT)
 
 
 def _rounded_up(factor: float) -> str:

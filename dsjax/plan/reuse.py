@@ -1,13 +1,12 @@
 """What prompts that come back find cached, by the tier that has it, for `--prefix-hit`: on the devices, in host memory, on the disk."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from dsjax.plan.candidate import Candidate
 from dsjax.plan.figure import Figure, assumed, assumption, spread
+from dsjax.texts import filled
 
 _ROOM, _WHY = (0.75, 0.9, 1.0), "answers that nobody asks for again are pages, too"
 """Share of the cache beside requests in flight that pages of prompts have: low, middle, high."""
@@ -34,13 +33,7 @@ class Reuse:
         return {**tiers, "found": self.found, "loading_s": self.loading.to_json()}
 
     def __str__(self) -> str:
-        form = "{value} ({low} – {high})"
-        tiers = {"devices": self.device, "host memory": self.host, "disk": self.disk}
-        shares = ", ".join(f"{name} {figure.text(100, form=form)} %" for name, figure in tiers.items() if figure)
-        return (
-            f"prompts that come back find: {shares or 'nothing'}; a prompt's pages are loaded in "
-            f"{self.loading.text(1e3, form='{value} ms ({low} – {high})')}. Plan with --prefix-hit {min(self.found, 0.99):.2f}"
-        )
+        return filled("texts", "reuse.txt", reuse=self, hit=min(self.found, 0.99))
 
 
 def tier_shares(working_set: float, cache: float, held: float, host: float, disk: float) -> tuple[float, float, float]:

@@ -1,7 +1,5 @@
 """The search: every layout of an instance, every way to fill the cluster with it, ranked by the objective."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import gc
@@ -13,14 +11,14 @@ from typing import TypeVar
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate, aggregated, all_with_intervals, frontier
-from dsjax.plan.dry_runs import DryRunUsage, usage
 from dsjax.plan.instance import Instance
 from dsjax.plan.launch import LAUNCHED, unfit
 from dsjax.plan.layout import InstanceLayout, apart_layouts, layouts, with_redundancy
+from dsjax.plan.moves import cut_stage
+from dsjax.plan.program import DryRunUsage, usage
 from dsjax.plan.prompts import best_step
 from dsjax.plan.question import Question, users_told_apart
 from dsjax.plan.separated import separated_candidates
-from dsjax.plan.stages import cut_stage
 from sharding import MeshSpec
 
 _NO_PAGES = (
@@ -44,21 +42,19 @@ Row = TypeVar("Row")
 class Plan:
     """The answer: the best candidate of each layout that meets the objectives, best first; of the others, nearest first.
 
-    frontier: of candidates that keep the TTFT's objective; late: those that would be on it if they did. considered: layouts looked at;
-    fitting, too_large: with and without room for one request beside the weights. every: all candidates where none meets the objectives.
-    unkept: some meet them, but when played none kept the percentiles that were asked for.
+    fitting, too_large: with and without room for one request beside the weights.
     """
 
     question: Question
     ranked: Sequence[Candidate]
     missed: Sequence[Candidate]
-    frontier: Sequence[Candidate]
-    late: Sequence[Candidate]
-    considered: list[InstanceLayout]
+    frontier: Sequence[Candidate]  # of candidates that keep the TTFT's objective
+    late: Sequence[Candidate]  # those that would be on it if they did
+    considered: list[InstanceLayout]  # layouts looked at
     fitting: list[Instance]
     too_large: list[Instance]
-    every: list[Candidate]
-    unkept: bool = False
+    every: list[Candidate]  # all candidates where none meets the objectives
+    unkept: bool = False  # some meet them, but when played none kept the percentiles that were asked for
 
     @property
     def usages(self) -> list[DryRunUsage]:

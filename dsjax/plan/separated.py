@@ -1,7 +1,5 @@
 """The search for separated services: prefill pools and decode instances, and how many of each share the devices."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Sequence

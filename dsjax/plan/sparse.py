@@ -3,8 +3,6 @@
 Published are the rates of the attention kernels only; those of scores and choice are assumptions with wide ranges.
 """
 
-from __future__ import annotations
-
 from dsjax.config import ModelConfig
 from dsjax.plan.chip import Chip
 from dsjax.plan.figure import assumed, assumption

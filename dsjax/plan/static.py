@@ -1,7 +1,5 @@
 """The static modes: one batch, the same for every layout; prefill alone, decode alone, or one after the other."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +11,19 @@ from dsjax.plan.figure import TWO_LINES, as_json, spread
 from dsjax.plan.instance import Instance
 from dsjax.plan.search import NO_LAYOUT, Shown
 from dsjax.tables import table
+from dsjax.texts import filled
 
 
 @dataclass(frozen=True)
 class StaticResult:
-    """A batch of each DP rank on one instance. ttft: its prompts, one after another in steps of `--prefill-tokens`; tpot: of
-    its decode; rate: tokens a second a device, prompt tokens in `static_ctx`, output tokens otherwise. None: not part of the mode.
-    """
+    """A batch of each DP rank on one instance. rate: tokens a second a device, prompt tokens in `static_ctx`, output tokens otherwise.
+    None: not part of the mode."""
 
     instance: Instance
     mode: str
     batch: int
-    ttft: float | None
-    tpot: float | None
+    ttft: float | None  # its prompts, one after another in steps of `--prefill-tokens`
+    tpot: float | None  # of its decode
     rate: float
 
     def to_json(self) -> dict[str, Any]:
@@ -80,21 +78,9 @@ def _result(instance: Instance, mode: str, batch: int) -> StaticResult:
 
 def no_room(fitting: list[Instance], too_large: list[Instance], batch: int | None) -> str:
     """How much is missing where no layout holds the batch, and what would fit."""
-    if not fitting and not too_large:
-        return NO_LAYOUT
-    if not fitting:
-        least = min(too_large, key=lambda i: i.memory.weights_total)
-        missing = -least.memory.cache + least.workload.held * least.memory.cache_per_token
-        return (
-            f"no layout has room for one request: the smallest, {least.layout}, lacks {missing / 1e9:.1f} GB a device; its weights are "
-            f"{least.memory.weights_total / 1e9:.1f} of {least.memory.device / 1e9:.1f} GB"
-        )
-    most = max(fitting, key=lambda i: i.max_batch)
-    missing = (batch or 1) * most.workload.held * most.memory.cache_per_token - most.memory.cache
-    return (
-        f"no layout has room for {batch} requests of a DP rank: {most.layout} holds most, {most.max_batch}, and lacks "
-        f"{missing / 1e9:.1f} GB a device; give --batch {most.max_batch} or less, or shorter --input and --output"
-    )
+    least = min(too_large, key=lambda i: i.memory.weights_total, default=None)
+    most = max(fitting, key=lambda i: i.max_batch, default=None)
+    return filled("texts", "no_room.txt", least=least, most=most, batch=batch or 1, no_layout=NO_LAYOUT)
 
 
 def show_static(console: Console, results: list[StaticResult], mode: str, rows: int, missing: str) -> None:

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsjax.plan.balancing import STEP_INTERVAL
 from dsjax.plan.figure import assumption, measured
-from dsjax.plan.halves import HALVES, overlapped_layers, windowed_layers
 from dsjax.plan.memory import expert_bytes
 from dsjax.plan.network import all_reduce, moved_bytes
 from dsjax.plan.operator_tables import AICONFIGURATOR
 from dsjax.plan.precision import BF16
 from dsjax.plan.program import excess, nearest, tensor_parallel_sums
-from dsjax.plan.routed import routed_experts
+from dsjax.plan.skew import STEP_INTERVAL
 from dsjax.plan.sparse import index_projections, sparse_attention
-from dsjax.plan.step_basis import StepBasis
+from dsjax.plan.step_basis import HALVES, StepBasis, overlapped_layers, routed_experts, windowed_layers
 
 WAITING = "waiting for launches"
 """The part of a step with prompts in which the device waits for its kernels to be started."""
@@ -25,19 +23,14 @@ MODULE = ("MTP module", "host, drafts")
 
 
 class RankWork(NamedTuple):
-    """What one DP rank computes in a step.
+    """What one DP rank computes in a step."""
 
-    decodes: requests that get a token; context: positions that all of them attend to. prompts: prompt tokens computed; pairs: of a
-    prompt token and a position that it attends to; cached: positions of those prompts that were there before; ended: prompts of which the
-    last token is computed.
-    """
-
-    decodes: float = 0
-    context: float = 0
-    prompts: float = 0
-    pairs: float = 0
-    cached: float = 0
-    ended: float = 0
+    decodes: float = 0  # requests that get a token
+    context: float = 0  # positions that all of them attend to
+    prompts: float = 0  # prompt tokens computed
+    pairs: float = 0  # of a prompt token and a position that it attends to
+    cached: float = 0  # positions of those prompts that were there before
+    ended: float = 0  # prompts of which the last token is computed
 
     def times(self, factor: float) -> RankWork:
         """So many times the requests and prompt tokens, as they are."""

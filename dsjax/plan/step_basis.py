@@ -1,21 +1,28 @@
-"""`StepBasis`: what a step of an instance is priced from, and what its parts ask of a layout."""
+"""`StepBasis`: what a step of an instance is priced from; its routed experts, their ways there and back, and overlapping half batches.
 
-from __future__ import annotations
+As published, all of a step's computation overlaps all of its communication; dsjax's own program has them window by window
+(``dsjax/model/two_batch.py``).
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from dsjax.config import ModelConfig
-from dsjax.plan.balancing import Slots
 from dsjax.plan.chip import Chip
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import Engine
+from dsjax.plan.figure import assumed, assumption
 from dsjax.plan.layout import InstanceLayout
+from dsjax.plan.network import all_reduce, deepep_exchange, exchanged_rows, own_exchange
+from dsjax.plan.operations import H800_SMS
 from dsjax.plan.operator_tables import OperatorTables
+from dsjax.plan.precision import BF16
+from dsjax.plan.program import exchange_run, exchanges, nearest
+from dsjax.plan.skew import Slots
 from dsjax.plan.workload import PlanOptions
 from sharding.dispatch import choose_method
 
@@ -24,23 +31,22 @@ from sharding.dispatch import choose_method
 class StepBasis:
     """What a step of one instance is priced from. Sizes are of one DP rank, times in seconds.
 
-    overlap: two-batch overlap. balancing: redundant experts are placed by their load. dry_runs: compiled programs of this layout; their
-    collectives and products replace the estimates. shared: a dict that all layouts on one cluster share, with prices that they have in
-    common in the current draw. dispatch: `deepep`, or a method of dsjax. absorbs_below: `Engine.absorbs_below`, 0 on Blackwell.
+    dry_runs: compiled programs of this layout; their collectives and products replace the estimates. shared: a dict that all layouts on one
+    cluster share, with prices that they have in common in the current draw.
     """
 
     config: ModelConfig
     cluster: Cluster
     layout: InstanceLayout
     options: PlanOptions
-    overlap: bool = False
-    balancing: bool = True
+    overlap: bool = False  # two-batch overlap
+    balancing: bool = True  # redundant experts are placed by their load
     dry_runs: tuple[DryRun, ...] = ()
     shared: dict = field(default_factory=dict, compare=False, repr=False)
     chip: Chip = field(init=False)
     engine: Engine = field(init=False)
-    dispatch: str = field(init=False)
-    absorbs_below: int = field(init=False)
+    dispatch: str = field(init=False)  # `deepep`, or a method of dsjax
+    absorbs_below: int = field(init=False)  # `Engine.absorbs_below`, 0 on Blackwell
 
     def __post_init__(self):
         options, engine, blackwell = self.options, self.options.engine, self.cluster.hardware.is_blackwell
@@ -107,3 +113,213 @@ class StepBasis:
 def tables_of(operators: OperatorTables) -> tuple:
     """Key of `StepBasis.shared` for what was read from tables of operations for one device."""
     return ("tables", id(operators))
+
+
+_TIMED = 7168, 2048, 8
+"""V3's hidden size, expert width and experts of a token: kernels of whole layers were timed with these only."""
+
+
+def routed_experts(
+    step: StepBasis, tokens: float, decode: bool, busy: float = 1.0, halved: bool = False
+) -> dict[str, float]:
+    """Seconds of the routed experts, the way there and the way back, in one layer.
+
+    tokens: of the fullest DP rank; busy: the mean of all ranks ÷ these; halved: they are one of two half batches. Seconds depend on the
+    tokens of a device and the size of the EP group: with whole experts `dp=32` is as `dp=16,tp=2` with twice the batch.
+    """
+    mesh = step.layout.mesh
+    split = mesh.expert_width_shards
+    alike = mesh.tp_size if split > 1 or step.dispatch != "deepep" else 1
+    group = mesh.num_devices // mesh.expert_copies, step.expert_slots, split, step.places_by_load, alike
+    how = step.layout.fused, step.sums_experts, step.engine.gathers
+    make = partial(_routed, step, tokens / mesh.tp_size, decode, busy, halved)
+    if step.dry_runs:
+        return make()
+    return step.once(("experts", tokens / mesh.tp_size, decode, busy, halved, *group, *how), make)
+
+
+def _routed(step: StepBasis, rank_tokens: float, decode: bool, busy: float, halved: bool) -> dict[str, float]:
+    mesh, config = step.layout.mesh, step.config
+    rows = rank_tokens * busy * config.num_experts_per_tok * mesh.expert_width_shards
+    slowest = step.slowest(rows)
+    products = _products(step, rank_tokens * busy, rows * slowest, slowest, decode)
+    there, back = _exchanges(step, rank_tokens, decode, slowest, halved)
+    return {"experts": products, "dispatch": there, "combine": back}
+
+
+def _products(step: StepBasis, rank_tokens: float, arriving: float, slowest: float, decode: bool) -> float:
+    """Seconds of the busiest rank's products. rank_tokens: mean of a device; arriving: rows of the busiest rank."""
+    config, mesh, chip, places = step.config, step.layout.mesh, step.chip, step.expert_slots
+    experts, top_k, slots = config.n_routed_experts, config.num_experts_per_tok, places.physical // mesh.ep_size
+    everyone = rank_tokens * (mesh.num_devices // mesh.expert_copies)
+    skew = step.options.skew
+    touched = partial(skew.touched, top_k=top_k, experts=experts)
+    most_touched = partial(skew.most_touched, top_k=top_k, experts=experts, slots=slots, ranks=mesh.ep_size)
+    used, timed, least = most_touched(everyone), False, None
+    if (config.hidden_size, config.moe_intermediate_size, top_k) != _TIMED:
+        pass
+    elif mesh.splits_expert_width:
+        least = chip.fused_experts(everyone, touched, skew, mesh.expert_width_shards, mesh.ep_size)
+        timed, of_rank = not (decode and chip.hardware.is_blackwell), touched(everyone)
+    elif step.dispatch == "deepep" and mesh.ep_size > 1 and slots * mesh.ep_size == 256:
+
+        def more(tokens: float) -> float:
+            return step.slowest(tokens * top_k / mesh.ep_size)
+
+        about = (skew, places.physical), mesh.ep_size, None if decode else more
+        least, timed = chip.spread_experts(everyone, most_touched, *about) or (None, False)
+        of_rank = used
+    if least is not None and step.layout.fused:
+        least = least * assumed(
+            1 + 1 / of_rank, 1.0, 1 + max(1 / of_rank, 1 / top_k), "the shared expert in the same product",
+            "one expert's weights more, or where rows take the time one in top-k of them",
+        )  # fmt: skip
+    if least is not None and timed:
+        return least
+    # With few tokens the B200's table is faster than its memory reads the weights; in decode the slower of both counts. With more tokens
+    # than were timed the least is what the most of them took.
+    received = everyone * (1 - (1 - mesh.ep_size**-1) ** top_k) if mesh.ep_size > 1 else everyone
+    if step.layout.fused:  # one expert more in the same product, with every token of the ranks that share its width
+        used, arriving, slots = used + 1, arriving + rank_tokens * mesh.expert_width_shards, slots + 1
+    inner = config.moe_intermediate_size // mesh.expert_width_shards
+    return max(chip.experts(used, arriving, received * slowest, slots, config.hidden_size, inner, decode), least or 0.0)
+
+
+def _exchanges(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool) -> tuple[float, float]:
+    config, cluster, mesh = step.config, step.cluster, step.layout.mesh
+    width, top_k, split = config.hidden_size, config.num_experts_per_tok, mesh.expert_width_shards
+    rows = width * step.options.precision.wire, width * BF16
+    if step.dispatch != "deepep":
+        return _own(step, rank_tokens, decode, slowest, halved)
+    if step.sums_experts:
+        there = back = 0.0
+    elif step.engine.gathers and mesh.dp_size > 1:
+        # A gather and scattered sums send half of a sum each.
+        size = rank_tokens * mesh.num_devices * width * BF16 * (0.5 if decode else 1.0)
+        there = back = all_reduce(cluster, mesh.num_devices, size)
+    elif "etp" in mesh.axes:
+        return _ways(step, "even", rank_tokens, slowest, halved, split)
+    else:
+        # With one rank the sums over tp are the exchange.
+        ranks = mesh.num_devices // mesh.expert_copies if mesh.ep_size > 1 else 1
+        ways = tuple(zip(rows, (False, True), strict=True))
+        normal, low_latency = (
+            [
+                deepep_exchange(
+                    cluster, config, ranks, rank_tokens, row, slowest, combine, low, step.options.operators, step.shared
+                )
+                for row, combine in ways
+            ]
+            for low in (False, True)
+        )
+        # Decode takes the faster of DeepEP's two kinds of kernels. Capturing the normal ones in a CUDA graph is not priced.
+        there, back = low_latency if decode and sum(low_latency) <= sum(normal) else normal
+    if mesh.splits_expert_width and mesh.ep_size > 1 and "etp" not in mesh.axes:
+        back = back + all_reduce(cluster, split, rank_tokens * split * top_k * width * BF16)
+    return there, back
+
+
+def _own(step: StepBasis, rank_tokens: float, decode: bool, slowest: float, halved: bool) -> tuple[float, float]:
+    """Both ways of dsjax's own dispatch, and the gather behind it of a replica's tokens, which ``tp`` ranks have in parts until then.
+
+    Where experts are cut alone and a dry run was given, its collectives are among the sums over ``tp`` (`tensor_parallel_sums`).
+    """
+    config, cluster, mesh = step.config, step.cluster, step.layout.mesh
+    ranks, top_k = mesh.num_devices // mesh.expert_copies, config.num_experts_per_tok
+    method = step.own_method(rank_tokens, halved)
+    compiled = nearest(step.dry_runs, decode, rank_tokens) is not None
+    if mesh.ep_size == 1 and compiled:
+        return 0.0, 0.0
+    run = exchange_run(step.dry_runs, decode, method, rank_tokens) if ranks > 1 else None
+    if run:
+        there, back = exchanges(cluster, run, config.num_moe_layers, top_k, ranks, rank_tokens, slowest)
+    elif mesh.ep_size == 1 and ranks == mesh.tp_size > 1:
+        there, back = (_half_a_sum(step, rank_tokens * row) for row in _wire_rows(step))
+    else:
+        sharing = 1 if method == "gather" else mesh.expert_width_shards
+        there, back = _ways(step, method, rank_tokens, slowest, halved, sharing)
+    if mesh.tp_size > 1 and not compiled:
+        back = back + _half_a_sum(step, rank_tokens * config.hidden_size * BF16)
+    return there, back
+
+
+def _ways(
+    step: StepBasis, method: str, rank_tokens: float, slowest: float, halved: bool, sharing: int
+) -> tuple[float, float]:
+    """Seconds of dispatch and of combine by a method of dsjax's own dispatch. sharing: ranks that share an expert's width."""
+    mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
+    about = step.cluster, method, mesh.num_devices // mesh.expert_copies // sharing, rank_tokens, top_k
+    how = slowest, halved, step.routed_groups, sharing
+    pooled = zip(_wire_rows(step), ("all_gather", "reduce_scatter"), strict=True)
+    return tuple(own_exchange(*about, row, *how, kind) for row, kind in pooled)
+
+
+def _wire_rows(step: StepBasis) -> tuple[float, float]:
+    """Bytes of a token's row in dispatch, with float32 weights, 16-bit ids and a spare word (sharding/dispatch/wire.py), and in combine."""
+    width = step.config.hidden_size
+    return width * step.options.precision.wire + 6 * step.config.num_experts_per_tok + 4, width * BF16
+
+
+def _half_a_sum(step: StepBasis, each: float) -> float:
+    """Seconds of a gather over ``tp``, or of scattered sums: those of an all-reduce that sends as many bytes."""
+    tp = step.layout.mesh.tp_size
+    return all_reduce(step.cluster, tp, each * tp / 2)
+
+
+HALVES = "layers, two halves overlapped"
+"""The part of a step that says that it was priced in halves."""
+_LAUNCHES = 32, 7
+"""Small operations that a layer has more of for each half: in attention and routing (beside `small kernels`), and in the experts' part."""
+
+
+def overlapped_layers(step: StepBasis, decode: bool, half: dict[str, float]) -> float:
+    """Seconds of layers whose halves overlap as published: the longer of work and exchanges, and what is not hidden of the shorter."""
+    talk = 2 * (half["dispatch"] + half["combine"])
+    work = 2 * sum(half.values()) - talk
+    if not decode:
+        work = work / (1 - _communicating(step))
+    elif (
+        step.cluster.hardware.platform == "cuda"
+    ):  # low-latency kernels leave the multiprocessors free only while rows travel
+        work = work + talk * assumption("share of an exchange that is copies")
+    return max(work, talk) + min(work, talk) * (1 - assumption("share of the shorter that is hidden"))
+
+
+def windowed_layers(step: StepBasis, tokens: float, decode: bool, layers: int, half: dict[str, float]) -> float:
+    """Seconds of so many layers with experts: of each of a layer's four windows the longer counts, what travels or what computes.
+
+    tokens: of the whole step; half: the layers' parts for one half.
+    """
+    there, back = half["dispatch"], half["combine"]
+    experts = half["experts"] + half.get("shared experts", 0.0)
+    first = sum(half.values()) - there - back - experts
+    if step.cluster.hardware.platform == "cuda":
+        launch = assumption("a launch more of a half") * layers
+        first, experts = (time + launch * more for time, more in zip((first, experts), _LAUNCHES, strict=True))
+    if not decode:
+        experts, first = (time / (1 - _communicating(step)) for time in (experts, first))
+    windows = sum(max(*pair) for pair in ((back, first), (there, first), (there, experts), (back, experts)))
+    return windows + (there + back + experts) * (2 * further_rounds(step, tokens))  # beside these nothing runs
+
+
+def further_rounds(step: StepBasis, tokens: float) -> int:
+    """Rounds to the busiest rank that halves of so many tokens have beyond those of the whole, which are left out of both."""
+    mesh, top_k = step.layout.mesh, step.config.num_experts_per_tok
+    needed = []
+    for each, halved in ((tokens / mesh.tp_size / 2, True), (tokens / mesh.tp_size, False)):
+        if step.own_method(each, halved) not in ("padded", "hierarchical"):
+            needed.append(1)
+            continue
+        rows = each * top_k * mesh.expert_width_shards
+        load = step.slowest(rows)
+        room = exchanged_rows("padded", each, top_k, mesh.ep_size, halved)
+        needed.append(math.ceil(load * exchanged_rows("ragged", each, top_k, mesh.ep_size) / room))
+    return max(0, needed[0] - needed[1])
+
+
+def _communicating(step: StepBasis) -> float:
+    """The share of a GPU that communicates in prefill and does not compute."""
+    if step.cluster.hardware.platform != "cuda":
+        return 0.0
+    who = "multiprocessors that NCCL takes" if step.in_windows else "multiprocessors that communicate"
+    return assumption(who) / H800_SMS

@@ -1,7 +1,5 @@
 """Sensitivity: the winner, and the best replacement, as the network, the number of hosts or the users in flight change."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -130,10 +128,8 @@ def sweep(question: Question, winner: Candidate, quantity: str, points: Sequence
         raise UserError(f"--sweep loss-of-hosts={most:g}: the cluster has {cluster.hosts} hosts; expected fewer")
     found = []
     for value, users in sorted(tried, key=lambda point: (point[0], point[1] or 0.0)):
-        there, load = (
-            dataclasses.replace(question, cluster=changed(value)),
-            value if quantity == "concurrency" else users,
-        )
+        there = dataclasses.replace(question, cluster=changed(value))
+        load = value if quantity == "concurrency" else users
         if load is not None:
             work = dataclasses.replace(question.workload, concurrency=load, rate=None)
             there = dataclasses.replace(there, workload=work)

@@ -4,8 +4,6 @@ It has the order of ``CompiledPass.run`` (``dsjax/engine/afd/layer_programs.py``
 before, attention, the rows' way there, the experts, shared experts meanwhile. The dry run plays compiled programs, the planner prices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,17 +14,16 @@ THREADS = HOST, ATTENTION, THERE, EXPERTS, BACK = "host", "attention", "there", 
 class Turn(NamedTuple):
     """Seconds of one layer of one micro-batch.
 
-    attend, share, receive: of the attention side; compute: of the experts; there, back: on the links. launch: the host starts a program;
-    begin_there, begin_back: the host begins all copies of a move.
+    attend, share, receive: of the attention side. there, back: on the links. begin_there, begin_back: the host begins all copies of a move.
     """
 
     attend: float
     share: float
     receive: float
-    compute: float
+    compute: float  # of the experts
     there: float
     back: float
-    launch: float = 0.0
+    launch: float = 0.0  # the host starts a program
     begin_there: float = 0.0
     begin_back: float = 0.0
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from dsjax.config import ModelConfig
 from dsjax.errors import UserError
+from dsjax.fp4.formats import NVFP4
 from dsjax.plan.cluster import Cluster
 from dsjax.plan.compiled import DryRun
 from dsjax.plan.engine import PUBLISHED, Engine
@@ -38,14 +39,11 @@ def _refuse(faults: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean).
-
-    even: drawn evenly around the mean, as benchmarks with a range draw them, and not log-normal.
-    """
+    """Tokens of prompts or outputs: mean, and coefficient of variation (standard deviation ÷ mean)."""
 
     mean: float
     variation: float = 0.0
-    even: bool = False
+    even: bool = False  # drawn evenly around the mean, as benchmarks with a range draw them, and not log-normal
 
     def around(self, ratio: float) -> Lengths:
         """Lengths evenly between mean × (1 - ratio) and mean × (1 + ratio), as vLLM's `--random-range-ratio` has them."""
@@ -295,24 +293,44 @@ class PlanOptions:
 
     def check_launch(self, config: ModelConfig, workload: Workload) -> None:
         """Raise `UserError` where the engine lacks it, or the model has no MTP module for drafts, or no positions for `--context`."""
-        precision, positions, context = self.precision, config.max_position_embeddings, workload.decoding_at or 0
-        beyond, no_module = context > positions, self.drafts and not config.num_nextn_predict_layers
-        packed = self.fused and self.engine.widens_fp4 and precision.packed is not None
-        self.engine.check(
-            separated=self.modes == ("separated",) or bool(self.pins),
-            overlap=self.overlap == "on",
-            drafts=self.drafts,
-            packed=precision.packed,
-            fp8_cache=precision.cache < 2,
-            dispatch=self.dispatch,
-            int8=precision.name == "int8",
+        engine, precision, drafts = self.engine, self.precision, self.drafts
+        name = "dsjax serve" if engine.name == "dsjax" else engine.name
+        separated, most = self.modes == ("separated",) or bool(self.pins), engine.most_drafts or drafts
+        dispatch = self.dispatch == "deepep" and engine.dispatch != "deepep"
+        asked = (
+            ("--mode separated", "does not move caches between instances", separated and not engine.transfers),
+            (
+                "--two-batch-overlap on",
+                "does not overlap two half batches",
+                self.overlap == "on" and not engine.overlaps,
+            ),
+            ("--mtp", "does not draft with the MTP module", drafts and not engine.drafts),
+            (f"--mtp {drafts}", f"drafts at most {most} tokens a step", drafts > most),
+            (
+                "--precision nvfp4 or nvfp4-bf16",
+                "does not load FP4 experts",
+                precision.packed is not None and not engine.fp4,
+            ),
+            ("--precision int8", "does not load block-wise INT8 weights", precision.name == "int8" and not engine.int8),
+            ("an FP8 cache", "has none", precision.cache < 2 and engine.fp8_cache is None),
+            ("--dispatch deepep", "has dispatches of its own", dispatch),
         )
+        change = "change that, or give --engine published for engines that can"
+        positions, context = config.max_position_embeddings, workload.decoding_at or 0
+        only_nvfp4 = precision.packed not in (None, NVFP4) and not engine.widens_fp4
+        fused_and_packed = self.fused and engine.widens_fp4 and precision.packed is not None
+        packed = precision.packed.name if precision.packed else ""
         _refuse(
             {
+                f"--precision {packed} or {packed}-bf16 is asked for, but experts of {engine.name} are priced in NVFP4 only; give "
+                "--precision nvfp4 or nvfp4-bf16, or --engine dsjax": only_nvfp4,
+                **{f"{flag} is asked for, but {name} {reason}; {change}": wrong for flag, reason, wrong in asked},
                 f"--enable-shared-experts-fusion makes the shared expert a routed one, which --precision {precision.name} packs into "
-                "four bits, and dsjax serve keeps shared experts in more; leave one of the two out": packed,
-                f"--context is {context:g}, but the model has positions for {positions}; give fewer": beyond,
-                "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out": no_module,
+                "four bits, and dsjax serve keeps shared experts in more; leave one of the two out": fused_and_packed,
+                f"--context is {context:g}, but the model has positions for {positions}; give fewer": context
+                > positions,
+                "--mtp is given, but the model has no MTP module (num_nextn_predict_layers is 0); leave it out": drafts
+                and not config.num_nextn_predict_layers,
             }
         )
 
@@ -337,11 +355,7 @@ def tokens_a_step(acceptance: float | Sequence[float], drafts: int) -> float:
 
 
 def read_acceptance(text: str) -> float | tuple[float, ...]:
-    """`0.85`: of the first draft; `0.74,0.48,0.26`: of each position.
-
-    Raises:
-        UserError: neither.
-    """
+    """`0.85`: of the first draft; `0.74,0.48,0.26`: of each position. Raises `UserError`: neither."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from dsjax.errors import UserError
 from dsjax.serve.connections import ClientGoneError, error_response
 from dsjax.serve.errors import ApiError, to_api_error
-from dsjax.serve.guards import BodyLimits, Keys, RequestIds, ResponseCounts, UsualRequests
+from dsjax.serve.guards import BodyLimits, HeadRequests, Keys, RequestIds, ResponseCounts, UsualRequests
 from dsjax.serve.page.routes import create_page_routes
 from dsjax.serve.routes.admin import admin_routes
 from dsjax.serve.routes.openai import openai_routes
@@ -48,10 +49,16 @@ def create_app(serving: Serving, before_routes: Callable[[ASGIApp], ASGIApp] | N
         create_metrics_routes(app, serving)
     # The last one added is the first to see a request: its id, its key, its body.
     app.add_middleware(UsualRequests, routes=usual.routes, answer_error=_answer_error)
+    app.add_middleware(HeadRequests)
     if before_routes is not None:
         app.add_middleware(before_routes)
     app.add_middleware(BodyLimits, options=serving.options)
     app.add_middleware(Keys, options=serving.options)
+    if origins := serving.options.origins:
+        shown = ("X-Request-ID", "Retry-After", "Warning")
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
+        )
     app.add_middleware(RequestIds)
     if serving.metrics is not None:
         app.add_middleware(ResponseCounts, metrics=serving.metrics)
@@ -62,6 +69,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)  # nobody reads it; nginx's number for the access log
     answer = to_api_error(error)
+    if answer.status == 405 and request.method == "OPTIONS":
+        methods = answer.headers["Allow"]
+        return Response(status_code=204, headers={"Allow": methods + (", HEAD" if methods == "GET" else "")})
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(request.scope, answer)

@@ -1,21 +1,24 @@
 """`/v1/chat/completions`: a request checked and queued, and its outputs made into an answer or the chunks of a stream."""
 
+import dataclasses
+from abc import abstractmethod
 from typing import Any
 
-from dsjax.engine.contract.sampling_params import SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingParams, StructuredOutputs
 from dsjax.engine.request_streams import INLINE_LENGTH, OutputStream
 from dsjax.engine.schedule.request import FinishReason, RequestOptions
 from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from dsjax.serve import bounds
 from dsjax.serve.answers import Answer, TextEvent, finite, gather, naming_the_form, prompt_logprobs_body, refuse_failed
-from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.chat_fields import ChatRequest, ToolChoice
 from dsjax.serve.chat_prompt import ChatPrompt, render_prompt
+from dsjax.serve.connections import StreamedAnswer
 from dsjax.serve.errors import ApiError
 from dsjax.serve.message_parser import CLOSE, OPEN, MessageParser, ReasoningSplitter, Section
 from dsjax.serve.schemas import ChatChoice, ChatLogprobs, ChatResponse
 from dsjax.serve.serving import Serving
-from dsjax.serve.tool_calls import MARKERS, MessagePiece, ToolCallParser, tool_grammar
+from dsjax.serve.tool_calls import MessagePiece
 
 
 class ChatAnswer(Answer):
@@ -36,8 +39,7 @@ class ChatAnswer(Answer):
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
-        template = self._tokenizer.chat_template if self._tokenizer else None
-        return self._body.fields_without_effect(template.source if template else "")
+        return self._body.fields_without_effect(self._tokenizer.chat_template if self._tokenizer else None)
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything, render the template and queue the prompt.
@@ -62,38 +64,36 @@ class ChatAnswer(Answer):
         return stream
 
     def _form(self) -> dict[str, Any] | None:
-        """Choose the form that the answer must have: one asked for, or that of the tool calls that must come."""
-        body = self._body
+        """Choose the form that the answer must have: tool calls that must come, or the form asked for, or calls instead of it."""
+        body, tool_format = self._body, self._serving.tool_format
         form, forced = self._serving.with_whitespace(body.form_of_text()), body.forced_tools
-        if not forced:
-            return form
-        if form is not None:
-            raise ApiError(400, "tool_choice and a form of the text exclude each other; give one", param="tool_choice")
-        if self._tokenizer is None or self._serving.tool_format is None:
+        if forced and (self._tokenizer is None or tool_format is None):
             raise ApiError(400, "this server has no tool-call parser (--tool-call-parser)", param="tool_choice")
-        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        compact = self._serving.options.disable_any_whitespace
-        return {
-            "grammar": tool_grammar(
-                self._serving.tool_format, forced, self._tokenizer, several=several, compact=compact
-            )
-        }
+        tools = forced or (body.offered_tools if form is not None and tool_format is not None else [])
+        if not tools:
+            return form
+        grammar = tool_format.grammar(
+            tools,
+            self._tokenizer,
+            several=not isinstance(body.tool_choice, ToolChoice) and body.parallel_tool_calls is not False,
+            compact=self._serving.options.disable_any_whitespace,
+            instead=None if forced else StructuredOutputs(**form),
+        )
+        return {"grammar": grammar}
 
     def _params(
         self, prompt: ChatPrompt, max_tokens: int | None, logprobs: int | None, form: dict[str, Any] | None
     ) -> SamplingParams:
         reasoning = self._serving.reasoning if self._body.separate_reasoning is not False else None
         self._section = None if reasoning is None else reasoning.start_of(prompt.text, prompt.unfinished)
-        parsed = self._section is not None or self._parses_tools
-        special = parsed and any(
-            token_id is not None and self._tokenizer.is_special(token_id)
-            for token_id in map(self._tokenizer.token_id, (OPEN, CLOSE, *MARKERS))
-        )
+        markers = [] if self._section is None else [OPEN, CLOSE]
+        markers += self._serving.tool_format.markers if self._parses_tools else []
+        ids = map(self._tokenizer.token_id, markers)
         return self._body.sampling_params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=self._body.prompt_logprobs,
-            keep_special_tokens=special,
+            kept_special_tokens=[token_id for token_id in ids if token_id is not None],
             form=form,
             form_after=self._form_after(prompt),
         )
@@ -110,13 +110,14 @@ class ChatAnswer(Answer):
         return bool(self._body.offered_tools) and self._serving.tool_format is not None
 
     def _parser(self) -> MessageParser:
-        tools = None
+        tools, openings = None, {}
         if self._parses_tools:
+            openings = {marker: self._tokenizer.token_id(marker) for marker in self._serving.tool_format.openings}
             most = 1 if self._body.parallel_tool_calls is False else bounds.MAX_TOOL_CALLS
-            tools = ToolCallParser(self._serving.tool_format, most)
+            tools = self._serving.tool_format.parser(most)
         splitter = None
         if self._section is not None:
-            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id)
+            splitter = ReasoningSplitter(self._section, self._serving.reasoning.close_token_id, openings)
         return MessageParser(splitter, tools, self._body.include_reasoning is not False)
 
     async def whole(self, stream: OutputStream) -> ChatResponse:
@@ -130,7 +131,7 @@ class ChatAnswer(Answer):
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             choice: ChatChoice = {
                 "index": completion.index,
-                "message": message,
+                "message": message | {"refusal": None, "annotations": []},
                 "logprobs": self._logprobs(completion),
                 **_end(completion, parser),
             }
@@ -148,7 +149,8 @@ class ChatAnswer(Answer):
     def first_chunks(self) -> list[ChatResponse]:
         """Give the first chunk of each choice, which tells its role."""
         self._parsers = [self._parser() for _ in range(self._body.n)]
-        return [self._chunk_of(_delta(index, {"role": "assistant", "content": ""})) for index in range(self._body.n)]
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return [self._chunk_of(_delta(index, first)) for index in range(self._body.n)]
 
     def chunks_of(
         self, prompt_index: int, output: RequestOutput, *, as_events: bool = True
@@ -165,18 +167,20 @@ class ChatAnswer(Answer):
         for completion in output.outputs:
             refuse_failed(completion)
             parser = self._parsers[completion.index]
+            num_before = parser.reasoning_tokens
             piece = parser.push(completion.text, completion.finished, completion.token_ids)
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
             if as_events and self._only_text_changes and not completion.finished and piece.is_one_text:
                 chunks.append(self._text_event(completion.index, piece))
                 continue
-            choice = self._chunk(completion, parser, piece.delta())
-            if choice is None:
-                continue
-            chunks.append(self._chunk_of(choice))
-            if self._body.return_token_ids and not self._prompt_is_sent:
-                chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
-                self._prompt_is_sent = True
+            for part, delta in _by_delta(completion, piece, parser.reasoning_tokens - num_before):
+                choice = self._chunk(part, parser, delta)
+                if choice is None:
+                    continue
+                chunks.append(self._chunk_of(choice))
+                if self._body.return_token_ids and not self._prompt_is_sent:
+                    chunks[-1]["prompt_token_ids"] = output.prompt_token_ids
+                    self._prompt_is_sent = True
         return chunks
 
     def _text_event(self, index: int, piece: MessagePiece) -> bytes:
@@ -217,6 +221,50 @@ class ChatAnswer(Answer):
     def _one(self, token_id: int, one: Logprob) -> dict[str, Any]:
         text = list(self._tokenizer.token_bytes(token_id))
         return {"token": one.decoded_token, "logprob": finite(one.logprob), "bytes": text}
+
+
+def _by_delta(
+    completion: CompletionOutput, piece: MessagePiece, num_reasoning: int
+) -> list[tuple[CompletionOutput, dict[str, Any]]]:
+    """Pair each delta with its tokens: those of the reasoning, of which there are `num_reasoning`, and the others with the last delta."""
+    *first, last = piece.deltas()
+    parts = []
+    for delta in first:
+        at = max(0, num_reasoning) if "reasoning" in delta else 0
+        ids, scores = completion.token_ids, completion.logprobs
+        before = {"token_ids": ids[:at], "logprobs": scores and scores[:at], "finish_reason": None}
+        parts.append((dataclasses.replace(completion, **before), delta))
+        completion = dataclasses.replace(completion, token_ids=ids[at:], logprobs=scores and scores[at:])
+    return [*parts, (completion, last)]
+
+
+class RetoldAnswer(StreamedAnswer):
+    """A chat answer, told in the words of another API."""
+
+    def __init__(self, serving: Serving, body: Any, answer_id: str, request_id: str):
+        self.id, self._body = answer_id, body
+        self._model = serving.check_model(body.model)
+        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
+
+    async def start(self, place: RequestOptions) -> OutputStream:
+        """Check everything and queue the prompt, as the chat answer does.
+
+        Raises:
+            ApiError, UserError: nothing was queued.
+        """
+        return await self._chat.start(place)
+
+    async def whole(self, stream: OutputStream) -> dict[str, Any]:
+        """Wait until all is done, and give the whole answer: what its events build."""
+        self.first_chunks()
+        async for index, output in stream:
+            self.chunks_of(index, output)
+        self.last_chunks()
+        return self._built()
+
+    @abstractmethod
+    def _built(self) -> dict[str, Any]:
+        """Give the answer as far as it has come."""
 
 
 def _delta(index: int, delta: dict[str, Any]) -> ChatChoice:

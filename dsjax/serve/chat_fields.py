@@ -1,17 +1,18 @@
 """The body of `/v1/chat/completions`: messages, tools and the rest, checked one by one and against each other."""
 
 import json
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS, SamplingError
+from dsjax.engine.text.tokenizer import Template
 from dsjax.serve import bounds
-from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel
+from dsjax.serve.errors import ApiError, to_api_error
+from dsjax.serve.sampling_fields import Count, Effort, Name, SamplingFields, StrictModel, for_header
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -79,6 +80,7 @@ class ChatMessage(StrictModel):
     reasoning: str | None = Field(None, description="another name of reasoning_content")
     tool_calls: Annotated[list[ToolCall], Field(max_length=bounds.MAX_TOOL_CALLS)] | None = None
     tool_call_id: Name | None = None
+    prefix: bool | None = Field(None, description="DeepSeek's: go on inside this, the last message")
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -95,7 +97,7 @@ class ChatMessage(StrictModel):
         """Raise for fields that do not go with the role."""
         where = f"messages[{index}]"
         if self.role != "assistant":
-            for name in ("tool_calls", "reasoning_content", "reasoning"):
+            for name in ("tool_calls", "reasoning_content", "reasoning", "prefix"):
                 if getattr(self, name):
                     raise ApiError(400, f"{where}: {name} is only for the role assistant", param="messages")
         if self.role != "tool" and self.tool_call_id is not None:
@@ -133,6 +135,26 @@ class ToolChoice(StrictModel):
     function: ChosenFunction
 
 
+class ThinkingSwitch(StrictModel):
+    """DeepSeek's `thinking`; `adaptive`, Anthropic's, is the model's own way to reason, which is to do so."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class AllowedTools(StrictModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, max_length=bounds.MAX_TOOLS)]
+
+
+class AllowedToolChoice(StrictModel):
+    """OpenAI's way to name several functions that may, or must, be called. The others are not shown to the model."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 THINKING_SWITCHES = ("thinking", "enable_thinking")
 """Variables by which templates turn reasoning on or off: DeepSeek-V3.1's, and that of others."""
 
@@ -148,9 +170,18 @@ class PromptFields(StrictModel):
 
     def check_prompt_fields(self) -> None:
         """Raise for messages and tools that contradict each other or are too large."""
+        called: set[str | None] = set()
         for index, message in enumerate(self.messages):
             message.check(index)
-        if self.continue_final_message and self.add_generation_prompt:
+            called.update(call.id for call in message.tool_calls or ())
+            # Either side may be without an id.
+            known = called if None in {message.tool_call_id, *called} else called & {message.tool_call_id}
+            if message.role == "tool" and not known:
+                reason = f"messages[{index}]: found a tool's answer to {message.tool_call_id!r}, which no message before it calls"
+                raise ApiError(400, reason, param="messages")
+        if any(message.prefix for message in self.messages[:-1]):
+            raise ApiError(400, "prefix is only for the last message", param="messages")
+        if self.goes_on and self.add_generation_prompt:
             reason = "continue_final_message and add_generation_prompt exclude each other; give one"
             raise ApiError(400, reason, param="continue_final_message")
         names = [tool.function.name for tool in self.tools or ()]
@@ -159,13 +190,19 @@ class PromptFields(StrictModel):
         if self.tools and len(json.dumps(self.tool_dicts())) > bounds.MAX_GRAMMAR_BYTES:
             raise ApiError(400, f"the tools take more than {bounds.MAX_GRAMMAR_BYTES:,} bytes", param="tools")
 
-    def template_variables(self, source: str) -> dict[str, Any]:
-        """Return variables for a template of this source."""
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer goes on inside the last message."""
+        return bool(self.continue_final_message or self.messages[-1].prefix)
+
+    def template_variables(self, template: Template) -> dict[str, Any]:
+        """Return variables for a template."""
         return dict(self.chat_template_kwargs or {})
 
-    def tool_dicts(self) -> list[dict[str, Any]]:
-        """Return the tools as templates and grammars read them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+    def tool_dicts(self, named: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """Return the tools, or those of these names, as templates and grammars read them."""
+        tools = (tool for tool in self.tools or () if named is None or tool.function.name in named)
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 class ChatRequest(SamplingFields, PromptFields):
@@ -175,13 +212,16 @@ class ChatRequest(SamplingFields, PromptFields):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Count | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = Field(True, description="false leaves the reasoning out of the answer")
     separate_reasoning: bool | None = Field(True, description="SGLang's; false leaves the reasoning in the content")
     reasoning_effort: Effort | None = Field(
         None,
         description="none turns thinking off where the template has a switch for it; templates may also read the word",
+    )
+    thinking: ThinkingSwitch | None = Field(
+        None, description="DeepSeek's: turns reasoning on or off, whatever the effort"
     )
     functions: list[Any] | None = Field(None, description="older name of tools; refused")
     function_call: Any = Field(None, description="older name of tool_choice; refused")
@@ -196,40 +236,54 @@ class ChatRequest(SamplingFields, PromptFields):
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice wants tools, and there are none", param="tool_choice")
-        if isinstance(choice, ToolChoice) and choice.function.name not in [t.function.name for t in self.tools]:
-            reason = f"tool_choice names {choice.function.name!r}, which is none of the tools"
-            raise ApiError(400, reason, param="tool_choice")
+        if unknown := sorted((self._choice[1] or set()) - {tool.function.name for tool in self.tools or ()}):
+            raise ApiError(400, f"tool_choice names {unknown[0]!r}, which is none of the tools", param="tool_choice")
 
-    def template_variables(self, source: str) -> dict[str, Any]:
+    def template_variables(self, template: Template) -> dict[str, Any]:
         """Return variables for a template: those given, and what `reasoning_effort` means to it."""
         variables = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            for name in THINKING_SWITCHES:
-                if names(source, name):
-                    variables.setdefault(name, self.reasoning_effort != "none")
-            if names(source, "reasoning_effort"):
-                variables.setdefault("reasoning_effort", self.reasoning_effort)
+        switch, effort = self.thinking and self.thinking.type, self.reasoning_effort
+        if switch is not None or effort is not None:
+            thinks = effort != "none" if switch is None else switch != "disabled"
+            variables = {name: thinks for name in THINKING_SWITCHES if template.reads(name)} | variables
+        if effort is not None and template.reads("reasoning_effort"):
+            variables.setdefault("reasoning_effort", effort)
         return variables
 
-    def fields_without_effect(self, source: str) -> list[str]:
+    def fields_without_effect(self, template: Template | None) -> list[str]:
         """Name the fields without effect, for a model with this chat template."""
         unused_fields = self.without_effect()
-        read = any(names(source, name) for name in (*THINKING_SWITCHES, "reasoning_effort"))
-        return unused_fields + (["reasoning_effort"] if self.reasoning_effort is not None and not read else [])
+        switches = template is not None and any(map(template.reads, THINKING_SWITCHES))
+        if self.reasoning_effort is not None and not (switches or (template and template.reads("reasoning_effort"))):
+            unused_fields.append("reasoning_effort")
+        if self.thinking is not None and not switches:
+            unused_fields.append("thinking")
+        variables = self.chat_template_kwargs or ()
+        if unread := [name for name in variables if template is None or not template.reads(name)]:
+            unused_fields += [f"chat_template_kwargs.{name}" for name in for_header(unread)] or ["chat_template_kwargs"]
+        return unused_fields
+
+    @property
+    def _choice(self) -> tuple[bool, set[str] | None]:
+        """Whether a tool must be called, and the names of those that may be; None: all."""
+        match self.tool_choice:
+            case ToolChoice(function=one):
+                return True, {one.name}
+            case AllowedToolChoice(allowed_tools=some):
+                return some.mode == "required", {one.function.name for one in some.tools}
+        return self.tool_choice == "required", None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that this answer may call."""
-        return [] if self.tool_choice == "none" else self.tool_dicts()
+        """The tools that the model is shown, and that this answer may call."""
+        named = self._choice[1] if isinstance(self.tool_choice, AllowedToolChoice) else None
+        return [] if self.tool_choice == "none" else self.tool_dicts(named)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which this answer must call one; empty where it may also be text."""
-        if self.tool_choice == "required":
-            return self.tool_dicts()
-        if isinstance(self.tool_choice, ToolChoice):
-            return [tool for tool in self.tool_dicts() if tool["function"]["name"] == self.tool_choice.function.name]
-        return []
+        must, named = self._choice
+        return self.tool_dicts(named) if must else []
 
     def token_limit(self) -> int | None:
         """Give the most tokens of the answer: `max_completion_tokens`, or `max_tokens`, its older name.
@@ -262,6 +316,14 @@ class ChatRequest(SamplingFields, PromptFields):
         return self.top_logprobs or 0
 
 
-def names(source: str, variable: str) -> bool:
-    """Say whether a template reads a variable."""
-    return re.search(rf"\b{variable}\b", source) is not None
+def as_chat(fields: Mapping[str, Any], param: str) -> ChatRequest:
+    """Make a chat request of what another API's body means.
+
+    Raises:
+        ApiError: it has more messages, or calls in one turn, than a conversation may have. param: the field that it blames.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        reason = to_api_error(RequestValidationError(error.errors(), body=fields)).message
+        raise ApiError(400, reason, param=param) from error

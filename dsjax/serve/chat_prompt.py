@@ -4,10 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from dsjax.engine.text.input_processor import EncodedPrompt
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.chat_fields import ChatMessage, PromptFields, names
-from dsjax.serve.errors import ApiError
+from dsjax.errors import UserError
+from dsjax.serve.chat_fields import ChatMessage, PromptFields
+from dsjax.serve.errors import ApiError, to_api_error
 from dsjax.serve.tool_calls import ToolFormat, tool_outputs
+from dsjax.serve.tool_formats import choose_tool_format
 
 _RESERVED_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
 
@@ -39,25 +45,42 @@ def render_prompt(
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-    source = tokenizer.chat_template.source
-    variables = fields.template_variables(source)
+    template = tokenizer.chat_template
+    variables = fields.template_variables(template)
     reserved = sorted(_RESERVED_VARIABLES & variables.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
-    messages = _messages(fields.messages, names(source, "tool_calls"), form)
-    if tools and not names(source, "tools"):
+    messages = _messages(fields.messages, template.reads("tool_calls"), form)
+    if tools and not template.reads("tools"):
         messages = _with_description(messages, tools, form)
-    text = tokenizer.chat_template.render(
+    text = template.render(
         messages,
-        add_generation_prompt=not fields.continue_final_message and fields.add_generation_prompt is not False,
+        add_generation_prompt=not fields.goes_on and fields.add_generation_prompt is not False,
         **({"tools": list(tools)} if tools else {}),
         **variables,
     )
     unfinished = None
-    if fields.continue_final_message:
+    if fields.goes_on:
         unfinished = messages[-1]["content"] or ""
         text = _cut_after(text, unfinished)
     return ChatPrompt(text, tokenizer.encode(text, add_special_tokens=False), unfinished)
+
+
+def conversation_prompt(tokenizer: Tokenizer, **fields: Any) -> EncodedPrompt:
+    """Make the prompt of a conversation given in Python, as `/v1/chat/completions` makes it. fields: those of `PromptFields`.
+
+    Raises:
+        UserError: messages or tools that cannot be.
+    """
+    try:
+        body = PromptFields.model_validate(fields)
+        body.check_prompt_fields()
+        prompt = render_prompt(tokenizer, body, body.tool_dicts(), choose_tool_format("auto", tokenizer))
+        return EncodedPrompt(prompt.token_ids)
+    except ValidationError as error:
+        raise UserError(to_api_error(RequestValidationError(error.errors(), body=fields)).message) from error
+    except ApiError as error:
+        raise UserError(error.message) from error
 
 
 def _messages(messages: Sequence[ChatMessage], has_tool_calls: bool, form: ToolFormat | None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from dsjax.serve.options import (
 )
 
 if TYPE_CHECKING:  # they bring JAX in, which `--help` does not need
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
     from dsjax.serve.metrics import Metrics
 
 
@@ -127,7 +127,7 @@ def serve(
 
         Headless(group_options, options).serve(args, listener, console)
         return
-    from dsjax.engine.llm import LLM
+    from dsjax.llm import LLM
 
     model = LLM(**dataclasses.asdict(args), show_progress=True)
     names = tuple(served_model_name or ()) or (args.model,)
@@ -180,7 +180,7 @@ def serve_model(
 
             model.parts.warm_up(between_shapes)
 
-    facts = model.facts
+    facts, options = model.facts, options or ServeOptions()
     show_facts(console, facts)
     metrics = metrics_of(model, names[0])
     engine = SharedEngine(model.parts) if front_end_listeners else AsyncEngine(model.parts)
@@ -190,13 +190,13 @@ def serve_model(
         names,
         facts.model,
         facts.max_model_len,
-        options or ServeOptions(),
+        options,
         facts=facts,
         metrics=metrics,
         orders_by_priority=orders_by_priority,
     )
     engine.on_change.append(serving.on_change)
-    host, port = listener.getsockname()[:2]
+    url = options.url(*listener.getsockname()[:2])
 
     def prepare_end() -> None:
         engine.wait_for_no_mesh()
@@ -208,7 +208,7 @@ def serve_model(
         "shutdown_timeout": shutdown_timeout,
         "log_level": log_level,
         "warm_up": warm_up,
-        "on_ready": lambda: show_url(console, host, port, names),
+        "on_ready": lambda: show_url(console, url, names),
         "before_exit": lambda code: group and group.leave("its engine has failed" if code else None),
     }
     if front_end_listeners:

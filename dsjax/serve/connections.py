@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from dsjax.background import contained
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.text.outputs import RequestOutput
-from dsjax.serve.errors import ApiError, to_api_error
+from dsjax.serve.errors import ApiError, anthropic_body, to_api_error
 
 Answer = TypeVar("Answer")
 
@@ -76,7 +76,8 @@ def error_response(scope: Scope, error: ApiError, *, close: bool = False) -> Jso
     """Answer a request with an error; `close` ends the connection after it, because the rest of the request will not be read."""
     note_error(scope, error)
     headers = {**(error.headers or {}), **({"Connection": "close"} if close else {})}
-    return JsonResponse(error.body(), status_code=error.status, headers=headers)
+    body = anthropic_body(error) if scope["path"].startswith("/v1/messages") else error.body()
+    return JsonResponse(body, status_code=error.status, headers=headers)
 
 
 class ClientGoneError(Exception):

@@ -48,6 +48,13 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Make the JSON body of an error as Anthropic's clients read it, who know fewer fields."""
+    body = error.body()
+    body["error"]["type"] = "api_error" if error.type == "server_error" else error.type
+    return {"type": "error", **body}
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Make what the client is sent for an exception. One that nobody foresaw is a 500 without details."""
     match error:
@@ -84,13 +91,13 @@ def _from_http(error: HTTPException) -> ApiError:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """422 for a body whose fields are not those of the schema; the first problems are named."""
+    """400, as OpenAI has it, for a body whose fields are not those of the schema; the first problems are named."""
     problems = error.errors()
     first = problems[0]
     location = _steps(first["loc"], error.body)
     if not location:
         return ApiError(
-            422, "the request has no JSON object as its body; send one, with Content-Type: application/json"
+            400, "the request has no JSON object as its body; send one, with Content-Type: application/json"
         )
     messages: dict[str, list[str]] = {}
     for problem in problems:
@@ -101,8 +108,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     sentences = [f"{path}: {_one_of(texts)}" for path, texts in list(messages.items())[:_MOST_PROBLEMS]]
     if len(messages) > _MOST_PROBLEMS:
         sentences.append(f"and {len(messages) - _MOST_PROBLEMS} more")
-    status = 400 if any(problem["type"] == "text_only" for problem in problems) else 422
-    return ApiError(status, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
+    return ApiError(400, "; ".join(sentences), param=str(location[0])[:_MOST_CHARACTERS])
 
 
 def _steps(location: Sequence[str | int], body: Any) -> list[str | int]:

@@ -255,7 +255,9 @@ class Keys(Guard):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an allowed request on."""
-        given = _given_key(Headers(scope=scope).get("authorization", ""), scope["method"])
+        headers = Headers(scope=scope)
+        given = _given_key(headers.get("authorization", ""), scope["method"])
+        given = given or headers.get("x-api-key", "").encode()  # Anthropic's clients
         scope.setdefault("state", {})["admin"] = self._admin is not None and hmac.compare_digest(given, self._admin)
         refusal = self._refusal(scope, given)
         await (self._app if refusal is None else error_response(scope, refusal))(scope, receive, send)
@@ -383,6 +385,19 @@ class StrictRoute(APIRoute):
             return await handler(StrictRequest(request.scope, request.receive))
 
         return handle
+
+
+class HeadRequests(Guard):
+    """Has HEAD answered as GET; the server leaves the body out."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+        await self._app(as_get, receive, send)
+        scope["route"] = as_get.get("route")  # under which it is counted
 
 
 class UsualRequests(Guard):

@@ -60,11 +60,12 @@ class Probes:
             access_log=False,
             ws="none",
             http=bounded_connections(self._http.request_timeout, affordable_connections(self._http.max_connections)),
+            **self._http.tls,
         )
         server = uvicorn.Server(config)  # takes no signals in a thread that is not the main one
         start_thread("headless server", server.run, [listener], name="dsjax-headless")
         host, port = listener.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return self._http.url(host, port)
 
     def app(self) -> FastAPI:
         """Make the application with the endpoints."""

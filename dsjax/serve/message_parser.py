@@ -4,12 +4,12 @@
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dsjax.engine.text.detokenizer import num_undecided
+from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import MessagePiece, ToolCallParser
+from dsjax.serve.tool_calls import OUTPUT_END, OUTPUTS_END, MessagePiece, ToolCallParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -32,21 +32,27 @@ class SplitText(NamedTuple):
 class ReasoningSplitter:
     """Takes an answer's text piece by piece; line breaks next to the tags are dropped, everything else is kept.
 
-    However the text is cut, the pieces put together are the same.
+    However the text is cut, the pieces put together are the same. An opening tag at the text's beginning is dropped: some models
+    write one although the prompt has it. A tool call that no closing tag follows ends the reasoning; before one it is a draft.
 
     Args:
         close_token_id: the closing tag as a token; None where it is none: the tokens that came together with it count as reasoning.
+        openings: markers with which a tool call begins, each with its token id or None.
 
     Attributes:
         num_tokens: tokens of the reasoning so far, its closing tag included.
     """
 
-    def __init__(self, start: Section, close_token_id: int | None = None):
-        self._section, self._close = start, close_token_id
+    def __init__(
+        self, start: Section, close_token_id: int | None = None, openings: Mapping[str, int | None] | None = None
+    ):
+        self._section, self._close, self._openings = start, close_token_id, openings or {}
         self._held = ""
-        self._at_start = start is not Section.CONTENT
+        self._may_open = self._at_start = start is not Section.CONTENT
         self._had_reasoning = start is Section.REASONING
-        self._num_undecided = 0
+        self._ended_by_call = False
+        self._num_read = 0
+        self._num_before_call: int | None = None
         self.num_tokens = 0
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> SplitText:
@@ -58,28 +64,36 @@ class ReasoningSplitter:
         return split
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        if self._section is Section.UNDECIDED:
-            self._num_undecided += len(token_ids)
-        elif self._had_reasoning:
-            ends = self._section is Section.CONTENT and self._close in token_ids
-            self.num_tokens += self._num_undecided + (token_ids.index(self._close) + 1 if ends else len(token_ids))
-            self._num_undecided = 0
+        if self._section is Section.CONTENT and self._close in token_ids:
+            token_ids = token_ids[: token_ids.index(self._close) + 1]
+        if self._num_before_call is None:
+            calls = (at for at, token in enumerate(token_ids) if token in self._openings.values())
+            self._num_before_call = next((self._num_read + at for at in calls), None)
+        self._num_read += len(token_ids)
+        if self._had_reasoning:
+            ends_before = self._ended_by_call and self._num_before_call is not None
+            self.num_tokens = self._num_before_call if ends_before else self._num_read
 
     def _split(self, text: str, finished: bool) -> SplitText:
         self._held += text
-        if self._section is Section.UNDECIDED:
-            self._decide(finished)
-        reasoning = self._take_reasoning(finished) if self._section is Section.REASONING else ""
-        content = self._take_content() if self._section is Section.CONTENT else ""
+        if self._may_open:
+            self._take_opening_tag(finished)
+        reasoning = content = ""
+        if self._section is Section.REASONING and not self._may_open:
+            reasoning = self._take_reasoning(finished)
+        if self._section is Section.CONTENT:
+            content = self._take_content()
         return SplitText(reasoning, content)
 
-    def _decide(self, finished: bool) -> None:
+    def _take_opening_tag(self, finished: bool) -> None:
         text = self._held.lstrip()
         if text.startswith(OPEN):
-            self._section, self._held = Section.REASONING, text[len(OPEN) :]
+            self._section, self._held, self._may_open = Section.REASONING, text[len(OPEN) :], False
             self._had_reasoning = True
         elif finished or not OPEN.startswith(text):
-            self._section, self._at_start = Section.CONTENT, False
+            self._may_open = False
+            if self._section is Section.UNDECIDED:
+                self._section, self._at_start = Section.CONTENT, False
 
     def _take_reasoning(self, finished: bool) -> str:
         self._drop_leading_breaks()
@@ -87,11 +101,14 @@ class ReasoningSplitter:
         if tag:
             self._section, self._held, self._at_start = Section.CONTENT, after, True
             return before.rstrip("\n")
-        keep = 0 if finished else num_undecided(self._held, (CLOSE,))
-        ready = self._held[: len(self._held) - keep]
-        if not finished:
-            ready = ready.rstrip("\n")  # they go if the tag comes next
+        begun = find_first(self._held, tuple(self._openings))
+        keep = 0 if finished else num_undecided(self._held, (CLOSE, *self._openings))
+        ready = self._held[: begun[0] if begun else len(self._held) - keep]
+        if begun or not finished:
+            ready = ready.rstrip("\n")  # they go if a tag or a call comes next
         self._held = self._held[len(ready) :]
+        if begun and finished:
+            self._section, self._ended_by_call, self._at_start = Section.CONTENT, True, True
         return ready
 
     def _take_content(self) -> str:
@@ -119,7 +136,7 @@ class ReasoningParser:
             return None
         close = tokenizer.token_id(CLOSE)
         template = tokenizer.chat_template
-        if name == "auto" and (close is None or template is None or CLOSE not in template.source):
+        if name == "auto" and (close is None or template is None or not template.writes(CLOSE)):
             return None
         return cls(close, always=name == "deepseek_r1")
 
@@ -134,9 +151,9 @@ class ReasoningParser:
         end = prompt.rstrip()
         if end.endswith(OPEN):
             return Section.REASONING
-        if end.endswith(CLOSE):
-            return Section.CONTENT
-        return Section.REASONING if self._always else Section.UNDECIDED
+        # Behind a tool's output V3.1 and R1 go on in the same turn, without another opening tag.
+        goes_on = end.endswith((CLOSE, OUTPUT_END, OUTPUTS_END))
+        return Section.REASONING if self._always and not goes_on else Section.UNDECIDED
 
 
 class MessageParser:

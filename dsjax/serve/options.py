@@ -2,8 +2,10 @@
 
 import dataclasses
 import ipaddress
+import json
 import os
 import socket
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +40,53 @@ class HttpOptions(Checked):
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are written; auto looks at the model's template",
-        choices=("auto", "deepseek_v3", "deepseek_v31", "none"),
+        "How tool calls are written; auto looks at the model's template or prompt encoder",
+        choices=("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "none"),
     )
     disable_any_whitespace: bool = option(
         False, "Structured output has no blanks between JSON's parts, unless a request says otherwise.", switch=True
     )
     profile_dir: str | None = option(None, "Where /start_profile writes traces; without it it is closed.")
+    allowed_origins: str | None = option(
+        None,
+        "Web origins whose pages may read answers (CORS), as JSON: '[\"https://chat.example\"]', or '[\"*\"]' for all.",
+    )
+    ssl_certfile: str | None = option(None, "File with the server's certificates, for HTTPS.")
+    ssl_keyfile: str | None = option(None, "File with their private key, if it is another one.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.origins  # noqa: B018 - wrong ones are refused here
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise UserError("--ssl-keyfile is given without --ssl-certfile; give both")
+        if self.ssl_certfile is not None:
+            try:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
+            except OSError as error:
+                files = " and ".join(filter(None, (self.ssl_certfile, self.ssl_keyfile)))
+                raise UserError(f"{files}: no certificate with its private key, without a password: {error}") from error
+
+    @property
+    def origins(self) -> list[str]:
+        """`allowed_origins`, read."""
+        try:
+            origins = json.loads(self.allowed_origins or "[]")
+        except ValueError:
+            origins = None
+        if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+            raise UserError(f"--allowed-origins is {self.allowed_origins!r}, expected a JSON list of origins")
+        return origins
+
+    @property
+    def tls(self) -> dict[str, str | None]:
+        """What uvicorn is told of certificates."""
+        return {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+
+    def url(self, host: str, port: int) -> str:
+        """The URL of a server at this address."""
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @dataclass(frozen=True, kw_only=True)

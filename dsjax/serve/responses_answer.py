@@ -8,11 +8,11 @@ from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.answers import naming_the_form
-from dsjax.serve.chat import ChatAnswer
+from dsjax.serve.chat import RetoldAnswer
 from dsjax.serve.connections import EventStream, to_json
 from dsjax.serve.errors import ApiError
 from dsjax.serve.guards import new_id
-from dsjax.serve.responses_request import NamedFunction, ResponsesRequest
+from dsjax.serve.responses_request import ResponsesRequest
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -127,14 +127,11 @@ class OutputItems:
         return self._of_item(kind, content_index=0, **more)
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(RetoldAnswer):
     """One request on its way: a chat answer, told in the words of this API."""
 
     def __init__(self, serving: Serving, body: ResponsesRequest, request_id: str):
-        self.id = f"resp-{request_id}"
-        self._body = body
-        self._chat = ChatAnswer(serving, body.to_chat(), request_id)
-        self._model = serving.check_model(body.model)
+        super().__init__(serving, body, f"resp-{request_id}", request_id)
         self._created = int(time.time())
         self._items = OutputItems()
         self._sequence = 0
@@ -142,11 +139,8 @@ class ResponsesAnswer:
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
-        ours = ("store", "metadata")
-        return [
-            *self._body.without_effect(),
-            *(n for n in self._chat.without_effect() if n not in (*ours, *self._body.without_effect())),
-        ]
+        own = self._body.without_effect()
+        return own + [name for name in self._chat.without_effect() if name not in ("store", "metadata", *own)]
 
     async def start(self, place: RequestOptions) -> OutputStream:
         """Check everything and queue the prompt, as the chat answer does.
@@ -155,25 +149,10 @@ class ResponsesAnswer:
             ApiError, UserError: nothing was queued.
         """
         with naming_the_form("text.format", instead_of="response_format"):
-            return await self._chat.start(place)
+            return await super().start(place)
 
-    async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """Wait until all is done, and give the whole answer."""
-        if self._body.wants_logprobs:
-            # Only piece by piece is it known which tokens became the message.
-            self._chat.first_chunks()
-            async for index, output in stream:
-                self.chunks_of(index, output)
-            self._items.finish(self._status)
-            return self._response(self._status, self._chat.usage())
-        answer = await self._chat.whole(stream)
-        (choice,) = answer["choices"]
-        message = choice["message"]
-        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
-        self._items.push({**message, "tool_calls": calls}, (), 0)
-        self._finish_reason = choice["finish_reason"]
-        self._items.finish(self._status)
-        return self._response(self._status, answer["usage"])
+    def _built(self) -> dict[str, Any]:
+        return self._response(self._status, self._chat.usage())
 
     def first_chunks(self) -> list[Event]:
         """Say that the answer exists, and that it is being made."""
@@ -200,8 +179,7 @@ class ResponsesAnswer:
     def last_chunks(self) -> list[Event]:
         """Close the items, then give the whole answer."""
         events = self._items.finish(self._status)
-        done = self._response(self._status, self._chat.usage())
-        return self._numbered([*events, {"type": f"response.{self._status}", "response": done}])
+        return self._numbered([*events, {"type": f"response.{self._status}", "response": self._built()}])
 
     def failure(self, error: ApiError) -> Event:
         """Make an event for an error after the stream has begun."""
@@ -222,7 +200,7 @@ class ResponsesAnswer:
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         body = self._body
         form = body.text.format if body.text and body.text.format else None
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
+        choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
         return {
             "id": self.id,
             "object": "response",
@@ -231,6 +209,7 @@ class ResponsesAnswer:
             "status": status,
             "background": False,
             "error": None,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -239,6 +218,7 @@ class ResponsesAnswer:
             "model": self._model,
             "output": [] if status == "in_progress" else [_copy(item) for item in self._items.items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": body.presence_penalty or 0.0,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -257,8 +237,8 @@ class ResponsesAnswer:
         }
 
 
-class ResponsesEvents(EventStream):
-    """Named events, without `[DONE]` at their end, as this API has them."""
+class NamedEvents(EventStream):
+    """Named events, without `[DONE]` at their end, as this API and Anthropic's have them."""
 
     _END = b""
 

@@ -6,9 +6,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from dsjax.engine.contract.sampling_params import SamplingError
 from dsjax.serve import bounds
-from dsjax.serve.chat_fields import ChatRequest, FunctionName, refuse_other_kinds, text_or_list
+from dsjax.serve.chat_fields import ChatRequest, Function, FunctionName, as_chat, refuse_other_kinds, text_or_list
 from dsjax.serve.errors import ApiError
-from dsjax.serve.sampling_fields import Count, Effort, Name, OpenAIFields, RequestId, StrictModel
+from dsjax.serve.sampling_fields import Count, DrawFields, Effort, Name, OpenAIFields, RequestId, StrictModel
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
@@ -48,46 +48,45 @@ def text_of(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
 
 
-class MessageItem(Item):
+class AnswerItem(Item):
+    """An item that an answer may have had."""
+
+    id: Name = ""
+    status: Name = ""
+
+
+class MessageItem(AnswerItem):
     """A message of any role, or one of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Name = ""
-    status: Name = ""
     phase: Name = ""
 
 
-class CallItem(Item):
+class CallItem(AnswerItem):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Name
     name: FunctionName
     arguments: str
-    id: Name = ""
-    status: Name = ""
 
 
-class CallOutputItem(Item):
+class CallOutputItem(AnswerItem):
     """What a called function gave."""
 
     type: Literal["function_call_output"]
     call_id: Name
     output: Content
-    id: Name = ""
-    status: Name = ""
 
 
-class ReasoningItem(Item):
+class ReasoningItem(AnswerItem):
     """The reasoning of an earlier answer, given to the template with the message that it led to."""
 
     type: Literal["reasoning"]
-    id: Name = ""
     summary: list[Part] = Field(default_factory=list)
     content: list[Part] = Field(default_factory=list)
-    status: Name = ""
 
 
 def _kind(item: Any) -> str | None:
@@ -111,14 +110,10 @@ InputItem = Annotated[
 Input = text_or_list(InputItem, bounds.MAX_MESSAGES)
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(Function):
     """A function that the model may call; in this API its fields are not in an object of their own."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedFunction(StrictModel):
@@ -126,6 +121,14 @@ class NamedFunction(StrictModel):
 
     type: Literal["function"]
     name: FunctionName
+
+
+class AllowedFunctions(StrictModel):
+    """Some of the tools, of which the model may, or must, call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=bounds.MAX_TOOLS)]
 
 
 class TextFormat(StrictModel):
@@ -159,20 +162,18 @@ class ResponsesStreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(OpenAIFields):
+class ResponsesRequest(DrawFields, OpenAIFields):
     """Body of `/v1/responses`. Stateless: what a client wants remembered it sends again."""
 
-    model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
+    model: Name = Field(description="one of /v1/models")
     input: Input
     instructions: str | None = Field(None, description="a system message before the input")
     max_output_tokens: Count | None = Field(None, description="default: what the context leaves")
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
     top_logprobs: Count | None = Field(None, description="with include message.output_text.logprobs")
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=bounds.MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Count | None = Field(None, description="of built-in tools, of which there are none")
     text: TextOptions | None = None
@@ -231,20 +232,23 @@ class ResponsesRequest(OpenAIFields):
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": self._format(),
-            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            "tools": list(map(_in_chat, self.tools)) if self.tools else None,
             "tool_choice": self.tool_choice,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
             # Log-probabilities come in pieces, which show what each token became.
             "stream": self.stream or self.wants_logprobs,
-            **{name: getattr(self, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")},
-            **{name: getattr(self, name) for name in OpenAIFields.model_fields},
+            **{name: getattr(self, name) for name in ("model", "parallel_tool_calls")},
+            **{name: getattr(self, name) for name in (*DrawFields.model_fields, *OpenAIFields.model_fields)},
         }
         if isinstance(self.tool_choice, NamedFunction):
-            chat["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            chat["tool_choice"] = _in_chat(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedFunctions):
+            allowed = {"mode": self.tool_choice.mode, "tools": list(map(_in_chat, self.tool_choice.tools))}
+            chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         if self.tool_choice is not None and not self.tools:
             chat["tool_choice"] = None if self.tool_choice in ("auto", "none") else chat["tool_choice"]
-        return ChatRequest.model_validate(chat)
+        return as_chat(chat, "input")
 
     def _format(self) -> dict[str, Any] | None:
         form = self.text.format if self.text else None
@@ -262,8 +266,14 @@ class ResponsesRequest(OpenAIFields):
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        called = set()
         for item in items:
             match item:
+                case CallOutputItem() if item.call_id not in called:
+                    reason = (
+                        f"input: found the output of the call {item.call_id!r}, which no function_call before it makes"
+                    )
+                    raise ApiError(400, reason, param="input")
                 case CallOutputItem():
                     messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
                 case MessageItem(role="assistant"):
@@ -275,6 +285,7 @@ class ResponsesRequest(OpenAIFields):
                     turn = _turn(messages, has="reasoning_content")
                     turn["reasoning_content"] = text_of(item.content or item.summary)
                 case CallItem():
+                    called.add(item.call_id)
                     function = {"name": item.name, "arguments": item.arguments}
                     calls = _turn(messages).setdefault("tool_calls", [])
                     calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -283,7 +294,6 @@ class ResponsesRequest(OpenAIFields):
                 message.setdefault("content", "")
         if not messages:
             raise ApiError(400, "input is an empty list, expected at least one item", param="input")
-        _check_sizes(messages)
         return messages
 
 
@@ -298,16 +308,5 @@ def _turn(messages: list[dict[str, Any]], has: str = "") -> dict[str, Any]:
     return messages[-1]
 
 
-def _check_sizes(messages: list[dict[str, Any]]) -> None:
-    """Raise for what the bounds of single items allow and those of a conversation do not."""
-    if len(messages) > bounds.MAX_MESSAGES:
-        reason = f"input and instructions make {len(messages)} messages, expected at most {bounds.MAX_MESSAGES}"
-        raise ApiError(400, reason, param="input")
-    calls = max(len(message.get("tool_calls", ())) for message in messages)
-    if calls > bounds.MAX_TOOL_CALLS:
-        reason = f"input has {calls} function calls in one turn, expected at most {bounds.MAX_TOOL_CALLS}"
-        raise ApiError(400, reason, param="input")
-
-
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+def _in_chat(function: FunctionTool | NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": function.model_dump(exclude={"type"}, exclude_none=True)}

@@ -32,7 +32,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=bounds.MAX_METADATA),
 ]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Values that ask for what happens anyway; others are answered with a warning.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -44,6 +44,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
+_MOST_LOGGED = 256  # some of the names are the client's own
 _logged: set[str] = set()
 
 
@@ -91,11 +92,16 @@ class OpenAIFields(StrictModel):
         return [name for name, value in given if value is not None and value not in _WITHOUT_EFFECT[name]]
 
 
+def for_header(names: list[str]) -> list[str]:
+    """Keep of names that a client chose those that can be told in a header: some, and only short identifiers."""
+    return [name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier()][:8]
+
+
 def warning_headers(names: list[str]) -> dict[str, str]:
     """Make a `Warning` header for fields without effect; each of them is logged the first time."""
     if not names:
         return {}
-    new = [name for name in names if name not in _logged]
+    new = [name for name in names if name not in _logged and len(_logged) < _MOST_LOGGED]
     if new:
         _logged.update(new)
         logger.warning("requests have %s, without effect on this server; further ones are not logged", ", ".join(new))
@@ -194,27 +200,33 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = Field(False, description="send the usage so far with every chunk")
 
 
-class SamplingFields(GuidedFields, OpenAIFields):
+class DrawFields(StrictModel):
+    """How tokens are drawn, and which text ends them: what all three APIs have."""
+
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: Count | None = 0
+    min_p: float | None = 0.0
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+
+
+class SamplingFields(DrawFields, GuidedFields, OpenAIFields):
     """Fields of OpenAI's API, and vLLM's extras, that say how to continue. None is silently ignored."""
 
     model: Name | None = Field(None, description="one of /v1/models; default: the one that is served")
     n: Annotated[Count | None, AfterValidator(lambda n: 1 if n is None else n)] = 1
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
     logit_bias: Annotated[dict[str, float], Field(max_length=bounds.MAX_BIASES)] | None = Field(
         None, description="token id to what is added to its logit"
     )
 
-    top_k: Count | None = 0
-    min_p: float | None = 0.0
-    repetition_penalty: float | None = 1.0
     min_tokens: Count | None = 0
+    thinking_token_budget: Count | None = Field(None, description="most tokens of reasoning")
     stop_token_ids: Annotated[Integers, Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     allowed_token_ids: Integers | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=bounds.MAX_BAD_WORDS)] | None = None
@@ -244,7 +256,6 @@ class SamplingFields(GuidedFields, OpenAIFields):
     def sampling_params(
         self,
         *,
-        keep_special_tokens: bool = False,
         form: dict[str, Any] | None = None,
         form_after: int | None = None,
         **given: Any,
@@ -252,17 +263,14 @@ class SamplingFields(GuidedFields, OpenAIFields):
         """Make the engine's parameters. A field that is null stands for the engine's default, as with OpenAI.
 
         Args:
-            keep_special_tokens: the text is read by a parser, which looks for markers that are special tokens.
             form: of the text, as a keyword argument of `StructuredOutputs`.
             form_after: the token after which the form binds.
-            given: `max_tokens`, `logprobs` and `prompt_logprobs`, which the API's endpoints have in different ways.
+            given: other fields, which the API's endpoints have in different ways.
 
         Raises:
             SamplingError: a value out of range.
         """
         fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if keep_special_tokens:
-            fields["skip_special_tokens"] = False
         return SamplingParams(
             **fields,
             **given,

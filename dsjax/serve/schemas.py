@@ -104,13 +104,15 @@ class ToolCallBody(TypedDict):
 
 
 class ChatMessageBody(TypedDict):
-    """The assistant's message, or the part of it that a chunk adds. The reasoning has both names in use."""
+    """The assistant's message, or the part of it that a chunk adds. The reasoning has both names in use; nothing refuses or annotates."""
 
     role: NotRequired[str]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallBody]]
+    refusal: NotRequired[None]
+    annotations: NotRequired[list[Any]]
 
 
 class ChatTokenLogprob(TypedDict):
@@ -339,7 +341,7 @@ class Aborted(TypedDict):
 
 
 _MEANINGS = {
-    400: "not JSON, or a value that cannot be",
+    400: "not JSON, fields that are not those of the schema, or a value that cannot be",
     401: "no valid key",
     403: "admin endpoints are closed",
     404: "no such model, or no such path",
@@ -347,7 +349,6 @@ _MEANINGS = {
     408: "the request did not arrive in time",
     409: "what is asked for is being done already",
     413: "the body is too large",
-    422: "fields that are not those of the schema",
     429: "too much waits",
     500: "the engine failed",
     503: "warming up, or shutting down",
@@ -357,4 +358,6 @@ _ALWAYS = (400, 401, 404, 405, 408, 413)
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Make a route's `responses`: the given statuses, and those that any request may get (a bad header, a missing key, no body)."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in sorted({*_ALWAYS, *statuses})}
+    known = {status: _MEANINGS[status] for status in sorted({*_ALWAYS, *statuses})}
+    known["default"] = "any other error"  # without it FastAPI adds a 422 of its own, which is never sent
+    return {status: {"model": ErrorBody, "description": meaning} for status, meaning in known.items()}

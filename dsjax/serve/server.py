@@ -23,6 +23,7 @@ from dsjax.serve.watchdog import Watchdog
 # After the engine has ended every request, clients get this long to read the rest.
 _FLUSH_SECONDS = 5
 _LOOK_SECONDS = 0.05
+_BACKLOG = 2048  # uvicorn's own
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds that a connection without a request is kept: longer than clients keep theirs (httpx 5, aiohttp 15, nginx 60). A request that a
@@ -55,6 +56,8 @@ class Server(uvicorn.Server):
             compilation.
         before_routes: see `create_app`.
     """
+
+    _for_clients = True
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class Server(uvicorn.Server):
             ),
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            **(serving.options.tls if self._for_clients else {}),
         )
         super().__init__(config)
 
@@ -191,24 +195,23 @@ class Server(uvicorn.Server):
 
 
 def bind_shared(host: str, port: int, count: int) -> list[socket.socket]:
-    """Take an address with so many sockets, over which the system spreads connections.
+    """Listen at an address with `count` sockets, over which the system spreads connections.
 
     Raises:
         UserError: the address cannot be had, or the system cannot share one.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise UserError("--api-server-count above 1 needs SO_REUSEPORT, which this system has not; leave it out")
-    if port:
-        bind(host, port).close()  # a socket that shares would be let in beside another server's that do
-    listeners: list[socket.socket] = []
-    while len(listeners) < count:
-        listeners.append(bind(host, port, shared=True))
-        port = listeners[0].getsockname()[1]
-    return listeners
+    # Sockets that share a port join those of another server. The first one shares only once it owns the port.
+    with bind(host, port) as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        return [bind(host, first.getsockname()[1], shared=True) for _ in range(count)]
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Take the address before the model is loaded, so that a wrong one is known at once. Port 0 takes a free one.
+    """Listen at an address before the model is loaded, so that an address in use is known at once. Port 0 takes a free one.
+
+    A socket that is bound but does not listen owns nothing: another process may bind the address too, and the first to listen has it.
 
     shared: let further sockets of this process have it too.
 
@@ -222,6 +225,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or error

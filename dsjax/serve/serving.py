@@ -18,7 +18,7 @@ from dsjax.serve.message_parser import ReasoningParser
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
 from dsjax.serve.sampling_fields import SamplingFields
-from dsjax.serve.tool_calls import ToolFormat
+from dsjax.serve.tool_formats import choose_tool_format
 
 if TYPE_CHECKING:  # it brings JAX in, which a server over fake devices does not need
     from dsjax.engine.elastic.generations import Generations
@@ -144,7 +144,7 @@ class Serving:
         tokenizer = self.engine.tokenizer
         self.gate = QueueGate(self.engine, self.options)
         self.reasoning = ReasoningParser.choose(self.options.reasoning_parser, tokenizer)
-        self.tool_format = ToolFormat.choose(self.options.tool_call_parser, tokenizer)
+        self.tool_format = choose_tool_format(self.options.tool_call_parser, tokenizer)
         self.expert_counts: ExpertCounts | None = None  # the last ones that were recorded
         self._under_way: dict[str, list[OutputStream]] = {}
 

@@ -168,9 +168,6 @@ class _Lines:
         self._tenths.reach(done)
 
 
-def show_url(console: Console, host: str, port: int, names: tuple[str, ...]) -> None:
+def show_url(console: Console, url: str, names: tuple[str, ...]) -> None:
     """Print where to send requests, last, so that it stands beside the prompt's cursor."""
-    shown = f"[{host}]" if ":" in host else host
-    console.print(
-        f"serving {', '.join(names)} at [bold]http://{shown}:{port}/v1[/bold]  (Ctrl-C ends)", highlight=False
-    )
+    console.print(f"serving {', '.join(names)} at [bold]{url}/v1[/bold]  (Ctrl-C ends)", highlight=False)

@@ -5,59 +5,71 @@
 """
 
 import json
+import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.detokenizer import find_first, num_undecided
-from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text.json_schema import each_schema, enforceable
+from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS, lark_text
 from dsjax.engine.text.tokenizer import Tokenizer
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
-MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
-_OUTPUTS_BEGIN, _OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
-_OUTPUT_BEGIN, _OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
+_OUTPUTS_BEGIN, OUTPUTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"
+_OUTPUT_BEGIN, OUTPUT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """One of DeepSeek's two ways to write a call, between `CALL_BEGIN` and `CALL_END`.
+    """How a model writes calls: markers around all calls and around each one, and what stands between them.
 
     `deepseek_v3` (V3, R1) writes `function`, the separator, the name, and the arguments in a fenced block of JSON;
-    `deepseek_v31` the name, the separator and the bare arguments.
+    `deepseek_v31` the name, the separator and the bare arguments; `kimi_k2` the same with other markers, and with the call's number behind
+    its name (`functions.NAME:0`), which together are the call's id.
     """
 
     name: str
-    before_name: str
+    calls_begin: str = CALLS_BEGIN
+    calls_end: str = CALLS_END
+    call_begin: str = CALL_BEGIN
+    call_end: str = CALL_END
+    separator: str = SEPARATOR
+    before_name: str = ""
     after_name: str
-    after_arguments: str
-    between_calls: str
+    after_arguments: str = ""
+    between_calls: str = ""
+    numbers_calls: bool = False
 
-    @classmethod
-    def choose(cls, name: str, tokenizer: Tokenizer | None) -> "ToolFormat | None":
-        """Return the format of this name; None for `none`, and for a model without tokenizer.
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser looks for, some of which may be special tokens."""
+        return self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator
 
-        `auto` takes the format that the model's template writes, or else V3.1's where the model has the separator as a token.
-        """
-        if name == "none" or tokenizer is None:
-            return None
-        if name != "auto":
-            return FORMATS[name]
-        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        if SEPARATOR in source:
-            return FORMATS["deepseek_v3" if "```json" in source else "deepseek_v31"]
-        return FORMATS["deepseek_v31"] if tokenizer.token_id(SEPARATOR) is not None else None
+    @property
+    def openings(self) -> tuple[str, str]:
+        """Markers with which calls begin."""
+        return self.calls_begin, self.call_begin
 
-    def call(self, name: str, arguments: str) -> str:
-        """Write one call as text."""
-        return f"{CALL_BEGIN}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{CALL_END}"
+    def call(self, name: str, arguments: str, number: int = 0) -> str:
+        """Write one call as text. number: its place in the answer."""
+        name += f":{number}" if self.numbers_calls else ""
+        return f"{self.call_begin}{self.before_name}{name}{self.after_name}{arguments}{self.after_arguments}{self.call_end}"
 
     def calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Write calls of (name, arguments) as text."""
-        return CALLS_BEGIN + self.between_calls.join(self.call(*call) for call in calls) + CALLS_END
+        texts = [self.call(*call, number) for number, call in enumerate(calls)]
+        return self.calls_begin + self.between_calls.join(texts) + self.calls_end
+
+    def identified(self, written: str) -> tuple[str, str]:
+        """Return the id and the name of a call that is headed so."""
+        match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
+        return (written, match[1]) if match else (f"call_{uuid.uuid4().hex[:24]}", written)
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what the system message says of the functions, for templates that do not say it themselves."""
@@ -70,41 +82,77 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
+    def grammar(self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any) -> str:
+        """Write the grammar of calls: see `tool_grammar`, which has the options."""
+        return tool_grammar(self, tools, tokenizer, **options)
+
+    def parser(self, most: int) -> "ToolCallParser":
+        """Return a parser of one answer, which gives so many calls at most."""
+        return ToolCallParser(self, most)
+
 
 FORMATS = {
-    "deepseek_v3": ToolFormat("deepseek_v3", f"function{SEPARATOR}", "\n```json\n", "\n```", "\n"),
-    "deepseek_v31": ToolFormat("deepseek_v31", "", SEPARATOR, "", ""),
+    form.name: form
+    for form in (
+        ToolFormat(
+            name="deepseek_v3",
+            before_name=f"function{SEPARATOR}",
+            after_name="\n```json\n",
+            after_arguments="\n```",
+            between_calls="\n",
+        ),
+        ToolFormat(name="deepseek_v31", after_name=SEPARATOR),
+        ToolFormat(
+            name="kimi_k2",
+            calls_begin="<|tool_calls_section_begin|>",
+            calls_end="<|tool_calls_section_end|>",
+            call_begin="<|tool_call_begin|>",
+            call_end="<|tool_call_end|>",
+            separator="<|tool_call_argument_begin|>",
+            before_name="functions.",
+            after_name="<|tool_call_argument_begin|>",
+            numbers_calls=True,
+        ),
+    )
 }
 
 
 def tool_outputs(contents: Sequence[str]) -> str:
     """Write answers of tools as text, for templates that have no place for them."""
-    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{_OUTPUT_END}" for each in contents) + _OUTPUTS_END
+    return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
 
 
 def tool_grammar(
-    form: ToolFormat, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, several: bool, compact: bool = False
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    several: bool,
+    compact: bool = False,
+    instead: StructuredOutputs | None = None,
 ) -> str:
     """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
 
-    compact: arguments have no blanks between JSON's parts.
-
     Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
+
+    Args:
+        compact: arguments have no blanks between JSON's parts.
+        instead: the form of an answer without calls, which may come instead.
     """
     options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
     between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
-    more = f" ({between}call)*" if several else ""
-    rules = [
-        "%llguidance {}",
-        f"start: {_marker(CALLS_BEGIN, tokenizer)} call{more} {_marker(CALLS_END, tokenizer)}",
-        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
-    ]
-    before, name_end = _texts(form.before_name, tokenizer), _texts(form.after_name, tokenizer)
+    calls = f"call ({between}call)*" if several else "call"
+    begin, end = _marker(form.calls_begin, tokenizer), _marker(form.calls_end, tokenizer)
+    rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
+    before, name_end, after = (
+        _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
+    )
+    name_end = ['":" /[0-9]+/', *name_end] if form.numbers_calls else name_end
     for index, tool in enumerate(tools):
         function = tool["function"]
-        parts = [_marker(CALL_BEGIN, tokenizer), *before, json.dumps(function["name"]), *name_end, f"arguments_{index}"]
-        parts += [*_texts(form.after_arguments, tokenizer), _marker(CALL_END, tokenizer)]
-        schema = _closed(function.get("parameters") or {"type": "object"})
+        parts = [_marker(form.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
+        parts += [f"arguments_{index}", *after, _marker(form.call_end, tokenizer)]
+        schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
         rules += [
             f"call_{index}: {' '.join(parts)}",
             f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
@@ -112,26 +160,27 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _closed(schema: Any) -> Any:
+def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:
+    """Write the first rules of a grammar of calls. start: of an answer with calls; count: of the rules `call_0`, `call_1`, …"""
+    rules = ["%llguidance {}", f"start: {start}"]
+    if instead is not None:
+        rules += ["  | instead", f"instead: %lark {{\n{lark_text(instead)}\n}}"]
+    return [*rules, "call: " + " | ".join(f"call_{index}" for index in range(count))]
+
+
+def closed_schema(schema: Any) -> Any:
     """Return the schema, whose objects hold what they name and nothing else, unless they say otherwise.
 
     So do xgrammar, with which vLLM and SGLang force calls, and OpenAI's strict functions: a model that may add properties can go
-    on with them for ever.
+    on with them for ever. An object inside that names no properties may hold any.
     """
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {}
-    for name, value in schema.items():
-        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            closed[name] = {key: _closed(each) for key, each in value.items()}  # the user's names, not JSON Schema's
-        else:
-            closed[name] = value if name in ("enum", "const", "default", "examples") else _closed(value)
-    composed = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-    if isinstance(schema.get("properties"), dict) and not composed:
-        closed["additionalProperties"] = False
-    return closed
+
+    def close(inner: dict[str, Any]) -> dict[str, Any]:
+        composed = inner.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+        open_ended = isinstance(inner.get("properties"), dict) and not composed
+        return inner | {"additionalProperties": False} if open_ended else inner
+
+    return enforceable(each_schema(schema, close))
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:
@@ -139,11 +188,11 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
     return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
 
-def _texts(text: str, tokenizer: Tokenizer) -> list[str]:
+def _texts(text: str, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
     """Write a text that may hold the separator, as terminals."""
-    before, marker, after = text.partition(SEPARATOR)
+    before, marker, after = text.partition(form.separator)
     parts = [json.dumps(before)] if before else []
-    parts += [_marker(SEPARATOR, tokenizer)] if marker else []
+    parts += [_marker(marker, tokenizer)] if marker else []
     return parts + ([json.dumps(after)] if after else [])
 
 
@@ -160,16 +209,14 @@ class MessagePiece:
         """Whether it is content or reasoning, and nothing else."""
         return not self.tool_calls and bool(self.content) != bool(self.reasoning)
 
-    def delta(self) -> dict[str, Any]:
-        """Make a chunk's delta."""
-        body: dict[str, Any] = {}
+    def deltas(self) -> list[dict[str, Any]]:
+        """Make the deltas of chunks, one for each kind of text and each call: some clients read no more of one. At least one."""
+        deltas: list[dict[str, Any]] = []
         if self.reasoning:
-            body |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+            deltas.append({"reasoning_content": self.reasoning, "reasoning": self.reasoning})
         if self.content:
-            body["content"] = self.content
-        if self.tool_calls:
-            body["tool_calls"] = self.tool_calls
-        return body
+            deltas.append({"content": self.content})
+        return deltas + [{"tool_calls": [call]} for call in self.tool_calls] or [{}]
 
     def message(self) -> dict[str, Any]:
         """Make a whole message: the deltas of a call are put together."""
@@ -187,25 +234,19 @@ class MessagePiece:
         return body
 
 
-class ToolCallParser:
-    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+class CallParser(ABC):
+    """Takes an answer's text piece by piece, in states; `_step` is the state's method.
 
-    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
-    inside a call's name is dropped.
+    A state takes what it can from `_held` and says whether the next state may go on.
 
     Args:
         most: how many calls are given; later ones are dropped.
     """
 
-    def __init__(self, form: ToolFormat, most: int):
+    def __init__(self, most: int):
         self._most = most
-        self._fence = form.after_name.strip() if form.after_name != SEPARATOR else ""
-        self._ends = tuple(
-            dict.fromkeys((form.after_arguments + CALL_END, form.after_arguments.strip() + CALL_END, CALL_END))
-        )
         self._step = self._text
         self._held = ""
-        self._has_arguments = False
         self.num_calls = 0
 
     def push(self, text: str, finished: bool = False) -> MessagePiece:
@@ -216,65 +257,96 @@ class ToolCallParser:
             pass
         return piece
 
-    # Each state takes what it can from `_held` and says whether the next state may go on.
+    @abstractmethod
+    def _text(self, piece: MessagePiece, finished: bool) -> bool:
+        """The first state."""
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
+        return 0 if finished else num_undecided(self._held, markers)
+
+    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
+        index = self.num_calls - 1
+        if piece.tool_calls and piece.tool_calls[-1]["index"] == index:
+            piece.tool_calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+        elif self.num_calls <= self._most:
+            piece.tool_calls.append({"index": index, **delta})
+
+
+class ToolCallParser(CallParser):
+    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+
+    Models do not always keep to their format: both of DeepSeek's are read, with and without a fence, and any marker ends a call.
+    A call whose arguments are not JSON is passed on as it is, as OpenAI does: whoever called knows what to do. What is cut off
+    inside a call's name is dropped.
+    """
+
+    def __init__(self, form: ToolFormat, most: int):
+        super().__init__(most)
+        self._form = form
+        self._ends = (form.call_end, form.calls_end, form.call_begin)
+        separator = re.escape(form.separator)
+        # `function`, the separator, the name; or the name, the separator. Then the line that opens a fence. No part gives back what
+        # it has matched, so that a head that is not whole yet does not match as a shorter one.
+        kind = rf"(?>(?:\s*+function\s*+{separator}\s*+(?![{{`]))?)"
+        self._head = re.compile(rf"{kind}([^\n`{{<]++)(?:{separator})?\s*+(?:`++[^\n{{]*+)?\s*+")
+        self._has_arguments = False
 
     def _text(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, (CALLS_BEGIN, CALL_BEGIN))
-        if first_marker:
-            at, marker = first_marker
-            piece.content += self._held[:at]
-            self._held = self._held[at + (len(marker) if marker == CALLS_BEGIN else 0) :]
+        first_marker = find_first(self._held, self._form.markers)
+        if not first_marker:
+            piece.content += self._take(len(self._held) - self._num_undecided(self._form.markers, finished))
+            return False
+        at, marker = first_marker
+        piece.content += self._take(at)
+        if marker in self._form.openings:
             self._step = self._between
-            return True
-        keep = 0 if finished else num_undecided(self._held, (CALLS_BEGIN, CALL_BEGIN))
-        piece.content += self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
-        return False
+        else:  # it belongs to no call
+            self._take(len(marker))
+        return True
 
     def _between(self, piece: MessagePiece, finished: bool) -> bool:
-        first_marker = find_first(self._held, (CALL_BEGIN, CALLS_END))
+        first_marker = find_first(self._held, (self._form.call_begin, self._form.calls_end))
         if not first_marker:
             return False
         at, marker = first_marker
-        self._held = self._held[at + len(marker) :]
-        self._step = self._name if marker == CALL_BEGIN else self._text
+        self._take(at + len(marker))
+        self._step = self._name if marker == self._form.call_begin else self._text
         return True
 
     def _name(self, piece: MessagePiece, finished: bool) -> bool:
-        end = find_first(self._held, (CALL_END,))
-        name_end = find_first(self._held, (self._fence or SEPARATOR,))
-        if name_end is None or (end is not None and end[0] < name_end[0]):
-            if end is not None:  # a call without arguments' beginning: nothing to make of it
-                self._held, self._step = self._held[end[0] + len(CALL_END) :], self._between
+        end = find_first(self._held, self._ends)
+        undecided = self._num_undecided((*self._ends, self._form.separator), finished)
+        text = self._held[: end[0] if end else len(self._held) - undecided]
+        head = self._head.match(text)
+        # Arguments may be empty, and a name may end with its call, where the call is known to have ended.
+        if not head or self._form.separator not in head[0] or not (end or head.end(1) < len(text)):
+            if end:
+                self._take(end[0])
+                self._step = self._between
             return end is not None
-        at, marker = name_end
-        name = self._held[:at].rpartition(SEPARATOR)[2].strip()
-        self._held = self._held[at + len(marker) :]
+        if head.end() == len(text) and not (end or finished):
+            return False
+        self._take(head.end())
         self.num_calls += 1
         self._has_arguments = False
         self._step = self._arguments
-        head = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": ""}}
-        self._emit(piece, head)
+        call_id, name = self._form.identified(head[1].strip())
+        self._emit(piece, {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
-        if not self._has_arguments:
-            self._held = self._held.lstrip()
-        end_marker = find_first(self._held, self._ends)
-        if end_marker:
-            at, marker = end_marker
-            text, self._held = self._held[:at], self._held[at + len(marker) :]
-            if not (text or self._has_arguments):
-                text = "{}"
+        end = find_first(self._held, self._ends)
+        text = self._held[: end[0] if end else len(self._held) - self._num_undecided(self._ends, finished)]
+        arguments = text.rstrip("` \n\r\t")  # a fence's end, or what goes on later
+        self._take(len(text) if end else len(arguments))
+        if end:
             self._step = self._between
-        else:
-            keep = 0 if finished else num_undecided(self._held, self._ends)
-            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        if text:
+            arguments = arguments or ("" if self._has_arguments else "{}")
+        if arguments:
             self._has_arguments = True
-            self._emit(piece, {"function": {"arguments": text}})
-        return end_marker is not None
-
-    def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
-        if self.num_calls <= self._most:
-            piece.tool_calls.append({"index": self.num_calls - 1, **delta})
+            self._emit(piece, {"function": {"arguments": arguments}})
+        return end is not None

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from fake_executor import FakeExecutor
 from group_in_threads import close_groups, enter, groups
-from tiny_tokenizer import tiny_tokenizer
 from waits import until
 
 from dsjax import background
@@ -28,11 +27,9 @@ from dsjax.engine.afd.messages import OPEN, Answered, Open, Opened
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.elastic import compile_ahead, follower
-from dsjax.engine.engine import EngineParts
 from dsjax.engine.expert_process import ExpertProcess
 from dsjax.engine.experts import expert_balancer
 from dsjax.engine.experts.eplb import EplbConfig
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.stats import EngineObserver
 from dsjax.engine.text.output_processor import Completion
 from dsjax.engine.tiers import disk_pages, event_publisher, page_folder
@@ -294,7 +291,6 @@ def fail_cache_events(monkeypatch):
     stream.scheduler = SimpleNamespace(take_page_events=lambda: [(0, "first"), (1, "second")])
     stream.planned()
     assert told == [(1, "second")]
-    pytest.importorskip("zmq")
     config = event_publisher.KvEventsConfig(enable_kv_cache_events=True, endpoint="inproc://failing")
     publisher = event_publisher.EventPublisher(config, 1)
     publisher._encoder = SimpleNamespace(encode=once(BROKEN, lambda batch: b"batch"))
@@ -476,9 +472,7 @@ def answers(monkeypatch, observers=()):
     """What two requests at once get of an engine: tokens, or an exception."""
 
     async def ask():
-        executor = FakeExecutor()
-        config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-        engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
+        engine = AsyncEngine(FakeExecutor().parts())
         engine.observers.extend(observers)
         engine.start()
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -85,6 +85,20 @@ def test_what_others_can_write_is_refused_and_what_they_can_read_where_it_is_pri
         OwnedFolder(tmp_path, private=private)
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_read_through_a_link_or_from_a_pipe_nor_written_through_a_link(tmp_path, kind):
+    folder, victim = OwnedFolder(tmp_path / "folder"), tmp_path / "victim"
+    victim.write_bytes(b"whole")
+    path = folder.path / "file"
+    path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
+    with pytest.raises(OSError, match=r"symbolic links|it is no regular file"):  # and a pipe keeps nobody waiting
+        content(folder, "file")
+    (folder.path / "unfinished").symlink_to(victim)
+    with folder.opened() as descriptor:
+        write_whole(descriptor, "file", "unfinished", [b"new"])
+    assert (content(folder, "file"), path.is_symlink(), victim.read_bytes()) == (b"new", False, b"whole")
+
+
 def test_a_private_folder_is_no_link_and_not_made_with_its_parents(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     OwnedFolder(tmp_path / "link").close()

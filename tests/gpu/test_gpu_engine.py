@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from fp8_checkpoints import RAGGED, dequantised, fp8_tensors, write_model
+from fp8_checkpoints import RAGGED, dequantised, fp8_tensors, write_fp8_model
 from layouts import prompts, write_checkpoint
 
 from dsjax import LLM, SamplingParams
@@ -54,7 +54,7 @@ def test_fp8_weights_are_kept_and_the_logits_near_the_dequantised_twin(tmp_path_
     tokens = np.random.default_rng(0).integers(2, RAGGED.vocab_size, size=21).tolist()
 
     def logits(kept, weights):
-        folder = write_model(tmp_path_factory.mktemp("fp8"), RAGGED, kept)
+        folder = write_fp8_model(tmp_path_factory.mktemp("fp8"), RAGGED, kept)
         llm = LLM(str(folder), weights=weights, dtype="float32", **OPTIONS)
         try:
             quantised = [path for path, info in llm.executor.model.table.infos.items() if info.quantised]

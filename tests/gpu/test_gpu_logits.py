@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors
 from goldens.random_weights import RandomWeights
+from layouts import write_model
 
 from dsjax import LLM
-from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.cli.exact import PAIRS
 from dsjax.config import ModelConfig
 
@@ -40,9 +40,7 @@ def served_logits(directory: Path, name: str, tokens: np.ndarray, dtype: str, **
     """Through checkpoint, engine and paged cache, in chunks of 8 tokens."""
     entry = ENTRIES[name]
     tensors = hf_tensors(ModelConfig.from_dict(entry["config"]), RandomWeights(entry["seed"], entry["bias_center"]))
-    specs = {key: TensorSpec(value.dtype, value.shape) for key, value in tensors.items()}
-    write_file(directory / "model.safetensors", specs, tensors.__getitem__)
-    (directory / "config.json").write_text(json.dumps(entry["config"]))
+    write_model(directory, entry["config"], tensors)
     llm = LLM(str(directory), dtype=dtype, max_num_seqs=2, prefill_chunk=8, page_size=4, **options)
     try:
         return np.stack(llm.logits(tokens.tolist()))

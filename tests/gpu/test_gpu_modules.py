@@ -2,11 +2,10 @@
 
 import pytest
 
-from dsjax.bench.modules.ceilings import Device, find_ceilings
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
 from dsjax.bench.modules.run import run_cases
-from dsjax.bench.modules.setting import make_setting
+from dsjax.bench.modules.setting import Device, find_ceilings, make_setting
 from dsjax.bench.modules.timing import Budget
 
 pytestmark = pytest.mark.gpu

@@ -31,9 +31,8 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.operator_tables import BUNDLED
 from dsjax.plan.precision import precision
-from dsjax.plan.simulation.load import OfferedLoad
-from dsjax.plan.simulation.outcome import SimulationOutcome, reported
-from dsjax.plan.simulation.run import simulate
+from dsjax.plan.simulation.outcome import SimulationOutcome, reported, simulate
+from dsjax.plan.simulation.service import OfferedLoad
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 from sharding import MeshSpec
 from tools.plan_data.inferencex import (

@@ -39,10 +39,10 @@ def accept(what: ListOptions, server: ServerOptions, others: TestBedOptions) -> 
     if importlib.util.find_spec("aiohttp") is None:
         raise UserError("dsjax accept needs aiohttp, which is not installed: pip install 'dsjax[bench]'")
     from dsjax.bench.accept.criteria import load_checklist
-    from dsjax.bench.accept.hooks import parse_hooks
     from dsjax.bench.accept.results import exit_status
+    from dsjax.bench.accept.test_bed import parse_hooks
     from dsjax.bench.serve.client import run
-    from dsjax.plan.measured_network import read_network
+    from dsjax.plan.measured import read_network
 
     whole = _recipe(what) if what.recipe else load_checklist(what.criteria, quick=what.quick)
     checklist, hooks = whole.selected(what.only), parse_hooks(others.hook or (), whole.hooks)
@@ -106,7 +106,7 @@ async def _accept(
 
 
 def _recipe(what: ListOptions) -> "Checklist":
-    from dsjax.bench.accept.predicted import predicted_checklist
+    from dsjax.bench.accept.criteria import predicted_checklist
     from dsjax.plan.recipe import read_recipe
 
     return predicted_checklist(read_recipe(Path(what.recipe)), quick=what.quick)

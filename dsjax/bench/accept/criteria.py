@@ -1,18 +1,22 @@
-"""`Checklist`: measurements and the criteria that are held against them, from `configs/acceptance/` or a file of the user's."""
+"""`Checklist`: measurements and criteria, from `configs/acceptance/`, a file of the user's, or what `dsjax plan recipe` predicted."""
 
 import dataclasses
 import fnmatch
-import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any
+
+import msgspec
 
 from dsjax.bench.accept.kinds import KINDS
 from dsjax.bench.accept.kinds.kind import Measurement
+from dsjax.bench.accept.kinds.load import LoadMeasurement
 from dsjax.errors import UserError, check_fields
 from dsjax.options import OptionError
-from dsjax.toml_files import check_kind, read_toml
+from dsjax.toml_files import convert, read_toml
+from sharding.mesh import MeshSpec
 
 _BOUNDS = {
     "below": ("<", operator.lt),
@@ -27,21 +31,20 @@ _BOUNDS = {
 class Criterion:
     """A value and the bound that it is held against.
 
-    measurement, value: which value of which measurement; unit: the value's. kind, bound: `below`, `at_most`, `above`, `at_least` a
-    number, or `between` two. source: where the bound is from. warning, failing: bounds beyond which a missed value is called so; None
-    where the plan has none. note: what a reader must know.
+    measurement, value: which value of which measurement. kind, bound: `below`, `at_most`, `above`, `at_least` a number, or `between` two.
+    warning, failing: bounds beyond which a missed value is called so; None where the plan has none.
     """
 
     id: str
     measurement: str
     value: str
-    unit: str
+    unit: str  # the value's
     kind: str
     bound: float | tuple[float, float]
-    source: str
+    source: str  # where the bound is from
     warning: float | None = None
     failing: float | None = None
-    note: str = ""
+    note: str = ""  # what a reader must know
 
     def is_met_by(self, value: float) -> bool:
         """Whether a value is within the bound."""
@@ -83,11 +86,7 @@ class Checklist:
         return list(dict.fromkeys(m.hook for m in self.measurements.values() if hasattr(m, "hook")))
 
     def selected(self, only: str | None) -> "Checklist":
-        """The part of it that `--only` names: criteria, or measurements with all of theirs.
-
-        Raises:
-            OptionError: a word names nothing.
-        """
+        """The part of it that `--only` names: criteria, or measurements with all of theirs. Raises `OptionError`: a word names nothing."""
         if only is None:
             return self
         ids, names = {c.id for c in self.criteria}, set(self.measurements)
@@ -107,78 +106,125 @@ class Checklist:
         return dataclasses.replace(self, measurements=measurements, criteria=chosen)
 
 
+_Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
+class _Criterion(msgspec.Struct, forbid_unknown_fields=True):
+    """A table `[[criteria]]`, with one of the bounds."""
+
+    id: str
+    measurement: str
+    value: str
+    source: str
+    below: _Number | None = None
+    at_most: _Number | None = None
+    above: _Number | None = None
+    at_least: _Number | None = None
+    between: tuple[_Number, _Number] | None = None
+    warning: _Number | None = None
+    failing: _Number | None = None
+    note: str = ""
+
+
+class _File(msgspec.Struct):
+    name: str
+    description: str
+    measurements: Annotated[dict[str, dict[str, Any]], msgspec.Meta(min_length=1)]
+    criteria: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+
+
 def load_checklist(name_or_path: str, *, quick: bool = False) -> Checklist:
     """A bundled name (`h20-32`) or a TOML file. quick: with each measurement's `quick` values.
 
     Raises:
-        UserError: no such file; not TOML; something in it that is missing, unknown, or of the wrong kind.
+        UserError: no such file; not TOML; something in it that is missing, unknown, or of the wrong kind; nothing that could be missed.
     """
-    where, body = f"criteria {name_or_path!r}", read_toml("criteria", "acceptance", name_or_path)
-    fields = ("name", "description", "measurements", "criteria")
-    check_fields(where, body, fields, fields)
-    if not isinstance(body["measurements"], dict) or not isinstance(body["criteria"], list):
-        raise UserError(f"{where}: expected tables [measurements.NAME] and [[criteria]]")
-    for field, what, table in (
-        ("measurements", "measurement", "[measurements.NAME]"),
-        ("criteria", "criterion", "[[criteria]]"),
-    ):
-        if not body[field]:
-            raise UserError(f"{where}: it has no {what}, so that nothing could be missed; add a table {table}")
-    measurements = {name: _measurement(where, name, one, quick) for name, one in body["measurements"].items()}
-    criteria = [_criterion(where, k, one, measurements) for k, one in enumerate(body["criteria"], 1)]
+    where = f"criteria {name_or_path!r}"
+    file = convert(where, read_toml("criteria", "acceptance", name_or_path), _File)
+    measurements = {name: _measurement(where, name, one, quick) for name, one in file.measurements.items()}
+    criteria = [_criterion(where, k, one, measurements) for k, one in enumerate(file.criteria, 1)]
     ids = [c.id for c in criteria]
     if twice := sorted({one for one in ids if ids.count(one) > 1}):
         raise UserError(f"{where}: several criteria are called {', '.join(twice)}; give each a name of its own")
-    return Checklist(str(body["name"]), str(body["description"]), measurements, criteria)
+    return Checklist(file.name, file.description, measurements, criteria)
 
 
-def _measurement(where: str, name: str, table: Any, quick: bool) -> Measurement:
+def _measurement(where: str, name: str, table: dict[str, Any], quick: bool) -> Measurement:
     where = f"{where}: measurement {name}"
-    if not isinstance(table, dict) or table.get("kind") not in list(KINDS):
-        found = table.get("kind") if isinstance(table, dict) else table
-        raise UserError(f"{where}: kind is {found!r}, expected one of {', '.join(KINDS)}")
+    if table.get("kind") not in list(KINDS):
+        raise UserError(f"{where}: kind is {table.get('kind')!r}, expected one of {', '.join(KINDS)}")
     kind, short = KINDS[table["kind"]], table.get("quick", {})
     if not isinstance(short, dict):
         raise UserError(f"{where}: quick is {short!r}, expected a table of fields that are shorter with --quick")
-    given = {key: value for key, value in table.items() if key not in ("kind", "quick")}
-    hints, fields = get_type_hints(kind), [field for field in dataclasses.fields(kind) if field.name != "name"]
-    names = [field.name for field in fields]
-    check_fields(where, given, names, [field.name for field in fields if field.default is dataclasses.MISSING])
-    check_fields(f"{where}: quick", short, names, ())
-    for key, value in (*given.items(), *short.items()):
-        hint = hints[key]
-        check_kind(where, key, value, hint)
-        if hint in (int, float) and not 0 <= value < math.inf:
-            raise UserError(f"{where}: {key} is {value!r}, expected 0 or more")
+    given = {key: value for key, value in table.items() if key not in ("kind", "quick")} | {"name": name}
+    check_fields(f"{where}: quick", short, [field.name for field in dataclasses.fields(kind)], ())
     # Both, so that a mistake in quick shows at once.
-    return [kind(name=name, **values) for values in (given, given | short)][quick]
+    return [convert(where, values, kind) for values in (given, given | short)][quick]
 
 
-def _criterion(where: str, number: int, table: Any, measurements: Mapping[str, Measurement]) -> Criterion:
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: criterion {number} is {table!r}, expected a table")
+def _criterion(where: str, number: int, table: dict[str, Any], measurements: Mapping[str, Measurement]) -> Criterion:
     where = f"{where}: criterion {table.get('id', number)}"
-    required = ("id", "measurement", "value", "source")
-    check_fields(where, table, (*required, *_BOUNDS, "warning", "failing", "note"), required)
-    for name in (*required, "note"):
-        check_kind(where, name, table.get(name, ""), str)
-    bounds = [name for name in _BOUNDS if name in table]
+    one = convert(where, table, _Criterion)
+    bounds = {name: bound for name in _BOUNDS if (bound := getattr(one, name)) is not None}
     if len(bounds) != 1:
         raise UserError(f"{where}: found {' and '.join(bounds) or 'no bound'}, expected one of {', '.join(_BOUNDS)}")
-    measurement, value, kind = table["measurement"], table["value"], bounds[0]
-    if measurement not in measurements:
-        raise UserError(f"{where}: there is no measurement {measurement!r}; there are {', '.join(measurements)}")
-    units = measurements[measurement].UNITS
-    if value not in units:
-        raise UserError(f"{where}: {measurement} gives no {value!r}; it gives {', '.join(units)}")
-    bound, pair = table[kind], kind == "between"
-    if pair and (not isinstance(bound, list) or len(bound) != 2):
-        raise UserError(f"{where}: between is {bound!r}, expected two numbers, [least, most]")
-    numbers = [(kind, one) for one in (bound if pair else [bound])]
-    for name, one in (*numbers, *((name, table[name]) for name in ("warning", "failing") if name in table)):
-        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one):
-            raise UserError(f"{where}: {name} is {one!r}, expected a number")
-    if pair and bound[0] > bound[1]:
-        raise UserError(f"{where}: between is {bound!r}, expected the smaller number first")
-    others = {name: table[name] for name in (*required, "warning", "failing", "note") if name in table}
-    return Criterion(unit=units[value], kind=kind, bound=tuple(bound) if pair else bound, **others)
+    if one.measurement not in measurements:
+        raise UserError(f"{where}: there is no measurement {one.measurement!r}; there are {', '.join(measurements)}")
+    units = measurements[one.measurement].UNITS
+    if one.value not in units:
+        raise UserError(f"{where}: {one.measurement} gives no {one.value!r}; it gives {', '.join(units)}")
+    if one.between and one.between[0] > one.between[1]:
+        raise UserError(f"{where}: between is {one.between!r}, expected the smaller number first")
+    [(kind, bound)] = bounds.items()
+    others = {name: getattr(one, name) for name in ("source", "warning", "failing", "note")}
+    return Criterion(one.id, one.measurement, one.value, units[one.value], kind, bound, **others)
+
+
+_STAYS, _LEAST_SECONDS = {False: 20, True: 3}, {False: 300.0, True: 30.0}
+"""Length of the load: stays of a request, and at least so many seconds; with `--quick` (True), and without."""
+_KEPT_UP = 0.9
+"""Share of an offered rate that must come out: what is under way at the end is not counted."""
+
+
+def predicted_checklist(made: Mapping[str, Any], *, quick: bool = False) -> Checklist:
+    """Criteria of a recipe (`dsjax.plan.recipe.read_recipe`): rate, TPOT and TTFT of its workload within the predicted intervals.
+
+    Where the recipe names no load, there are as many sessions as its batches hold. Rate and TPOT have the 90 % intervals that blind
+    predictions give, TTFT that of the assumptions.
+
+    Raises:
+        UserError: the recipe counts on prefix hits or classes of requests, which the load does not have.
+    """
+    work, expected, held = made["workload"], made["expected"], made["calibrated"]
+    if work["prefix_hit"] or work["classes"]:
+        raise UserError("--recipe has prefix hits or classes of requests, and the load has neither; plan without them")
+    rate, output = work["requests_per_s"] or 0.0, round(work["output_tokens"])
+    most = expected["batch_per_dp_rank"] * MeshSpec.parse(expected["mesh"]).dp_size * expected["instances"]
+    sessions = 0 if rate else max(1, round(work["concurrency"] or most))
+    stay = expected["ttft_s"]["value"] + output * expected["tpot_s"]["value"]
+    load = LoadMeasurement(
+        name="load",
+        title=f"{rate:g} requests a second" if rate else f"{sessions} sessions at once",
+        sessions=sessions,
+        request_rate=rate,
+        seconds=max(_LEAST_SECONDS[quick], _STAYS[quick] * stay),
+        input_tokens=round(work["input_tokens"]),
+        output_tokens=output,
+        spread=0.0,
+    )
+    blind = "dsjax plan: 90 % interval by {predictions} blind predictions ({by})"
+    bounds = {
+        "output_tokens_per_s": (held["output_tokens_per_s"], blind.format_map(held["output_tokens_per_s"])),
+        "tpot_p50": (held["tpot_s"], blind.format_map(held["tpot_s"])),
+        "ttft_mean": (expected["ttft_s"], "dsjax plan: interval of its assumptions, steady state"),
+    }
+    criteria = [
+        Criterion(name, "load", name, load.UNITS[name], "between", (figure["low"], figure["high"]), source)
+        for name, (figure, source) in bounds.items()
+    ]
+    if rate:
+        wanted, name = _KEPT_UP * rate * output, "output_tokens_per_s"
+        criteria[0] = Criterion(name, "load", name, "tokens/s", "at_least", wanted, "nine tenths of the offered rate")
+    criteria.append(Criterion("error_share", "load", "error_share", "", "at_most", 0.0, "every request is answered"))
+    about = f"What dsjax plan predicted for {expected['instances']} × {expected['mesh']} of {made['model']} on {made['cluster']}"
+    return Checklist(f"{made['model']} on {made['cluster']}", about, {"load": load}, criteria)

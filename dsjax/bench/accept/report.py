@@ -5,11 +5,10 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from dsjax.bench.accept.criteria import Checklist, figure
 from dsjax.bench.accept.results import FORMAT, REPORT, Judged, Result, exit_status, judge, worst
 from dsjax.cli.output import writing
 from dsjax.tables import table
+from dsjax.texts import filled
 from dsjax.versions import installed_version
 
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -28,17 +28,16 @@ _STYLES = {"met": "green", "missed": "bold red", "not tested": "yellow"}
 class Report:
     """What a run has come to.
 
-    checklist: what was asked. results: what was measured, by the measurements' names. base_url, model: of the server. criteria_file: as
-    `--criteria` has it; quick: whether durations were short. command: as typed, without keys and `--only`.
+    base_url, model: of the server.
     """
 
-    checklist: Checklist
-    results: Mapping[str, Result]
+    checklist: Checklist  # what was asked
+    results: Mapping[str, Result]  # what was measured, by the measurements' names
     base_url: str
     model: str
-    criteria_file: str
-    quick: bool
-    command: str
+    criteria_file: str  # as `--criteria` has it
+    quick: bool  # whether durations were short
+    command: str  # as typed, without keys and `--only`
 
     @property
     def judged(self) -> list[Judged]:
@@ -92,75 +91,27 @@ class Report:
 
     def markdown(self) -> str:
         """The report for people."""
-        judged, name = self.judged, self.checklist.name
-        counts = ", ".join(f"{sum(o.verdict == v for o in judged)} {v}" for v in ("met", "missed", "not tested"))
-        how = ", with the short durations of `--quick`, which accepts nothing" if self.quick else ""
-        lines = [
-            f"# Acceptance by {name}: {worst(judged)}\n",
-            f"{self.checklist.description}. The server: `{self.model}` at {self.base_url}{how}. {counts}, of {len(judged)} criteria.\n",
-            f"```\n{self.command}\n```\n",
-        ]
-        if self.partial:
-            lines.append("The run has not ended: measurements are still to come.\n")
-        lines.append("| criterion | value | bound | verdict | from |\n|---|---|---|---|---|")
-        for one in judged:
-            c = one.criterion
-            verdict = f"**{one.verdict}**" if one.verdict == "missed" else one.verdict
-            verdict += f" (beyond the plan's {one.grade} value)" if one.grade else ""
-            cells = (f"`{c.id}`", _value(one), c.bound_text, verdict, c.source)
-            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
-        lines.append(f"\nOne criterion alone: `{self.alone('CRITERION')}`\n")
         reasons: dict[str, list[str]] = {}
-        for one in judged:
+        for one in self.judged:
             if one.reason:
                 reasons.setdefault(f"{one.verdict}: {one.reason}", []).append(f"`{one.criterion.id}`")
-        if reasons:
-            lines += ["## Without a value\n", *(f"- {', '.join(ids)}: {reason}" for reason, ids in reasons.items())]
-        notes = [f"- `{one.criterion.id}`: {one.criterion.note}" for one in judged if one.criterion.note]
-        lines += ["\n## Notes on the criteria\n", *notes] if notes else []
-        lines.append("\n## What was measured\n")
-        for name, measurement in self.checklist.measurements.items():
-            result = self.results.get(name)
-            if result is None or result.measured is None:
-                continue
-            found = result.measured
-            values = ", ".join(
-                f"{k} {figure(value, measurement.UNITS.get(k, ''))}" for k, value in found.values.items()
-            )
-            sampled = "" if found.samples is None else f", {found.samples:,} samples"
-            lines.append(
-                f"**{result.title}** (`{name}`, {result.seconds:.0f} s{sampled}, {result.started}): {values}.\n"
-            )
-            lines += [" ".join(found.notes) + "\n"] if found.notes else []
-        return "\n".join(lines).rstrip() + "\n"
+        return (
+            filled(
+                "acceptance", "report.md", report=self, reasons=reasons, worst=worst, value_of=_value, figure=figure
+            ).rstrip()
+            + "\n"
+        )
 
     def junit(self) -> str:
         """The report for a build server: a suite for each measurement, a case for each criterion."""
-        judged = self.judged
-        root = ElementTree.Element("testsuites", _counts(judged) | {"name": self.checklist.name})
-        for name in dict.fromkeys(one.criterion.measurement for one in judged):
-            cases = [one for one in judged if one.criterion.measurement == name]
-            result = self.results.get(name)
-            seconds = f"{result.seconds:.3f}" if result else "0"
-            suite = ElementTree.SubElement(root, "testsuite", _counts(cases) | {"name": name, "time": seconds})
-            for one in cases:
-                c = one.criterion
-                case = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": c.id, "time": "0"})
-                if one.verdict == "missed":
-                    said = one.reason or f"{figure(one.value, c.unit)}, expected {c.bound_text}"
-                    failure = ElementTree.SubElement(case, "failure", {"message": said, "type": one.grade or "missed"})
-                    failure.text = f"{c.source}\n{self.alone(c.id)}"
-                elif one.verdict == "not tested":
-                    ElementTree.SubElement(case, "skipped", {"message": one.reason})
-        ElementTree.indent(root)
-        return _NOT_OF_XML.sub("�", ElementTree.tostring(root, encoding="unicode", xml_declaration=True)) + "\n"
+        names = dict.fromkeys(one.criterion.measurement for one in self.judged)
+        suites = {name: [one for one in self.judged if one.criterion.measurement == name] for name in names}
+        return (
+            _NOT_OF_XML.sub("�", filled("acceptance", "report.xml", report=self, suites=suites, figure=figure)) + "\n"
+        )
 
     def write(self, folder: Path) -> None:
-        """Write all three; the JSON, from which a run goes on, is never half written.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Write all three; the JSON, from which a run goes on, is never half written. Raises `UserError`: the folder cannot be written."""
         text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
         with writing(folder, "folder"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -177,17 +128,5 @@ class Report:
         return table(title, ("<criterion", "value", "bound", "<<verdict"), rows, styles)
 
 
-def _counts(judged: Sequence[Judged]) -> dict[str, str]:
-    return {
-        "tests": str(len(judged)),
-        "failures": str(sum(one.verdict == "missed" for one in judged)),
-        "skipped": str(sum(one.verdict == "not tested" for one in judged)),
-    }
-
-
 def _value(one: Judged) -> str:
     return "" if one.value is None else figure(one.value, one.criterion.unit)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dsjax.bench.accept.criteria import Checklist, Criterion
-from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured, Measurement, Verdict
-from dsjax.bench.accept.test_bed import TestBed
+from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.errors import UserError, why_unreadable
 
 FORMAT = "dsjax accept 1"
@@ -25,17 +24,16 @@ MISSED, NOT_TESTED = 3, 4
 class Result:
     """One measurement that was made, or tried.
 
-    kind, title: the measurement's. fingerprint: of everything that the values depend on. started: UTC, ISO 8601; seconds: that it took.
-    measured: what came of it; None where it could not be made; reason: why not.
+    kind, title: the measurement's.
     """
 
     kind: str
     title: str
-    fingerprint: str
-    started: str
-    seconds: float
-    measured: Measured | None
-    reason: str = ""
+    fingerprint: str  # of everything that the values depend on
+    started: str  # UTC, ISO 8601
+    seconds: float  # that it took
+    measured: Measured | None  # what came of it; None where it could not be made
+    reason: str = ""  # why not
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""

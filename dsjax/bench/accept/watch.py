@@ -29,18 +29,17 @@ _NAMES = (_TOKENS, _STARTED, OURS, _USED, _LIMIT, *_BALANCE)
 class ServerWatch:
     """What was seen of a server, as a context in which it is watched.
 
-    device_metrics: further addresses that show devices' memory: followers' `/metrics`, NVIDIA's dcgm-exporter. interval: seconds between
-    two looks. counters: the server's metrics at each look that had an answer. memory: (seconds since the watch began, largest share of a
-    device's memory in use, bytes in use of all devices) of each look. outages: times that `/v1/models` stopped answering.
+    device_metrics: further addresses that show devices' memory: followers' `/metrics`, NVIDIA's dcgm-exporter. memory: (seconds since the
+    watch began, largest share of a device's memory in use, bytes in use of all devices) of each look.
     """
 
     session: aiohttp.ClientSession
     url: str
     device_metrics: Sequence[str]
-    interval: float
-    counters: list[Exposition] = field(default_factory=list)
+    interval: float  # seconds between two looks
+    counters: list[Exposition] = field(default_factory=list)  # the server's metrics at each look that had an answer
     memory: list[tuple[float, float, float]] = field(default_factory=list)
-    outages: int = 0
+    outages: int = 0  # times that `/v1/models` stopped answering
 
     async def __aenter__(self) -> "ServerWatch":
         self._zero, self._answered = time.perf_counter(), True

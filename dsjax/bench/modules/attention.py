@@ -1,7 +1,5 @@
 """Cases of attention: each MLA form over rows and contexts, projections, cache write, attending and output together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

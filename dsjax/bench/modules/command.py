@@ -38,12 +38,11 @@ def modules(model: ModelOptions, grid: ModuleGrid, run: RunOptions, group: Group
 
 def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, processes: Processes) -> bool:
     """Time, print and write. Whether Ctrl-C has ended it."""
-    from dsjax.bench.modules.ceilings import Ceilings, Device, find_ceilings
     from dsjax.bench.modules.grid import cases
     from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, one_rank_cases
     from dsjax.bench.modules.report import show, show_extrapolation, to_json
     from dsjax.bench.modules.run import run_cases
-    from dsjax.bench.modules.setting import make_setting
+    from dsjax.bench.modules.setting import Ceilings, Device, find_ceilings, make_setting
     from dsjax.bench.modules.timing import Budget
 
     if processes.leads:  # before hours of work rather than after them

@@ -1,13 +1,10 @@
 """Which cases a run has: every module at every size that was asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.dense import embedding_cases, head_cases, layer_cases
-from dsjax.bench.modules.fp8 import product_cases, quantisation_cases
+from dsjax.bench.modules.dense import embedding_cases, head_cases, layer_cases, product_cases, quantisation_cases
 from dsjax.bench.modules.launch import input_cases, launch_cases
 from dsjax.bench.modules.options import MODULES, ModuleGrid
 from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_cases

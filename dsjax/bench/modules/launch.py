@@ -1,7 +1,5 @@
 """Cases of what a step costs beside the model: the launch of a program, and its rows read from the slots and their last tokens entered."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial

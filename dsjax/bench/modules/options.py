@@ -30,11 +30,7 @@ class ModelOptions(Checked):
 
     model: str = option("deepseek-v3", "bundled name, or a directory with config.json; weights are not read")
     dtype: str = option("auto", "of computation; auto: as dsjax serve", choices=("auto", "float32", "bfloat16"))
-    weights: str = option(
-        "auto",
-        "how matrices are kept; auto: as dsjax serve",
-        choices=("auto", *WEIGHT_FORMATS),
-    )
+    weights: str = option("auto", "how matrices are kept; auto: as dsjax serve", choices=("auto", *WEIGHT_FORMATS))
     activation_scheme: str = option(
         "auto", "as in dsjax serve, with quantised weights", choices=("auto", "dynamic", *ROW_FORMATS, "none")
     )

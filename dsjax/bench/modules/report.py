@@ -1,7 +1,5 @@
 """A run as tables, and as JSON."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 from collections.abc import Mapping, Sequence
@@ -10,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsjax.bench.modules.ceilings import Ceilings, Device
 from dsjax.bench.modules.one_rank import Extrapolation, OneRankPlan
 from dsjax.bench.modules.run import ModuleRow
-from dsjax.bench.modules.setting import Setting
+from dsjax.bench.modules.setting import Ceilings, Device, Setting
 from dsjax.bench.processes import Results
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths

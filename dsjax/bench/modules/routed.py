@@ -1,7 +1,5 @@
 """Cases of the routed experts: the share of one rank, with the rows that even or skewed routing sends it, and their dispatch on a mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -92,10 +90,8 @@ def expert_cases(setting: Setting, experts: int, tokens: Iterable[int]) -> Itera
             used = len(np.unique(sent.ids[sent.ids >= 0]))  # experts with at least one row
             work = ModuleWork(6 * sent.pairs * D * F, stack.layer_bytes * used / experts, other_bytes)
             sizes = {"tokens": count, "experts": experts, "rows": sent.rows, "pairs": sent.pairs, "used": used}
-            memory, build = (
-                stack.nbytes + 8 * sent.rows * D * itemsize,
-                partial(expert_loop, setting, stack, experts, sent),
-            )
+            memory = stack.nbytes + 8 * sent.rows * D * itemsize
+            build = partial(expert_loop, setting, stack, experts, sent)
             yield ModuleCase("experts", variant, sizes, work, memory, build)
 
 

@@ -1,15 +1,12 @@
 """A run: make, time and drop one case after another. An interrupt ends it and keeps the results until then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from dsjax.bench.modules.ceilings import Ceilings
-from dsjax.bench.modules.setting import Setting, free_memory
+from dsjax.bench.modules.setting import Ceilings, Setting, free_memory
 from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, Times
 from dsjax.bench.processes import Agree, Results, alone
 
@@ -38,17 +35,15 @@ class ModuleWork:
 class ModuleCase:
     """A module at one size.
 
-    module: its name in the tables and in `--only`; variant: which of its ways. sizes: what the row is looked up by (tokens,
-    rows, chunk, context, experts). memory: bytes that timing it needs. build: compiles it, with inputs on the device. shared: it runs on
-    a mesh, by all processes of a group together; else on one device, by process 0 alone.
+    shared: it runs on a mesh, by all processes of a group together; else on one device, by process 0 alone.
     """
 
-    module: str
-    variant: str
-    sizes: Sizes
+    module: str  # its name in the tables and in `--only`
+    variant: str  # which of its ways
+    sizes: Sizes  # what the row is looked up by (tokens, rows, chunk, context, experts)
     work: ModuleWork
-    memory: int
-    build: Callable[[], PreparedCase]
+    memory: int  # bytes that timing it needs
+    build: Callable[[], PreparedCase]  # compiles it, with inputs on the device
     shared: bool = False
 
     @property

@@ -1,9 +1,10 @@
-"""`Setting`: the model, its number formats and the device, as every module of a run sees them."""
+"""`Setting`: the model, its number formats and the device, as all modules of a run see them; `Ceilings`: the most that a device can do."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from dsjax.bench.modules.options import ModelOptions
+from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, device_loop
 from dsjax.checkpoint.hub import resolve
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.config import ModelConfig, load_config
@@ -23,7 +25,8 @@ from dsjax.engine.device.process import available_bytes, enable_compile_cache, k
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.assembly import make_step, weights_format
 from dsjax.errors import UserError
-from dsjax.hardware.this_machine import host_memory
+from dsjax.hardware import bundled_hardware, load_hardware
+from dsjax.hardware.this_machine import cpu_name, host_memory
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import Declaration, Multiply, ParameterInfo, ParameterTable, Weights
 from dsjax.model.step import ModelStep
@@ -39,15 +42,12 @@ PAGE_TABLE_POSITIONS = 4096
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is benched: a model's step on one device, made as the engine makes it but holding no weights.
-
-    weights: how matrices are kept. seed: of weights, tokens and routing. max_model_len: positions that page tables cover.
-    """
+    """What is benched: a model's step on one device, made as the engine makes it but holding no weights."""
 
     step: ModelStep
-    weights: Weights
-    seed: int = 0
-    max_model_len: int = 4096
+    weights: Weights  # how matrices are kept
+    seed: int = 0  # of weights, tokens and routing
+    max_model_len: int = 4096  # positions that page tables cover
 
     @property
     def config(self) -> ModelConfig:
@@ -216,3 +216,67 @@ def _bf16_experts(model: str) -> bool | None:
         return open_checkpoint(resolve(model)).bf16_experts
     except UserError:
         return None
+
+
+_COPY_BYTES = 256 << 20
+_SIDE = 2048
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes and operations a second that no module can exceed, and where the figures are from. The fields are those of the JSON."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What was measured: its name, as the planner compares it; JAX's platform; memory; a file of `configs/hardware`, if any.
+
+    The fields are those of the JSON.
+    """
+
+    name: str
+    platform: str
+    memory_bytes: int
+    hardware: str | None
+    count: int
+
+    @classmethod
+    def of(cls, device: jax.Device) -> Device:
+        """The device that JAX runs on."""
+        name = cpu_name() if device.platform == "cpu" else device.device_kind
+        stats = None if device.platform == "cpu" else device.memory_stats()
+        memory = int(stats["bytes_limit"]) if stats else host_memory()
+        count = 1 if device.platform == "cpu" else len(jax.devices())
+        return cls(name, device.platform, memory, hardware_of(name), count)
+
+
+def hardware_of(name: str) -> str | None:
+    """The bundled hardware whose key is a word of a device's name (`NVIDIA H200` → `h200`)."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((key for key in bundled_hardware() if key in words), None)
+
+
+def find_ceilings(setting: Setting, device: Device, hardware: str | None, budget: Budget) -> Ceilings:
+    """Read the ceilings from a file of `configs/hardware`, given or recognised by name; else measure them."""
+    key = hardware or device.hardware
+    if key is not None:
+        chip = load_hardware(key)
+        return Ceilings(chip.memory_bandwidth, chip.bf16_flops, f"configs/hardware: {chip.name}, vendor's figures")
+    size = min(_COPY_BYTES, free_memory(setting.step.mesh.devices.flat[0]) // 8) // 4
+    matrix = setting.random((_SIDE, _SIDE), _SIDE**-0.5)
+    copy = _seconds(device_loop(lambda _, i, x: x + 1, None, jnp.zeros(size, jnp.float32)), budget)
+    product = _seconds(device_loop(lambda a, i, x: a @ x, matrix, matrix + 0), budget)
+    said = f"a copy of {_COPY_BYTES >> 20} MiB, a product of {_SIDE}² {setting.dtype.name} matrices"
+    return Ceilings(2 * 4 * size / copy, 2 * _SIDE**3 / product, f"measured in this run: {said}")
+
+
+def _seconds(prepared: PreparedCase, budget: Budget) -> float:
+    prepared.warm_up()
+    times = prepared.take(budget)
+    if times is None:
+        raise UserError(f"the device's ceilings cannot be measured: {DROWNED}, or name its file with --hardware")
+    return times.median

@@ -47,14 +47,12 @@ class TimedCalls(NamedTuple):
 class PreparedCase:
     """Something compiled, with its inputs on the device, that can be timed again and again.
 
-    run: applies the module so many times, and waits. unit: applications come in multiples of it. in_call: applications in one
-    step of the model, by which `Times.once` is told apart. in_device_loop: whether they are iterations of a loop in the
-    compiled program, or calls from the host, which are timed whole.
+    in_device_loop: whether they are iterations of a loop in the compiled program, or calls from the host, which are timed whole.
     """
 
-    run: Callable[[int], None]
-    unit: int = 1
-    in_call: int = 1
+    run: Callable[[int], None]  # applies the module so many times, and waits
+    unit: int = 1  # applications come in multiples of it
+    in_call: int = 1  # applications in one step of the model, by which `Times.once` is told apart
     in_device_loop: bool = True
     few: int = 0
     many: int = 0

@@ -46,10 +46,9 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     """The exit code, the same in all processes; process 0 prints and writes."""
     import jax.numpy as jnp
 
-    from dsjax.bench.modules.ceilings import Device
+    from dsjax.bench.modules.setting import Device
     from dsjax.bench.network.programs import device_groups, device_pairs
-    from dsjax.bench.network.report import show, to_json
-    from dsjax.bench.network.run import cases, check_cluster, run_cases, worst
+    from dsjax.bench.network.run import cases, check_cluster, run_cases, show, to_json, worst
 
     if processes.leads:  # before the work rather than after it
         check_place("--json", verdict.json_file)

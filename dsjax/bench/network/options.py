@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from dsjax.options import Checked, OptionError, option
-from dsjax.plan.measured_network import COLLECTIVES, SEND_RECEIVE
+from dsjax.plan.measured import COLLECTIVES, SEND_RECEIVE
 
 _ALL = (*COLLECTIVES, SEND_RECEIVE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

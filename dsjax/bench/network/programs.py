@@ -1,7 +1,5 @@
 """One collective as a compiled program, over the devices that meet in it: a loop that can be timed, and an application that is checked."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +26,12 @@ class DeviceGroup:
     """Groups of as many devices each, that run the same collective at the same time, as they do in a step.
 
     uses: what such groups are to the mesh: `host` (all devices of a process), `hosts` (one device of each process), `experts` (the ranks
-    that tokens travel between), `tp`; or `pair` (two devices of a process, or one of each of two). devices: [groups, ranks]. hosts:
-    processes that a group spans.
+    that tokens travel between), `tp`; or `pair` (two devices of a process, or one of each of two).
     """
 
     uses: tuple[str, ...]
-    devices: np.ndarray
-    hosts: int
+    devices: np.ndarray  # [groups, ranks]
+    hosts: int  # processes that a group spans
 
     @property
     def ranks(self) -> int:

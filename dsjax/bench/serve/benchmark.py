@@ -27,15 +27,11 @@ _LEAST_RATE = 1 / 1024
 
 @dataclass
 class Search:
-    """Which load to try next, and what is known so far.
+    """Which load to try next, and what is known so far."""
 
-    quantity: `concurrency` (whole numbers) or `rate` (requests a second). best: the largest load that met the objectives; None as long as
-    there is none. failed: the smallest that did not.
-    """
-
-    quantity: str
-    best: float | None = None
-    failed: float | None = None
+    quantity: str  # `concurrency` (whole numbers) or `rate` (requests a second)
+    best: float | None = None  # the largest load that met the objectives; None as long as there is none
+    failed: float | None = None  # the smallest that did not
 
     def next(self) -> float | None:
         """The load to try; None when the answer is known."""
@@ -81,18 +77,17 @@ class Point:
 class Benchmark:
     """A whole run.
 
-    server, workload, load, report: the options. say: called with each line that tells the user what is going on. progress: called with a
-    title and a number of requests; a context in which it shows how far they are. stop: ends the run when set; the point under way counts
-    as far as it came.
+    server, workload, load, report: the options. progress: called with a title and a number of requests; a context in which it shows how far
+    they are.
     """
 
     server: ServerOptions
     workload: WorkloadOptions
     load: LoadOptions
     report: ReportOptions
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # called with each line that tells the user what is going on
     progress: Callable[[str, int], AbstractContextManager[Advance]]
-    stop: asyncio.Event
+    stop: asyncio.Event  # ends the run when set; the point under way counts as far as it came
 
     async def run(self, on_ready: Callable[[ServerFacts], None], on_point: Callable[[Point], None]) -> ServerFacts:
         """Measure every point, until `stop` is set; give what the server said of itself.

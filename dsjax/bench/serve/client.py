@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import aiohttp
 
-from dsjax.bench.serve.answer import AnswerError, AnswerReader, error_message
 from dsjax.bench.serve.options import ServerOptions
-from dsjax.bench.serve.records import BenchRequest, RequestRecord
+from dsjax.bench.serve.records import AnswerError, AnswerReader, BenchRequest, RequestRecord, error_message
 
 try:
     import uvloop

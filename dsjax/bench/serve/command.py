@@ -101,8 +101,7 @@ async def _run(
 def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") -> None:
     """The files that were asked for, and the table of a sweep."""
     from dsjax.bench.serve.client import PATHS
-    from dsjax.bench.serve.report import sweep_table
-    from dsjax.bench.serve.result_files import details, draw, write_points_csv, write_requests_csv
+    from dsjax.bench.serve.report import details, draw, sweep_table, write_points_csv, write_requests_csv
 
     server, workload, report, swept = benchmark.server, benchmark.workload, benchmark.report, benchmark.load.swept
     head = {

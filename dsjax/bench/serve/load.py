@@ -45,15 +45,11 @@ _PAUSE_AFTER_ERROR = 0.5
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of a point.
+    """What came of a point."""
 
-    records: of every request that was answered, or failed; in the order of arrival. duration: seconds from the run's start to the last
-    answer's end (or to Ctrl-C). interrupted: Ctrl-C came first; what was under way then, or not yet sent, is in no record.
-    """
-
-    records: list[RequestRecord]
-    duration: float
-    interrupted: bool
+    records: list[RequestRecord]  # of every request that was answered, or failed; in the order of arrival
+    duration: float  # seconds from the run's start to the last answer's end (or to Ctrl-C)
+    interrupted: bool  # Ctrl-C came first; what was under way then, or not yet sent, is in no record
 
 
 async def run_load(

@@ -37,11 +37,7 @@ class ServerOptions(Checked):
         self.extra_fields()
 
     def extra_fields(self) -> dict[str, Any]:
-        """`--extra-body` as a mapping.
-
-        Raises:
-            OptionError: it is no JSON object.
-        """
+        """`--extra-body` as a mapping. Raises `OptionError`: it is no JSON object."""
         try:
             body = json.loads(self.extra_body or "{}", parse_constant=_no_number)
         except ValueError as error:

@@ -145,11 +145,7 @@ class PromptSource:
         return cls(None, size)
 
     def forms(self, wanted: PromptForm, endpoint: OpenAIEndpoint) -> list[PromptMaker]:
-        """What to try, in this order.
-
-        Raises:
-            UnmakablePromptError: nothing can be tried.
-        """
+        """What to try, in this order. Raises `UnmakablePromptError`: nothing can be tried."""
         completions = endpoint == "completions"
         if wanted == "tokens" and not completions:
             raise UnmakablePromptError("--prompt-form is tokens, but chat takes text only; use --endpoint completions")

@@ -16,26 +16,18 @@ WARM_UP_DRAW = 0
 
 @dataclass(frozen=True)
 class ReadyServer:
-    """A server that answers.
+    """A server that answers."""
 
-    options: how it is asked. session: an open one, with the key. url: without `/v1`. facts: what it says of itself. source: what prompts
-    for it can be made from. client: sends requests to it.
-    """
-
-    options: ServerOptions
-    session: aiohttp.ClientSession
-    url: str
-    facts: ServerFacts
-    source: PromptSource
-    client: Client
+    options: ServerOptions  # how it is asked
+    session: aiohttp.ClientSession  # an open one, with the key
+    url: str  # without `/v1`
+    facts: ServerFacts  # what it says of itself
+    source: PromptSource  # what prompts for it can be made from
+    client: Client  # sends requests to it
 
     @classmethod
     async def connect(cls, session: aiohttp.ClientSession, options: ServerOptions) -> "ReadyServer":
-        """Ask a server what it serves.
-
-        Raises:
-            UserError: no server, a refused key, no such model, or no tokenizer where one was named.
-        """
+        """Ask a server what it serves. Raises `UserError`: no server, a refused key, no such model, or no tokenizer where one was named."""
         o, url = options, server_url(options.base_url)
         facts = await ask_server(session, url, o.model, o.ready_check_timeout_sec)
         source = PromptSource.find(o.tokenizer, o.vocab_size, facts)

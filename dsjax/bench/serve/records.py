@@ -1,50 +1,47 @@
-"""What is asked of a server, and what came back: `BenchRequest` and `RequestRecord`."""
+"""`BenchRequest`: what is asked of a server; `RequestRecord`: what came back; `AnswerReader`: reads it from a streamed answer."""
 
 import itertools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import pydantic_core
 
 TokenSource = Literal["usage", "tokenizer", "chunks"]
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request to send.
+    """One request to send."""
 
-    prompt: text, or token ids (completions only). prompt_tokens: its length as the dataset meant it; what the server reports is preferred
-    where it reports. output_tokens: most tokens to answer with. arrival: seconds after the first request's, where the dataset has times of
-    its own.
-    """
-
-    prompt: str | list[int]
-    prompt_tokens: int
-    output_tokens: int
-    arrival: float | None = None
+    prompt: str | list[int]  # text, or token ids (completions only)
+    prompt_tokens: int  # its length as the dataset meant it; what the server reports is preferred where it reports
+    output_tokens: int  # most tokens to answer with
+    arrival: float | None = None  # seconds after the first request's, where the dataset has times of its own
 
 
 @dataclass
 class RequestRecord:
     """One request's course. Times are seconds of one clock, whose zero is the run's start.
 
-    arrival: when it was due. start: when its sending began; later than `arrival` where `--max-concurrency` held it back. chunk_times: when
-    each chunk that carried tokens was read from the socket. end: when the last chunk with a choice was read: the end of the answer, before
-    the usage and `[DONE]`. prompt_tokens, output_tokens: as `token_source` counted them. meant_prompt_tokens: as the dataset meant it.
-    cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell. text: the answer, reasoning
-    included. error: None when the answer is whole; else one line. A record with an error counts in no figure but `failed`.
+    chunk_times: when each chunk that carried tokens was read from the socket. prompt_tokens, output_tokens: as `token_source` counted them.
+    cached_tokens: prompt tokens that the server found in its prefix cache; None where it does not tell. error: None when the answer is
+    whole; else one line. A record with an error counts in no figure but `failed`.
     """
 
-    arrival: float
-    start: float
+    arrival: float  # when it was due
+    start: float  # when its sending began; later than `arrival` where `--max-concurrency` held it back
     prompt_tokens: int
     chunk_times: list[float] = field(default_factory=list)
-    end: float = 0.0
+    end: float = 0.0  # when the last chunk with a choice was read: the end of the answer, before the usage and `[DONE]`
     output_tokens: int = 0
     token_source: TokenSource = "chunks"
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    text: str = ""
+    text: str = ""  # the answer, reasoning included
     error: str | None = None
-    meant_prompt_tokens: int = field(init=False)
+    meant_prompt_tokens: int = field(init=False)  # as the dataset meant it
 
     def __post_init__(self):
         self.meant_prompt_tokens = self.prompt_tokens
@@ -73,3 +70,158 @@ class RequestRecord:
     def itls(self) -> list[float]:
         """Seconds between chunks that carried tokens, one value a gap, however many tokens the later chunk has."""
         return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times)]
+
+
+_LARGEST_EVENT = 16 * 1024 * 1024
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_END_OF_EVENT = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+
+_LONGEST_ERROR = 300
+
+_MOST_TOKENS = 2**31 - 1
+
+
+class EventStreamError(ValueError):
+    """Bytes that are no event stream."""
+
+
+class EventParser:
+    """Takes bytes as they come from the network; gives the data of each event that has become whole.
+
+    A piece may end anywhere: within a line, between CR and LF, within a character. Lines end with LF, CRLF or CR. An event
+    that the stream ends in the middle of is never given, as the standard has it.
+    """
+
+    def __init__(self):
+        self._rest = b""
+        self._at_start = True
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events that end in this piece, in order.
+
+        Raises:
+            EventStreamError: an event is longer than 16 MiB, so this is hardly a stream of events.
+        """
+        text = self._rest + piece
+        if self._at_start and len(text) >= len(_BYTE_ORDER_MARK):
+            self._at_start, text = False, text.removeprefix(_BYTE_ORDER_MARK)
+        *events, self._rest = _END_OF_EVENT.split(text) if b"\r" in text else text.split(b"\n\n")
+        if len(self._rest) > _LARGEST_EVENT:
+            raise EventStreamError("an event is longer than 16 MiB; the answer is not a stream of events")
+        return [b"\n".join(data) for event in events if (data := _data_of(event))]
+
+
+def _data_of(event: bytes) -> list[bytes]:
+    return [line[5:].removeprefix(b" ") for line in event.splitlines() if line[:5] in (b"data:", b"data")]
+
+
+class AnswerError(Exception):
+    """The server's answer is an error, or no answer; the message is one line."""
+
+
+class AnswerReader:
+    """Reads one answer of `/v1/completions` or `/v1/chat/completions` into a record.
+
+    A chunk carries tokens when its choice has text (for chat: content, reasoning, or tool calls) or token ids; or has no
+    text, but the answer goes on: a token whose text the server holds back or leaves out. The chunk that only announces
+    chat's role carries none, and neither does an empty chunk that only tells why the answer ended.
+    """
+
+    def __init__(self, record: RequestRecord, count_tokens: Callable[[str], int] | None = None):
+        self._record = record
+        self._count_tokens = count_tokens
+        self._parser = EventParser()
+        self._pieces: list[str] = []
+        self._has_usage = False
+        self.done = False
+
+    def feed(self, piece: bytes, now: float) -> None:
+        """Take bytes that were read from the socket at `now`. Raises `AnswerError`: an error event, or bytes that are no such stream."""
+        try:
+            events = self._parser.feed(piece)
+        except EventStreamError as error:
+            raise AnswerError(str(error)) from error
+        for event in events:
+            if event == b"[DONE]":
+                self.done = True
+            elif event:  # an empty one keeps a connection alive
+                try:
+                    self._take(_object(event), now)
+                except (AttributeError, TypeError) as error:
+                    raise AnswerError(f"a chunk is not of OpenAI's shape: {event[:80]!r}") from error
+
+    def close(self) -> None:
+        """Complete the record: the connection has nothing more. Raises `AnswerError`: the answer broke off, or never began."""
+        record = self._record
+        if not self.done and record.finish_reason is None:
+            raise AnswerError("the stream ended before the answer did: neither [DONE] nor a finish reason came")
+        if not record.end:
+            raise AnswerError("the answer has no choice")
+        if not record.chunk_times:  # the first token ended the answer, and has no text
+            record.chunk_times.append(record.end)
+        record.text = "".join(self._pieces)
+        if self._has_usage:
+            record.token_source = "usage"
+        elif self._count_tokens is not None:
+            record.output_tokens, record.token_source = max(1, self._count_tokens(record.text)), "tokenizer"
+        else:
+            record.output_tokens, record.token_source = len(record.chunk_times), "chunks"
+
+    def _take(self, chunk: dict[str, Any], now: float) -> None:
+        if chunk.get("error"):
+            raise AnswerError(f"error event: {error_message(chunk)}")
+        record = self._record
+        for choice in chunk.get("choices") or ():
+            record.end = now
+            text, carries = _text_of(choice)
+            if carries or (text == "" and choice.get("finish_reason") is None):
+                record.chunk_times.append(now)
+            if text:
+                self._pieces.append(text)
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        usage = chunk.get("usage")
+        if usage and (made := _count(usage, "completion_tokens")) is not None:
+            record.output_tokens = made
+            record.prompt_tokens = _count(usage, "prompt_tokens") or record.prompt_tokens
+            record.cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+            self._has_usage = True
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    """A number of tokens; None where there is none. Raises `AnswerError`: it is no such number, so that no figure can be made of it."""
+    value = usage.get(name)
+    if value is not None and not (type(value) is int and 0 <= value <= _MOST_TOKENS):
+        raise AnswerError(f"the usage has {name} {str(value)[:80]!r}, expected a number of tokens")
+    return value
+
+
+def _text_of(choice: dict[str, Any]) -> tuple[str | None, bool]:
+    """A choice's text, and whether it carries tokens for certain. Text is None in a chunk that only announces the role."""
+    carries = bool(choice.get("token_ids"))
+    if "delta" not in choice:
+        text = "" + (choice.get("text") or "")  # TypeError for what is no text
+        return text, carries or bool(text)
+    delta = choice["delta"] or {}
+    # Servers that send both names of the reasoning send the same text under both.
+    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    carries = carries or bool(text) or bool(delta.get("tool_calls"))
+    return (None if "role" in delta and not carries else text), carries
+
+
+def _object(event: bytes) -> dict[str, Any]:
+    try:
+        body = pydantic_core.from_json(event)
+    except ValueError as error:
+        raise AnswerError(f"an event is not JSON: {event[:80]!r}") from error
+    if not isinstance(body, dict):
+        raise AnswerError(f"an event is not a JSON object: {event[:80]!r}")
+    return body
+
+
+def error_message(body: Any) -> str:
+    """The message in an error's body, in one line: OpenAI's shape, FastAPI's, or whatever there is."""
+    if isinstance(body, dict):
+        error = body.get("error", body.get("detail", body.get("message", body)))
+        body = error.get("message", error) if isinstance(error, dict) else error
+    line = " ".join(str(body).split())
+    return line if len(line) <= _LONGEST_ERROR else line[:_LONGEST_ERROR] + "…"

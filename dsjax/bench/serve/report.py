@@ -1,56 +1,24 @@
-"""Figures as text: how far a point is, a point line for line as `vllm bench serve` prints it, and the table of a sweep."""
+"""Figures as text and files: how far a point is, a point as `vllm bench serve` prints it, the table of a sweep, CSV, and a picture.
+
+Fields are documented in `docs/bench-serve.md` and stable; vLLM's names where it has them.
+"""
 
 import contextlib
+import csv
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from dsjax.bench.serve.records import RequestRecord
+from dsjax.errors import UserError
 from dsjax.progress import counting
 from dsjax.tables import table
+from dsjax.texts import filled
 
-_WIDTH = 50
-_MOST_ERRORS = 10
-_ALIKE, _OF_A_TEMPLATE = 1.1, 64
-"""Prompts are those that were meant where the server counts at most so many times as many tokens, and so many more a request."""
-_TITLES = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
-}
-_LINES = (
-    ("Successful requests:", "completed", 1),
-    ("Failed requests:", "failed", 1),
-    ("Maximum request concurrency:", "max_concurrency", 1),
-    ("Request rate configured (RPS):", "request_rate", 1),
-    ("Benchmark duration (s):", "duration", 1),
-    ("Total input tokens:", "total_input_tokens", 1),
-    ("Total generated tokens:", "total_output_tokens", 1),
-    ("Cached input tokens:", "total_cached_tokens", 1),
-    ("Cached share of input (%):", "cached_share", 100),
-    ("Most that a cache can share (%):", "cached_share_bound", 100),
-    ("Request throughput (req/s):", "request_throughput", 1),
-    ("Request goodput (req/s):", "request_goodput", 1),
-    ("Input token throughput (tok/s):", "input_throughput", 1),
-    ("Output token throughput (tok/s):", "output_throughput", 1),
-    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", 1),
-    ("Peak concurrent requests:", "max_concurrent_requests", 1.0),
-    ("Total token throughput (tok/s):", "total_token_throughput", 1),
-    ("Output tok/s a device:", "output_throughput_per_device", 1),
-    ("Output tok/s a user (1 / median TPOT):", "output_throughput_per_user", 1),
-)
-"""Label, field of the point's JSON, and what its value is multiplied by. A field without a value has no line."""
-_DRAFT_LINES = (
-    ("Acceptance rate (%):", "acceptance_rate"),
-    ("Acceptance length:", "acceptance_length"),
-    ("Drafts:", "num_drafts"),
-    ("Draft tokens:", "draft_tokens"),
-    ("Accepted tokens:", "accepted_tokens"),
-)
 _COLUMNS = (
     ("done", "completed", "d"),
     ("failed", "failed", "d"),
@@ -63,60 +31,12 @@ _COLUMNS = (
     ("good req/s", "request_goodput", ".2f"),
     ("accepted %", "spec_decode_acceptance_rate", ".1f"),
 )
-_COUNTED = {
-    "tokenizer": "tokenizer, from the text, which may give other tokens than the model made",
-    "chunks": "chunks, which may hold more than one token each",
-}
 
 
 def report(point: dict[str, Any], latencies: Sequence[str], percentiles: Sequence[float]) -> str:
     """The block of one point, of its JSON, without a newline at its end."""
-    lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
-    for label, name, factor in _LINES:
-        if point[name] not in (None, "inf"):
-            lines.append(_line(label, point[name] * factor))
-    if point["tokens_per_chunk"] is not None and point["tokens_per_chunk"] > 1.005:
-        lines.append(_line("Output tokens a chunk:", point["tokens_per_chunk"]))
-    for name in latencies:
-        short, title = _TITLES[name]
-        lines.append(title.center(_WIDTH, "-"))
-        for shown in ("Mean", "Median", *(f"P{p:g}" for p in percentiles)):
-            lines.append(_line(f"{shown} {short} (ms):", point[f"{shown.lower()}_{name}_ms"]))
-    if point["spec_decode_num_drafts"] is not None:
-        lines.append("Speculative Decoding".center(_WIDTH, "-"))
-        lines += [_line(label, point[f"spec_decode_{name}"]) for label, name in _DRAFT_LINES]
-        lines.append("Per-position acceptance (%):")
-        shares = point["spec_decode_per_position_acceptance_rates"]
-        lines += [_line(f"  Position {i}:", share * 100) for i, share in enumerate(shares)]
-    if point["goodput_verdict"] is not None:
-        lines.append("Objectives".center(_WIDTH, "-"))
-        shares = {**point["objective_shares"], "All of them": point["good_share"]}
-        lines += [_line(f"{objective} (% of requests):", share * 100) for objective, share in shares.items()]
-        wanted = f"Wanted: {point['goodput_share_wanted']:.4g} of the requests"
-        lines.append(f"{wanted:<40} {point['goodput_verdict']}")
-    return "\n".join([*lines, "=" * _WIDTH, *_notes(point)])
-
-
-def _line(label: str, value: float | None) -> str:
-    shown = "-" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
-    return f"{label:<40} {shown:<10}".rstrip()
-
-
-def _notes(point: dict[str, Any]) -> list[str]:
-    """What a reader must know to trust the figures: other counts than the server's, and errors, each once."""
-    notes, answered = [], point["completed"]
-    counted, meant = point["total_input_tokens"], point["meant_input_tokens"]
-    if max(counted, meant) > _ALIKE * min(counted, meant) + _OF_A_TEMPLATE * answered:
-        notes.append(
-            f"The server counted {counted / answered:,.0f} tokens a prompt where {meant / answered:,.0f} were meant: its tokenizer is "
-            "another one than the benchmark's, or another version of it. All figures are those of the prompts that the server counted."
-        )
-    for source, how in _COUNTED.items():
-        if number := point["token_sources"].get(source):
-            notes.append(f"Output tokens of {number} requests were counted as {how}: the server sent no usage.")
-    errors = [f"{number} × {message}" for message, number in point["error_counts"].items()]
-    more = [f"… and {len(errors) - _MOST_ERRORS} other errors"] if len(errors) > _MOST_ERRORS else []
-    return notes + errors[:_MOST_ERRORS] + more
+    shown = ["Mean", "Median", *(f"P{p:g}" for p in percentiles)]
+    return filled("texts", "bench_serve.txt", point=point, latencies=latencies, shown=shown)
 
 
 def sweep_table(points: Sequence[dict[str, Any]], swept: str) -> Table:
@@ -148,3 +68,97 @@ def point_progress(console: Console, shown: bool, title: str, total: int) -> Ite
             report(done, f"{rate:,.0f} tok/s" + (f", {failed} failed" if failed else ""))
 
         yield advance
+
+
+_REQUEST_COLUMNS = (
+    "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",
+    "chunks", "token_source", "finish_reason", "error",
+)  # fmt: skip
+
+
+def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Fields of a point's JSON with a value for each request."""
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.output_tokens if r.succeeded else 0 for r in records],
+        "ttfts": [r.ttft if r.succeeded else None for r in records],
+        "itls": [r.itls for r in records],
+        "latencies": [r.latency if r.succeeded else None for r in records],
+        "start_times": [r.start for r in records],
+        "queue_times": [r.start - r.arrival for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error or "" for r in records],
+    }
+
+
+def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
+    """One line a point: every number of its JSON. What has several values in one point is left out of all."""
+    several = {key for point in points for key, value in point.items() if isinstance(value, dict | list)}
+    rows = [{key: value for key, value in point.items() if key not in several} for point in points]
+    _write_csv(path, list(rows[0]), rows)
+
+
+def write_requests_csv(path: Path, points: Sequence[Sequence[RequestRecord]]) -> None:
+    """One line a request of each point; times after the point's start."""
+    rows = []
+    for number, records in enumerate(points):
+        for index, r in enumerate(records):
+            row = {"point": number, "request": index, "arrival_s": r.arrival, "start_s": r.start, "error": r.error}
+            row |= {"input_tokens": r.prompt_tokens, "cached_tokens": r.cached_tokens}
+            if r.succeeded:
+                row |= {"ttft_ms": r.ttft * 1e3, "e2el_ms": r.latency * 1e3, "tpot_ms": r.tpot and r.tpot * 1e3}
+                row |= {"output_tokens": r.output_tokens, "chunks": len(r.chunk_times)}
+                row |= {"token_source": r.token_source, "finish_reason": r.finish_reason}
+            rows.append(row)
+    _write_csv(path, list(_REQUEST_COLUMNS), rows)
+
+
+def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -> None:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
+    """Plot points from their JSON, each labelled with its concurrency or rate.
+
+    Raises:
+        UserError: no point has both figures, or the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure
+
+    shown = [p for p in points if p["output_throughput_per_user"] and p["output_throughput_per_device"]]
+    if not shown:
+        raise UserError(
+            "nothing to draw: a point needs answers of two tokens or more, and the number of devices (--devices where the "
+            "server has no /server_info)"
+        )
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    users = [p["output_throughput_per_user"] for p in shown]
+    devices = [p["output_throughput_per_device"] for p in shown]
+    axes.plot(users, devices, marker="o")
+    for point, x, y in zip(shown, users, devices, strict=True):
+        axes.annotate(_label(point), (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
+    axes.set_xlabel("output tokens / s / user   (1 / median TPOT)")
+    axes.set_ylabel("output tokens / s / device")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlim(0, max(users) * 1.2)
+    axes.set_ylim(0, max(devices) * 1.1)
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _label(point: dict[str, Any]) -> str:
+    if point["max_concurrency"] is not None:
+        return f"{point['max_concurrency']} at once"
+    return "all at once" if point["request_rate"] == "inf" else f"{point['request_rate']:g} req/s"

@@ -24,24 +24,16 @@ class ServerError(UserError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server, as far as it tells; None: it does not say.
+    """A server, as far as it tells; None: it does not say."""
 
-    model: the name to ask for. root: what the server calls the model's source (a path, or a repository). max_model_len: longest
-    prompt + output. num_devices: from `/server_info`, which dsjax has.
-    """
-
-    model: str
-    root: str | None = None
-    max_model_len: int | None = None
-    num_devices: int | None = None
+    model: str  # the name to ask for
+    root: str | None = None  # what the server calls the model's source (a path, or a repository)
+    max_model_len: int | None = None  # longest prompt + output
+    num_devices: int | None = None  # from `/server_info`, which dsjax has
 
 
 def server_url(base_url: str) -> str:
-    """A base URL without trailing slash and `/v1`, so that both ways to write it work.
-
-    Raises:
-        OptionError: it cannot be a server's.
-    """
+    """A base URL without trailing slash and `/v1`, so that both ways to write it work. Raises `OptionError`: it cannot be a server's."""
     check_url("--base-url", base_url)
     return base_url.rstrip("/").removesuffix("/v1")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-VERSION = 9
+VERSION = 10
 """The version of the stream. It changes whenever an older reader could misunderstand a newer command."""
 
 ALWAYS = 2**31 - 1
@@ -23,8 +23,8 @@ TOKEN_MADE = -1
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How a slot's tokens are drawn; vLLM's names and meanings.
 
-    num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`. temperature: 0 is
-    greedy. top_k: 0 keeps all. logprobs: wanted beside the token's own; −1: none at all.
+    num_prompt_tokens: a token's number in the output is its position minus this; the draw depends on it and on `seed`, a uint64.
+    temperature: 0 is greedy. top_k: 0 keeps all. logprobs: wanted beside the token's own; −1: none at all.
     """
 
     num_prompt_tokens: int

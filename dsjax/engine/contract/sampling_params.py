@@ -1,9 +1,13 @@
 """`SamplingParams`: how one request is continued. Names and meanings are vLLM's."""
 
+import contextlib
+import copy
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import numbers
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 from dsjax.engine.contract.structured_params import SamplingError, StructuredOutputs
 
@@ -27,6 +31,7 @@ _INTEGERS = {
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, None),
     "min_tokens": (0, None),
+    "thinking_token_budget": (0, None),
 }
 _INTEGERS |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
 
@@ -39,9 +44,11 @@ class OutputKind(enum.Enum):
     FINAL_ONLY = "final_only"  # one output, when all completions of the request are finished
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class SamplingParams:
-    """How to continue a prompt. Checked when made; an unknown field is a `TypeError`, never silently dropped.
+    """How to continue a prompt. Checked when made and when changed; an unknown field is a `TypeError`, never silently dropped.
+
+    Positional arguments are in vLLM's order. Numbers and lists may be NumPy's. A request keeps a copy.
 
     ::
 
@@ -59,12 +66,14 @@ class SamplingParams:
         logit_bias: token id to a number, in [-100, 100], added to its logit.
         allowed_token_ids: only these tokens may be taken; None: all.
         bad_words: strings whose tokens are never made in a row: the last is held back after the others.
-        seed: same seed, same text, whatever else runs; None draws one from the engine's seed.
+        seed: same seed and prompt, same text, whatever else runs; different prompts with one seed share their noise. None and -1: one is
+            drawn from the engine's seed.
         stop: strings that end the text, wherever token boundaries lie.
         stop_token_ids: tokens that end the text, beside the model's end-of-sequence tokens.
         ignore_eos: continue past the model's end-of-sequence tokens.
         max_tokens: most tokens to produce; None: as many as model and cache hold.
         min_tokens: before this many tokens no end-of-sequence token, stop token or stop string counts.
+        thinking_token_budget: most tokens between `<think>` and `</think>`, which then follows; None: as many as the model makes.
         logprobs: for each token its log-probability and that of so many most probable ones (0 to 20); None: none.
         prompt_logprobs: the same for each token of the prompt but the first.
         structured_outputs: the form that the text must have; None: any.
@@ -72,19 +81,17 @@ class SamplingParams:
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         output_kind: what each output holds: all so far, this step's addition, or the finished result alone.
+        kept_special_tokens: special tokens that stay in the text where others are left out: markers that a parser of the text reads.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = ()
     seed: int | None = None
     stop: Sequence[str] | str | None = ()
     stop_token_ids: Sequence[int] | None = ()
@@ -93,24 +100,52 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    _: KW_ONLY
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
+    thinking_token_budget: int | None = None
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = field(default=OutputKind.CUMULATIVE)
+    kept_special_tokens: Sequence[int] = ()
 
     def __post_init__(self):
+        fields = vars(self)
         if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, _as_tuple(name, getattr(self, name) or ()))
+            fields["stop"] = (self.stop,)
+        for name in ("stop", "stop_token_ids", "bad_words", "kept_special_tokens"):
+            fields[name] = () if fields[name] is None else _as_tuple(name, fields[name])
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+            fields["allowed_token_ids"] = _as_tuple("allowed_token_ids", self.allowed_token_ids)
+        for name in (*_NUMBERS, *_INTEGERS):
+            fields[name] = plain(fields[name])
+        if isinstance(self.logit_bias, dict):
+            fields["logit_bias"] = {plain(token): plain(bias) for token, bias in self.logit_bias.items()}
+        if isinstance(self.structured_outputs, Mapping):
+            try:
+                fields["structured_outputs"] = StructuredOutputs(**self.structured_outputs)
+            except TypeError as error:
+                raise SamplingError("structured_outputs", str(error)) from error
         if self.seed == -1:
-            object.__setattr__(self, "seed", None)
+            fields["seed"] = None
         self._check_ranges()
         self._check_stops()
         self._check_tokens()
+        fields["_is_checked"] = True
+
+    def __setattr__(self, name: str, value: object):
+        """Change a field, or raise as the constructor does and change nothing."""
+        if "_is_checked" in self.__dict__:
+            self.__dict__.update(vars(replace(self, **{name: value})))
+        else:  # the constructor's
+            self.__dict__[name] = value
+
+    def clone(self) -> "SamplingParams":
+        """Make a copy that can be changed by itself."""
+        return copy.deepcopy(self)
 
     @property
     def greedy(self) -> bool:
@@ -174,10 +209,20 @@ class SamplingParams:
             raise SamplingError("structured_outputs", f"found {self.structured_outputs!r}, expected StructuredOutputs")
 
 
+def plain(value: Any) -> Any:
+    """Make a number of NumPy's one of Python's; anything else stays as it is."""
+    if value is None or type(value) in (int, float, str, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
 def _as_tuple(name: str, value: object) -> tuple:
-    if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise SamplingError(name, f"found {value!r}, expected a list")
-    return tuple(value)
+    if not isinstance(value, str | bytes | Mapping | Set):
+        with contextlib.suppress(TypeError):
+            return tuple(map(plain, value))
+    raise SamplingError(name, f"found {value!r}, expected a list")
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None) -> None:

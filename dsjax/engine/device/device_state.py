@@ -60,7 +60,7 @@ def describe(
     def array(*shape: int, dtype=np.int32):
         return jax.ShapeDtypeStruct((ranks, slots, *shape), dtype, sharding=rows)
 
-    integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "top_k": np.int32}
+    integers = {"num_prompt_tokens": np.int32, "seed": np.uint32, "seed_high": np.uint32, "top_k": np.int32}
     copies = None
     if step.config.is_moe:
         tables = step.placement.tables

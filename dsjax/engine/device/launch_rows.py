@@ -140,13 +140,14 @@ def _admission(admission: Admission) -> np.ndarray:
         admission.start,
         admission.token,
         one.num_prompt_tokens,
-        one.seed,
+        one.seed & 0xFFFFFFFF,
+        one.seed >> 32,
         one.top_k,
         one.penalises,
     )
     numbers = one.temperature, one.top_p, one.min_p, one.presence_penalty, one.frequency_penalty, one.repetition_penalty
-    values = np.array(integers, np.int64).astype(np.int32)  # of the seed the bits, which are a uint32's
-    return np.insert(values, 6, np.array(numbers, np.float32).view(np.int32))
+    values = np.array(integers, np.int64).astype(np.int32)  # of the seed's words the bits, which are a uint32's
+    return np.insert(values, 7, np.array(numbers, np.float32).view(np.int32))
 
 
 @dataclass(eq=False)

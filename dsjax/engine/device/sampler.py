@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
@@ -49,7 +50,8 @@ class SlotSampling:
     """
 
     num_prompt_tokens: Int[Array, "B Z"]
-    seed: Int[Array, "B Z"]  # uint32
+    seed: Int[Array, "B Z"]  # uint32, the low word
+    seed_high: Int[Array, "B Z"]  # uint32
     top_k: Int[Array, "B Z"]  # 0: all
     temperature: Float[Array, "B Z"]  # 0: greedy
     top_p: Float[Array, "B Z"]
@@ -101,7 +103,7 @@ def sample(
     )
     probs = jax.nn.softmax(jnp.where(scaled >= least[..., None], scaled, -jnp.inf), axis=-1)
     tokens = jnp.where(
-        rows.temperature > 0, _invert(probs, _uniform(rows.seed, num_made)), _first(changed, most)
+        rows.temperature > 0, _invert(probs, _uniform(rows.seed_high, rows.seed, num_made)), _first(changed, most)
     ).astype(jnp.int32)
     tokens = jnp.where(most > -jnp.inf, tokens, NONE_ALLOWED)
     return jnp.where(finite, tokens, NOT_FINITE)
@@ -150,14 +152,17 @@ def _greatest_with(x: Float[Array, "B R V"], weights: Array, enough: Array) -> F
     return jax.lax.bitcast_convert_type(jnp.where(threshold & sign != 0, threshold ^ sign, ~threshold), jnp.float32)
 
 
-def _uniform(seeds: Int[Array, "B R"], num_made: Int[Array, "B R"]) -> Float[Array, "B R"]:
-    """One number in [0, 1) for each row, from its seed and its count of tokens."""
+def _uniform(high: Int[Array, "B R"], low: Int[Array, "B R"], num_made: Int[Array, "B R"]) -> Float[Array, "B R"]:
+    """One number in [0, 1) for each row, from the two words of its seed and its count of tokens.
 
-    def draw(seed, number):
-        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed)
-        return jax.random.uniform(jax.random.fold_in(key, number))
+    Threefry under key 0 is a permutation of 64 bits, so no two seeds give the same key. Below 2³² it is `fold_in(key(0), seed)`.
+    """
 
-    return jax.vmap(jax.vmap(draw))(seeds, num_made)
+    def draw(high, low, number):
+        words = threefry_2x32(jnp.zeros(2, jnp.uint32), jnp.stack([high, low]))
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), number))
+
+    return jax.vmap(jax.vmap(draw))(high, low, num_made)
 
 
 def _invert(probs: Float[Array, "B R V"], uniform: Float[Array, "B R"]) -> Int[Array, "B R"]:

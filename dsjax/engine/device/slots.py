@@ -196,7 +196,7 @@ def _change_slots(
     return dataclasses.replace(state, **changed), more
 
 
-ADMISSIONS, ADMISSION_WIDTH = 8, 13
+ADMISSIONS, ADMISSION_WIDTH = 8, 14
 """Admissions of a rank that one run of the program takes, and the integers of each."""
 PAGE_CHANGES = 256
 """Changes of page tables that one run of the program takes."""
@@ -208,8 +208,8 @@ ADMIT_WIDTH = ADMISSIONS * ADMISSION_WIDTH + 3 * PAGE_CHANGES + 3 * COUNTED
 def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> DeviceState:
     """Give slots to requests, and change page tables.
 
-    packed: admissions (slot, start, token, length of the prompt, seed, top-k, bits of temperature, top-p, min-p and the three
-    penalties, 1 where counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is nothing.
+    packed: admissions (slot, start, token, length of the prompt, seed's low and high word, top-k, bits of temperature, top-p, min-p and
+    the three penalties, 1 where counts follow), page changes (slot, index, page), counts (slot, token, code); slot −1 is nothing.
     """
 
     def local(state: dict[str, Any], packed):
@@ -222,14 +222,14 @@ def admit(step: ModelStep, state: DeviceState, packed: Int[Array, "B W"]) -> Dev
         old, names = state["sampling"], [field.name for field in fields(SlotSampling)]
         values = [
             columns[3],
-            jax.lax.bitcast_convert_type(columns[4], jnp.uint32),
-            columns[5],
-            *map(as_float, columns[6:12]),
+            *(jax.lax.bitcast_convert_type(column, jnp.uint32) for column in columns[4:6]),
+            columns[6],
+            *map(as_float, columns[7:13]),
         ]
         sampling = SlotSampling(
             **{name: enter(getattr(old, name), value) for name, value in zip(names, values, strict=True)}
         )
-        counted = put(state["counts"], jnp.where(columns[12] > 0, at, -1), 0)
+        counted = put(state["counts"], jnp.where(columns[13] > 0, at, -1), 0)
         slot, token, code = counts.reshape(COUNTED, 3).T
         # What a slot's last owner left behind its own pages is read too, with weight 0: pages of others, which may become NaN.
         tables = enter(state["tables"], 0)

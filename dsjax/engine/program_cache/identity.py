@@ -30,8 +30,8 @@ from dsjax.kernels.build import machine
 from sharding import jax_internals
 from sharding.cores import most_threads
 
-_ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "plan", "dryrun"})
-"""Rooms of ``dsjax`` that the engine never imports (``tests/test_house.py``): no program depends on them."""
+_ABOVE = frozenset({"serve", "dynamo", "bench", "top", "cli", "llm.py", "plan", "dryrun"})
+"""Rooms and files of ``dsjax`` that the engine never imports (``tests/test_house.py``): no program depends on them."""
 
 _DSJAX = Path(__file__).parents[2]
 """The folder of the package. To import ``dsjax`` for it would be a circle."""

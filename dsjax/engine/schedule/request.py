@@ -74,7 +74,7 @@ class Request:
     """One completion. The first group of fields is the caller's and never changes; the second is written by the scheduler alone.
 
     Attributes:
-        request_id: unique among unfinished requests. seed: uint32. arrival_time: seconds on the engine's clock.
+        request_id: unique among unfinished requests. seed: uint64. arrival_time: seconds on the engine's clock.
         token_ids: the prompt (`num_prompt_tokens`), then the output, in one list that only grows at its end.
         max_tokens: `params.max_tokens`, with None resolved to what model and cache hold. max_total_tokens: these and the prompt's.
         stop_ids: `params.stop_token_ids`, and the model's end-of-sequence tokens unless `ignore_eos`. `rules` hold them back before

@@ -12,6 +12,7 @@ from dsjax.engine.experts.eplb import ExpertOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.combinations import check_combinations
 from dsjax.engine.setup.side_options import SideOptions, check_sides, check_sizes
+from dsjax.engine.text.prompt_encoder import TOKENIZER_MODES
 from dsjax.engine.tiers.options import TierOptions
 from dsjax.errors import UserError
 from dsjax.hosts.options import GroupOptions
@@ -42,6 +43,17 @@ class BasicOptions:
         "layers of each stage of a --mesh with pp, such as 31,30; default: so that the fullest stage has as little work as can be",
     )
     revision: str | None = option(None, "branch, tag or commit of a model that is downloaded")
+    tokenizer: str | None = option(
+        None, "directory of another tokenizer than the model's; default: the model's own", of_host=True
+    )
+    tokenizer_mode: str = option(
+        "auto",
+        "how conversations become prompts; hf: by the chat template; deepseek_v32, deepseek_v4: as those models' own encoders do; auto: by "
+        "the template, and without one by the encoder of the model's type",
+        choices=TOKENIZER_MODES,
+        of_host=True,
+    )
+    chat_template: str | None = option(None, "file of a Jinja template to use instead of the model's", of_host=True)
     dtype: str = option(
         "auto", "of computation; auto: the checkpoint's, float32 on CPU", choices=("auto", "float32", "bfloat16")
     )

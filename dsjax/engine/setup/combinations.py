@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dsjax.engine.text.prompt_encoder import ENCODERS
 from dsjax.errors import UserError
 
 
@@ -47,6 +48,7 @@ def _has_stages(args: Any) -> bool:
 
 PREFILL_MESH, DECODE_MESH, MODE = _given("prefill_mesh"), _given("decode_mesh"), _given("disaggregation_mode")
 PREFILL_SIDE = Choice("--disaggregation-mode prefill", lambda args: args.disaggregation_mode == "prefill")
+ENCODER = Choice("--tokenizer-mode with an encoder", lambda args: args.tokenizer_mode in ENCODERS)
 ATTENTION_MESH, EXPERT_MESH = _given("attention_mesh"), _given("expert_mesh")
 AFD_ROLE, AFD_ADDRESS, AFD_RANK, AFD_STAGES = map(
     _given, ("afd_role", "afd_address", "afd_server_rank", "num_afd_stages")
@@ -85,6 +87,7 @@ _BY_NAME = "give one of dsjax's by its name, or leave one of the two out"
 _NAMES_ALL = "the meshes of the two sides name all devices"
 
 EXCLUSIONS = (
+    Exclusion(_given("chat_template"), ENCODER, "the encoder writes the prompts, and no template does"),
     Exclusion(EXPERT_MESH, STAGES, "a stage has its own routed experts"),
     Exclusion(PREFILL_MESH, STAGES, _PARTS),
     Exclusion(MODE, STAGES, _PARTS),

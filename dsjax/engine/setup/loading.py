@@ -44,7 +44,7 @@ from dsjax.engine.setup.spaces import page_space
 from dsjax.engine.setup.stages import OwnStages, check_shares, placement_of_all
 from dsjax.engine.stream.leader import LeaderExecutor
 from dsjax.engine.stream.step_record import RecordingExecutor, StepFile, check_writable, describe_recording
-from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError
+from dsjax.engine.text.tokenizer import Tokenizer, TokenizerError, has_tokenizer
 from dsjax.engine.tiers.disk_pages import DiskPages, Shapes
 from dsjax.engine.tiers.divided_pages import DividedPages
 from dsjax.engine.tiers.offloaded_pages import OffloadedPages
@@ -203,8 +203,7 @@ class _Loader:
             first = describe_recording(args.executor_options, executor.limits, fingerprint(directory), device)
             executor = RecordingExecutor(executor, StepFile(args.record_steps, first, args.record_steps_bytes))
         self.held.clear()
-        has_tokenizer = (directory / "tokenizer.json").is_file() and not self.is_later
-        tokenizer = Tokenizer.from_directory(directory) if has_tokenizer else None
+        tokenizer = None if self.is_later else read_tokenizer(args, directory)
         return LoadedEngine(
             executor,
             tokenizer,
@@ -340,6 +339,17 @@ def common_limits(group: HostGroup, find: Callable[[], ExecutorLimits]) -> Execu
     rooms = group.agreement.ask("pages", [limits.pages_per_rank, limits.host_pages_per_rank])
     pages, host_pages = (min(each) for each in zip(*rooms, strict=True))
     return replace(limits, pages_per_rank=pages, host_pages_per_rank=host_pages)
+
+
+def read_tokenizer(args: EngineArgs, directory: Path) -> Tokenizer | None:
+    """Read the model's tokenizer, or the one that the options name; None where the model's directory has none and none is named.
+
+    Raises:
+        TokenizerError: its files cannot be read.
+    """
+    if args.tokenizer is None and not has_tokenizer(directory):
+        return None
+    return Tokenizer.from_directory(args.tokenizer or directory, args.tokenizer_mode, args.chat_template, directory)
 
 
 def read_eos_token_ids(directory: str | Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ The two functions that look for markers in a text which is not whole yet serve t
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dsjax.engine.text.tokenizer import Tokenizer
 
@@ -14,11 +14,13 @@ class IncrementalDetokenizer:
 
     A byte-level token is a run of bytes, which may end inside a character; such bytes are held back until the character is
     whole, or certain never to be (then it is U+FFFD).
+
+    kept: special tokens whose text stays where those of others are skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept: Collection[int] = ()):
         self._tokenizer, self._whole_texts = tokenizer, tokenizer.whole_texts
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens, self._kept = skip_special_tokens, kept
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._within_character = False
 
@@ -28,7 +30,7 @@ class IncrementalDetokenizer:
             text = self._whole_texts[token_id]
             if text is not None:
                 return text
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skip_special_tokens and token_id not in self._kept and self._tokenizer.is_special(token_id):
             return ""
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         self._within_character = bool(self._decoder.getstate()[0])

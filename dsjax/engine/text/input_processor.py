@@ -1,15 +1,17 @@
 """`InputProcessor`: prompts and parameters, checked and turned into requests and their logits' rules, before anything reaches a device."""
 
+import copy
 import random
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams
+from dsjax.engine.contract.sampling_params import SamplingError, SamplingParams, plain
 from dsjax.engine.schedule.pages import extend_hashes
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
-from dsjax.engine.text.logit_rules import LogitRules, TokenRun
+from dsjax.engine.text.logit_rules import LogitRules, ThinkingBudget, TokenRun
+from dsjax.engine.text.prompt_encoder import THINK, THINK_END
 from dsjax.engine.text.structured import GrammarCompiler
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
@@ -90,6 +92,7 @@ class InputProcessor:
             AdmissionError: more tokens than model or cache hold.
         """
         text, token_ids = self._tokens(prompt)
+        params = copy.copy(params)  # the caller may change them
         if params.stop and self._tokenizer is None:
             raise SamplingError("stop", "this model has no tokenizer, so there is no text to look for stop strings in")
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
@@ -99,9 +102,9 @@ class InputProcessor:
             max_tokens = self.config.max_request_len - len(token_ids)
         else:
             self.config.check_fits(len(token_ids), max_tokens)
-        rules = self.make_rules(params, stop_ids)
-        if params.seed is not None:  # 64 bits folded into 32; seeds below 2**32 stay as they are
-            seed = (params.seed ^ ((params.seed % 2**64) >> 32)) & 0xFFFFFFFF
+        rules = self.make_rules(params, stop_ids, token_ids)
+        if params.seed is not None:
+            seed = params.seed
         base_seed = self.draw_seed() if seed is None else seed
         others = options
         if params.n > 1 and options.prefill is not None:  # what is computed already comes to the first one
@@ -113,7 +116,7 @@ class InputProcessor:
                 num_prompt_tokens=len(token_ids),
                 params=params,
                 max_tokens=max_tokens,
-                seed=(base_seed + index) % 2**32,
+                seed=(base_seed + index) % 2**64,
                 stop_ids=stop_ids,
                 arrival_time=arrival_time,
                 options=options if index == 0 else others,
@@ -127,17 +130,22 @@ class InputProcessor:
                 other.page_hashes = list(hashes)
         return PreparedRequest(request_id, text, token_ids, params, completions)
 
-    def make_rules(self, params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> list[LogitRules | None]:
+    def make_rules(
+        self, params: SamplingParams, stop_ids: frozenset[int] = frozenset(), prompt: Sequence[int] = ()
+    ) -> list[LogitRules | None]:
         """Rules for the logits of each of the `n` completions; None where nothing but seed, temperature and truncation matter.
 
         Any thread may call it. A grammar takes up to some 20 ms to compile, so a server calls it outside its event loop.
 
-        stop_ids: what `min_tokens` holds back. Raises a `SamplingError` as `prepare` does.
+        stop_ids: what `min_tokens` holds back. prompt: its tokens, which may leave the reasoning open.
+
+        Raises a `SamplingError` as `prepare` does.
         """
         _check_token_ids(params, self.vocab_size)
         structured = params.structured_outputs
         plain = not (params.penalises or params.logit_bias or params.bad_words or params.min_tokens)
-        if plain and structured is None and params.allowed_token_ids is None:
+        plain = plain and params.allowed_token_ids is None and params.thinking_token_budget is None
+        if plain and structured is None:
             return [None] * params.n
         bad_words, compiler = bad_word_runs(params.bad_words, self._tokenizer), self._grammars
         return [
@@ -147,9 +155,18 @@ class InputProcessor:
                 stop_ids,
                 bad_words,
                 None if structured is None or compiler is None else compiler.compile(structured),
+                self._thinking_budget(params.thinking_token_budget, prompt),
             )
             for _ in range(params.n)
         ]
+
+    def _thinking_budget(self, budget: int | None, prompt: Sequence[int]) -> ThinkingBudget | None:
+        if budget is None:
+            return None
+        begin, end = (self._tokenizer and self._tokenizer.token_id(tag) for tag in (THINK, THINK_END))
+        if end is None:
+            raise SamplingError("thinking_token_budget", f"this model has no token {THINK_END}, so it does not reason")
+        return ThinkingBudget(budget, (begin, end), prompt)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
@@ -175,6 +192,8 @@ class InputProcessor:
         else:
             raise PromptError(f"the prompt is {prompt!r}, expected text, token ids, or a mapping with one of them")
         for position, token_id in enumerate(() if is_ours and self._own_ids_fit else token_ids):
+            if type(token_id) is not int:
+                token_id = token_ids[position] = plain(token_id)
             # A device would clamp a wrong id and go on, so it must not get there.
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise PromptError(

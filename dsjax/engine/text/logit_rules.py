@@ -16,6 +16,42 @@ from dsjax.engine.text.structured import Constraint
 TokenRun = tuple[int, ...]
 
 
+class ThinkingBudget:
+    """Ends a completion's reasoning after so many tokens: then only the closing tag may come.
+
+    budget: tokens between ``<think>`` and ``</think>``, whose ids are `tags`. prompt: where it leaves the reasoning open, the reasoning
+    has begun.
+    """
+
+    def __init__(self, budget: int, tags: tuple[int | None, int], prompt: Sequence[int]):
+        self._budget, self._tags = budget, tags
+        self._left: int | None = None  # while the model reasons
+        for token_id in prompt:
+            if token_id in tags:
+                self._left = budget if token_id == tags[0] else None
+
+    def closes(self, drafts: Sequence[int]) -> list[bool]:
+        """Whether the reasoning must end with the next token, and with the one after each draft."""
+        left, closes = self._left, [self._left == 0]
+        for token_id in drafts:
+            left = self._after(left, token_id)
+            closes.append(left == 0)
+        return closes
+
+    def take(self, token_id: int) -> None:
+        """Follow a token."""
+        self._left = self._after(self._left, token_id)
+
+    def _after(self, left: int | None, token_id: int) -> int | None:
+        if token_id in self._tags:
+            return self._budget if token_id == self._tags[0] else None
+        return left and left - 1
+
+    def mask(self, vocab_size: int) -> np.ndarray:
+        """The mask that allows the closing tag alone, as ``packed``."""
+        return packed(self._tags[1:], vocab_size)
+
+
 class LogitRules:
     """Follows one completion, and sees its tokens alone, which are kept when a request is preempted.
 
@@ -30,6 +66,7 @@ class LogitRules:
         stop_ids: frozenset[int] = frozenset(),
         bad_words: tuple[TokenRun, ...] = (),
         constraint: Constraint | None = None,
+        thinking: ThinkingBudget | None = None,
     ):
         self._params, self._vocab_size, self._stop_ids, self._constraint = params, vocab_size, stop_ids, constraint
         self._single = sorted(run[0] for run in bad_words if len(run) == 1)
@@ -37,7 +74,8 @@ class LogitRules:
         self._longest = max(map(len, self._several), default=0)
         self.allowed = None if params.allowed_token_ids is None else packed(params.allowed_token_ids, vocab_size)
         self._error: str | None = None
-        self.needs_tokens = constraint is not None or bool(self._several)
+        self._thinking = thinking
+        self.needs_tokens = constraint is not None or thinking is not None or bool(self._several)
 
     def counts(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
         """``[tokens, 2]`` int32: what penalties begin with, as `Admission.counts`; empty where there are none."""
@@ -72,7 +110,10 @@ class LogitRules:
             masks, self._error = self._constraint.preview(drafts, words)
             if self._error is not None:
                 return np.zeros((1, words), np.int32)
+        closes = self._thinking.closes(drafts) if self._thinking else [False] * len(masks)
         for place, mask in enumerate(masks):
+            if closes[place]:
+                mask &= self._thinking.mask(self._vocab_size)
             made = [*output[-self._longest :], *drafts[:place]] if self._longest else []  # not the prompt, as in vLLM
             banned = {run[-1] for run in self._several if tuple(made[1 - len(run) :]) == run[:-1]}
             complete = self._constraint is not None and place == 0 and self._constraint.complete
@@ -86,10 +127,10 @@ class LogitRules:
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """Follow the tokens that were made; how many of them the rules allow, and why no more."""
-        if self._constraint is None:
-            return len(token_ids), None
         for count, token_id in enumerate(token_ids):
-            error = self._constraint.take(token_id)
+            if self._thinking is not None:
+                self._thinking.take(token_id)
+            error = None if self._constraint is None else self._constraint.take(token_id)
             if error is not None:
                 return count, error
         return len(token_ids), self._error

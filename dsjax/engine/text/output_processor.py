@@ -27,7 +27,9 @@ class Completion:
         self._error: ErrorKind | None = None
         params = request.params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer = self._tokenizer and IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
+        self._detokenizer = self._tokenizer and IncrementalDetokenizer(
+            self._tokenizer, params.skip_special_tokens, params.kept_special_tokens
+        )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         # Whether a token that does not end it adds its text and nothing else.
         wants_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None

@@ -12,6 +12,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from dsjax.engine.contract.structured_params import SamplingError, StructuredOutputs
+from dsjax.engine.text.json_schema import enforceable, explained
 from dsjax.engine.text.tokenizer import Tokenizer
 
 KEPT_GRAMMARS = 64
@@ -121,7 +122,9 @@ class GrammarCompiler:
         try:
             matcher = self._matcher(grammar_text(outputs))
         except ValueError as error:
-            raise SamplingError(param, _first_line(str(error))) from error
+            raise SamplingError(param, explained(_first_line(str(error)))) from error
+        except RecursionError as error:
+            raise SamplingError(param, "the schema is nested too deeply") from error
         return Constraint(matcher.deep_copy(), outputs.structured_after)
 
     def _compile_in_deep_stack(self, grammar: str) -> LLMatcher:
@@ -178,7 +181,7 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     """The grammar as llguidance reads it."""
     options = COMPACT_JSON_OPTIONS if outputs.disable_any_whitespace else JSON_OPTIONS
     if outputs.json is not None:
-        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=options)
+        return LLMatcher.grammar_from_json_schema(json.dumps(enforceable(json.loads(outputs.json))), overrides=options)
     if outputs.json_object:
         return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=options)
     if outputs.regex is not None:
@@ -186,6 +189,15 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     if outputs.choice is not None:
         return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
     return LLMatcher.grammar_from_lark(outputs.grammar)
+
+
+def lark_text(outputs: StructuredOutputs) -> str:
+    """The grammar in llguidance's dialect of Lark, to stand in a larger one."""
+    text = grammar_text(outputs)
+    if not text.startswith("{"):
+        return text
+    (grammar,) = json.loads(text)["grammars"]
+    return grammar["lark_grammar"] or f"start: %json {json.dumps(grammar['json_schema'])}"
 
 
 def _first_line(message: str) -> str:

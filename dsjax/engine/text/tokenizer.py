@@ -1,4 +1,4 @@
-"""`Tokenizer`: a model directory's `tokenizer.json` and `tokenizer_config.json`, as Hugging Face reads them.
+"""`Tokenizer`: a model directory's `tokenizer.json` (or Kimi's `tiktoken.model`) and `tokenizer_config.json`, as Hugging Face reads them.
 
 `ChatTemplate` is its template for conversations, which is the model's own, in Jinja's immutable sandbox.
 """
@@ -6,6 +6,7 @@
 import contextlib
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ import jinja2
 import jinja2.sandbox
 import tokenizers
 
-from dsjax.errors import UserError
+from dsjax.engine.text.prompt_encoder import (
+    BEYOND_EFFORT,
+    ENCODERS,
+    FIRST_EFFORTS,
+    ChatTemplateError,
+    PromptEncoder,
+    V4Encoder,
+)
+from dsjax.engine.text.tiktoken_model import FILE_NAME, byte_letters, read_tiktoken
+from dsjax.errors import UserError, why_unreadable
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -27,17 +37,13 @@ class TextError(UserError):
     """A string that is no text."""
 
 
-class ChatTemplateError(UserError):
-    """A template that is broken, or that refuses these messages."""
-
-
 class Tokenizer:
     """A byte-level BPE tokenizer with its special tokens and chat template.
 
     Attributes:
         bos_id, eos_id: ids of the begin- and end-of-sequence tokens; None where there is none.
         vocab_size: one more than the largest token id. A model's vocabulary may be padded beyond it.
-        chat_template: None where the directory has none.
+        chat_template: the directory's, or the prompt encoder of its model; None where there is neither.
         whole_texts: tokens' texts, as `WholeTexts` has them.
     """
 
@@ -54,33 +60,54 @@ class Tokenizer:
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.chat_template = ChatTemplate.from_config(config.get("chat_template"), self.special_tokens)
+        self.chat_template: Template | None = self._encoder() or ChatTemplate.from_config(
+            config.get("chat_template"), self.special_tokens
+        )
         self._prepends_bos = self._bos_is_ours(config)
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, and `tokenizer_config.json` and `chat_template.jinja` if present; a `TokenizerError` where it cannot."""
-        directory = Path(directory)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(
-                f"found no tokenizer.json in {directory}; put the model's tokenizer beside its weights"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from error
-        config: dict[str, Any] = {}
-        config_path = directory / "tokenizer_config.json"
-        if config_path.is_file():
+    def from_directory(
+        cls,
+        directory: str | Path,
+        mode: str = "auto",
+        chat_template: str | Path | None = None,
+        model_directory: str | Path | None = None,
+    ) -> "Tokenizer":
+        """Read `tokenizer.json` or `tiktoken.model`, and `tokenizer_config.json` and `chat_template.jinja` if present.
+
+        Args:
+            mode: one of `TOKENIZER_MODES`. `hf`: conversations are written by the chat template; the others: by the encoder of that name;
+                auto: by the template, and where there is none by the encoder of the `model_type` in `config.json`.
+            chat_template: file of a template to use instead of the directory's.
+            model_directory: with the model's `config.json`; default: the same directory.
+
+        Raises:
+            TokenizerError: a file is missing or unreadable.
+        """
+        directory, model_directory = Path(directory), Path(model_directory or directory)
+        config = _read_json(directory / "tokenizer_config.json")
+        backend = _read_backend(directory, config)
+        template_path = Path(chat_template or directory / "chat_template.jinja")
+        if chat_template is not None or template_path.is_file():
             try:
-                config = json.loads(config_path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise TokenizerError(f"{config_path} is not JSON: {error}") from error
-        template_path = directory / "chat_template.jinja"
-        if template_path.is_file():
-            config["chat_template"] = template_path.read_text(encoding="utf-8")
+                config["chat_template"] = template_path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{template_path} cannot be read: {why_unreadable(error)}") from error
+        if mode == "auto" and config.get("chat_template") is None:
+            mode = _read_json(model_directory / "config.json").get("model_type")
+        if mode in ENCODERS:
+            config["prompt_encoder"] = mode
+            code = model_directory / "encoding" / "encoding_dsv4.py"  # read, never run
+            if code.is_file() and BEYOND_EFFORT.partition("\n")[0] not in code.read_text(encoding="utf-8"):
+                config["effort_prompts"] = FIRST_EFFORTS
         return cls(backend, config)
+
+    def _encoder(self) -> PromptEncoder | None:
+        """Make the prompt encoder that `from_directory` chose."""
+        name = self._config.get("prompt_encoder")
+        if name == "deepseek_v4" and "effort_prompts" in self._config:
+            return V4Encoder(self._config["effort_prompts"])
+        return ENCODERS[name]() if name in ENCODERS else None
 
     def to_texts(self) -> tuple[str, dict[str, Any]]:
         """What `from_texts` makes the same tokenizer of: `tokenizer.json`'s text, and the configuration with its template."""
@@ -143,6 +170,39 @@ class Tokenizer:
         return self.bos_id not in self._backend.encode("", add_special_tokens=True).ids
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the directory has a tokenizer of a kind that is read here."""
+    return (directory / "tokenizer.json").is_file() or (directory / FILE_NAME).is_file()
+
+
+def _read_backend(directory: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Read `tokenizer.json`, or where there is none `tiktoken.model`."""
+    path, ranks = directory / "tokenizer.json", directory / FILE_NAME
+    if not has_tokenizer(directory):
+        raise TokenizerError(
+            f"found no tokenizer.json or {FILE_NAME} in {directory}; put the model's tokenizer beside its weights"
+        )
+    if not path.is_file():
+        try:
+            return read_tiktoken(ranks, config)
+        except ValueError as error:
+            raise TokenizerError(f"{ranks} is not a list of tokens in base64 and their ranks: {error}") from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+
+
 class WholeTexts(dict[int, "str | None"]):
     """By token id: the text of a token that is whole characters and not special; None for any other. Filled as tokens are asked for."""
 
@@ -170,14 +230,7 @@ def _check_byte_level(backend: tokenizers.Tokenizer) -> None:
         )
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, as byte-level BPE writes its vocabulary."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def _bytes_of(token: str | None) -> bytes:
@@ -223,6 +276,14 @@ class ChatTemplate:
             )
         return cls(named["default"], special_tokens)
 
+    def reads(self, variable: str) -> bool:
+        """Whether the template reads a variable or a field of this name."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
+
+    def writes(self, text: str) -> bool:
+        """Whether the template has this text, e.g. ``</think>``."""
+        return text in self.source
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
@@ -242,3 +303,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     """Jinja's own `tojson` escapes HTML characters, which a prompt must not."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+Template = ChatTemplate | PromptEncoder
+"""What writes a conversation as a prompt."""

@@ -5,15 +5,12 @@ The rules are fields of `Engine`. `poll_steps` is SGLang's `--scheduler-recv-int
 `batch_wait_timeout_iters` with `batch_wait_max_tokens_ratio` (`_waiting_requests`).
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from functools import partial
 
 from dsjax.plan.engine import Engine
-from dsjax.plan.simulation.load import Served
-from dsjax.plan.simulation.service import SimulatedEngine
+from dsjax.plan.simulation.service import Served, SimulatedEngine
 
 
 class Lobby:

@@ -1,7 +1,5 @@
 """`Service`: a candidate's instances with their clocks, and the KV caches on their way between prefill and decode."""
 
-from __future__ import annotations
-
 import heapq
 import math
 
@@ -11,8 +9,7 @@ from dsjax.plan.candidate import Candidate, transfer_seconds, transfers_at_once
 from dsjax.plan.instance import Instance
 from dsjax.plan.network import exposed_transfer
 from dsjax.plan.simulation.admission import Lobby
-from dsjax.plan.simulation.load import Served
-from dsjax.plan.simulation.service import Decoder, SimulatedEngine, StepPrices
+from dsjax.plan.simulation.service import Decoder, Served, SimulatedEngine, StepPrices
 
 _PAGE = 16
 """Slots of a page, as `dsjax serve` has them by default."""

@@ -1,11 +1,7 @@
 """`dsjax plan simulate` on the terminal: a table of loads, and where the mean-value answer is contradicted."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -13,10 +9,10 @@ from rich.text import Text
 
 from dsjax.errors import UserError
 from dsjax.plan.candidate import Candidate
-from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report
-from dsjax.plan.simulation.run import loads, simulate
+from dsjax.plan.simulation.outcome import SimulationOutcome, Spread, calibrated_report, loads, simulate
 from dsjax.plan.workload import Objective
 from dsjax.tables import table
+from dsjax.texts import filled
 
 _FLOOD = 3.0
 """Times the rate that a deployment keeps up with, above which nothing is played."""
@@ -66,42 +62,10 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
         f"{candidate.name()} simulated, {outcomes[0].requests} requests each, "
         f"{arrivals if load.rate else 'a fixed number in flight'}; milliseconds: P50/P90/P99; mean (mean-value answer)"
     )
-    names = (
-        "requests/s" if load.rate else "users",
-        "TTFT",
-        "mean",
-        "TPOT",
-        "mean",
-        "ITL",
-        "tokens/s",
-        "goodput",
-        "SLO",
-    )
-    rows = [
-        (
-            f"{one.load.rate or one.load.concurrency:.3g}",
-            _percentiles(one.ttft, 0),
-            f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft * 1e3:.0f})",
-            _percentiles(one.tpot, 1),
-            f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot * 1e3:.1f})" if one.tpot else "–",
-            _percentiles(one.itl, 0),
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.goodput:.3g}",
-            f"{one.kept:.0%}",
-        )
-        for one in outcomes
-    ]
-    console.print(table(title, names, rows))
+    console.print(table(title, ("requests/s" if load.rate else "users", *_COLUMNS), map(_cells, outcomes)))
     for one in outcomes:
-        # As a benchmark that starts all users at once reports it, and without the effect of that start.
-        reports = {"as such a benchmark reports it": one, "in steady state": one.steady} if one.steady else {}
-        for name, waits in reports.items():
-            mean, median, last = (f"{value * 1e3:,.0f}" for value in (waits.ttft.mean, waits.ttft.p50, waits.ttft.p99))
-            said = f"TTFT of {waits.requests:,} requests, {name}: mean {mean}, median {median}, P99 {last} ms"
-            console.print(said, highlight=False)
-        if one.calibrated:
-            said = "90 % intervals for such a benchmark with ten requests a user, by blind predictions:"
-            console.print(Text("\n".join([said, *_ends(one.calibrated)])))
+        if said := filled("texts", "reported.txt", one=one):
+            console.print(Text(said))
     classes = [
         (
             name,
@@ -123,18 +87,21 @@ def show_simulation(console: Console, candidate: Candidate, outcomes: list[Simul
             console.print(f"{one.load}: {text}", style="yellow", highlight=False)
 
 
-def _ends(held: dict[str, Any]) -> Iterator[str]:
-    """The 90 % intervals of a benchmark's report, and the blind predictions that they rest on."""
-    for name, words, factor, digits, unit in (
-        ("ttft_mean_s", "TTFT mean", 1e3, 0, "ms"),
-        ("ttft_median_s", "TTFT median", 1e3, 0, "ms"),
-        ("ttft_p99_s", "TTFT P99", 1e3, 0, "ms"),
-        ("tpot_median_s", "TPOT median", 1e3, 1, "ms"),
-        ("output_tokens_per_s", "rate", 1, 0, "tokens/s"),
-    ):
-        if one := held.get(name):
-            value, low, high = (f"{one[end] * factor:,.{digits}f}" for end in ("value", "low", "high"))
-            yield f"  {words} {value} [{low} … {high}] {unit} (by {one['predictions']} blind predictions: {one['by']})"
+_COLUMNS = ("TTFT", "mean", "TPOT", "mean", "ITL", "tokens/s", "goodput", "SLO")
+
+
+def _cells(one: SimulationOutcome) -> tuple[str, ...]:
+    return (
+        f"{one.load.rate or one.load.concurrency:.3g}",
+        _percentiles(one.ttft, 0),
+        f"{one.ttft.mean * 1e3:.0f} ({one.mean_ttft * 1e3:.0f})",
+        _percentiles(one.tpot, 1),
+        f"{one.tpot.mean * 1e3:.1f} ({one.mean_tpot * 1e3:.1f})" if one.tpot else "–",
+        _percentiles(one.itl, 0),
+        f"{one.tokens_per_s:,.0f}",
+        f"{one.goodput:.3g}",
+        f"{one.kept:.0%}",
+    )
 
 
 def _percentiles(spread: Spread | None, digits: int, middle: str = "p90") -> str:

@@ -1,23 +1,84 @@
-"""Instances on virtual time, and the prices of their steps.
+"""Requests that arrive, instances on virtual time, and the prices of their steps.
 
 `SimulatedEngine` has the engine's own scheduler and computes prompts; `Decoder` gets KV caches from elsewhere. `StepPrices` prices their
 steps by the model that plans are made with (`StepModel.step`).
 """
 
-from __future__ import annotations
-
 import heapq
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.schedule.request import RankPlan, Request, StepPlan
 from dsjax.engine.schedule.scheduler import Scheduler
-from dsjax.plan.simulation.load import Served
 from dsjax.plan.step import RankWork, StepModel
+from dsjax.plan.workload import Lengths, Workload
+
+
+@dataclass(frozen=True)
+class OfferedLoad:
+    """rate: requests a second, arriving on their own; or concurrency: requests in flight, each finished one replaced at once.
+
+    burstiness: shape of the gamma distribution of the times between arrivals, as `vllm bench serve` has it: 1 is Poisson, less is
+    burstier, infinity is even.
+    """
+
+    rate: float | None
+    concurrency: int | None
+    burstiness: float = 1.0
+
+    def __str__(self) -> str:
+        if self.rate is None:
+            return f"{self.concurrency} in flight"
+        kind = "Poisson" if self.burstiness == 1 else f"burstiness {self.burstiness:g}"
+        return f"{self.rate:.3g} requests/s, {kind}"
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request. arrival, first, finished: seconds of its arrival, first and last token. shared: prompt tokens that are in the cache."""
+
+    number: int
+    arrival: float
+    prompt: int
+    shared: int
+    output: int
+    kind: str = ""
+    first: float = 0.0
+    finished: float = 0.0
+
+
+def requests(load: OfferedLoad, work: Workload, longest: int, seed: int) -> Iterator[Served]:
+    """Endless; the same seed gives the same requests, whatever serves them. longest: most tokens of a request."""
+    times, prompts, outputs, kinds = (np.random.default_rng((seed, stream)) for stream in range(4))
+    now, shares = 0.0, [one.share for one in work.kinds]
+    for number in itertools.count():
+        if load.rate is not None:
+            even = math.isinf(load.burstiness)
+            now += 1 / load.rate if even else float(times.gamma(load.burstiness, 1 / (load.rate * load.burstiness)))
+        kind = work.kinds[int(kinds.choice(len(shares), p=shares)) if work.classes else 0]
+        output = min(_length(kind.output, outputs), longest - 2)
+        prompt = min(_length(kind.input, prompts), longest - output)
+        yield Served(number, now, prompt, math.floor(prompt * work.prefix_hit), output, kind.name)
+
+
+def _length(lengths: Lengths, source: np.random.Generator) -> int:
+    """Log-normal, or even, with the given mean and coefficient of variation; at least 1."""
+    mean, variation = lengths.mean, lengths.variation
+    if not variation:
+        return max(1, round(mean))
+    if lengths.even:
+        half = math.sqrt(3) * variation * mean
+        return max(1, round(source.uniform(mean - half, mean + half)))
+    spread = math.log(1 + variation**2)
+    return max(1, round(source.lognormal(math.log(mean) - spread / 2, math.sqrt(spread))))
+
 
 _SHARED_TOKEN, _OWN_TOKEN, _PARAMS = 1, 2, SamplingParams()
 _SOME, _NONE = RowResult((0,)), RowResult()
@@ -77,19 +138,18 @@ def _rounded(rank: RankWork) -> RankWork:
 class SimulatedEngine:
     """One instance under the engine's scheduler: aggregated serving, or with `one_token` the prefill side.
 
-    cache_tokens: of a DP rank. made: tokens that a decode step yields for a request on average, more than one with drafts. mixes: a rank
-    computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin, seconds, decodes)
-    of each step with decodes: a running request waits so long for its next token. had_prompts: whether the last step computed any.
+    mixes: a rank computes prompts and decodes in one step; otherwise its decodes wait for the next step without prompts. gaps: (begin,
+    seconds, decodes) of each step with decodes: a running request waits so long for its next token.
     """
 
     prices: StepPrices
     scheduler: Scheduler
-    cache_tokens: int
+    cache_tokens: int  # of a DP rank
     one_token: bool = False
-    made: float = 1.0
+    made: float = 1.0  # tokens that a decode step yields for a request on average, more than one with drafts
     mixes: bool = True
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
-    had_prompts: bool = False
+    had_prompts: bool = False  # whether the last step computed any
     _plan: StepPlan | None = None
     _stalled: float = 0.0
     _serving: dict[str, Served] = field(default_factory=dict)

@@ -83,6 +83,8 @@ class EngineServer(Server):
     It has the whole life of a `Server` (warm-up, signals, drain, a dead engine), and tells the front ends of each phase.
     """
 
+    _for_clients = False
+
     def __init__(self, serving: Serving, front_ends: FrontEnds, **options: Any):
         self._front_ends = front_ends
         serving.front_ends = front_ends

@@ -270,7 +270,9 @@ class FrontEnds:
     def _requests(self, message: Add) -> list[list[Request]]:
         """Make what the core is given; a grammar takes long to compile."""
         make_rules = self.engine.make_rules
-        return [one.requests(make_rules(one.params, frozenset(one.stop_ids))) for one in message.requests]
+        return [
+            one.requests(make_rules(one.params, frozenset(one.stop_ids), one.token_ids)) for one in message.requests
+        ]
 
     def _admit(self, link: FrontEnd, message: Add, made: list[list[Request]]) -> None:
         for one, requests in zip(message.requests, made, strict=True):

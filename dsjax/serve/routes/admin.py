@@ -56,7 +56,7 @@ def admin_routes(serving: Serving) -> APIRouter:
         await serving.ask(lambda core: core.flush_prefix_cache())
         return {"status": "flushed"}
 
-    @router.post("/abort_request", responses=errors(403, 422))
+    @router.post("/abort_request", responses=errors(403))
     async def abort_request(body: AbortRequest) -> Aborted:
         """End requests; their clients get an error."""
         if (body.request_id is None) != body.abort_all:
@@ -114,7 +114,7 @@ def admin_routes(serving: Serving) -> APIRouter:
             )
         return moves
 
-    @router.post("/scale", responses=errors(403, 409, 422, 503))
+    @router.post("/scale", responses=errors(403, 409, 503))
     async def scale(body: ScaleRequest) -> Scaled:
         """Continue on another mesh, or with other expert processes. Requests continue and streams stay open. The answer comes when the
         change is complete."""

@@ -1,5 +1,6 @@
-"""OpenAI's endpoints."""
+"""OpenAI's endpoints, and Anthropic's."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -7,16 +8,19 @@ from starlette.responses import Response
 
 from dsjax.engine.schedule.request import RequestOptions
 from dsjax.serve.answers import CompletionAnswer
+from dsjax.serve.anthropic_answer import MessagesAnswer
+from dsjax.serve.anthropic_request import MessagesRequest, TokenCountRequest
 from dsjax.serve.bounds import MAX_NAME_CHARACTERS
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
+from dsjax.serve.chat_prompt import render_prompt
 from dsjax.serve.connections import (
     EventStream,
     JsonResponse,
     unless_client_leaves,
 )
 from dsjax.serve.guards import StrictRoute, request_id_of
-from dsjax.serve.responses_answer import ResponsesAnswer, ResponsesEvents
+from dsjax.serve.responses_answer import NamedEvents, ResponsesAnswer
 from dsjax.serve.responses_request import ResponsesRequest
 from dsjax.serve.sampling_fields import CompletionRequest, warning_headers
 from dsjax.serve.schemas import ChatResponse, CompletionResponse, ModelCard, ModelList, errors
@@ -53,14 +57,14 @@ def openai_routes(serving: Serving) -> APIRouter:
     """Make the routes under `/v1`."""
     router = APIRouter(prefix="/v1", route_class=StrictRoute)
     stream = {"description": "the answer, or its events", "content": {"text/event-stream": {}}}
-    generating = {200: stream, **errors(422, 429, 500, 503)}
+    generating = {200: stream, **errors(429, 500, 503)}
 
     @router.get("/models", responses=errors())
     async def models() -> ModelList:
         """List the served names."""
         return {"object": "list", "data": [_card(serving, name) for name in serving.model_names]}
 
-    @router.get("/models/{name:path}", responses=errors(422))
+    @router.get("/models/{name:path}", responses=errors())
     async def model(name: str) -> ModelCard:
         """Describe one served name."""
         return _card(serving, serving.check_model(name))
@@ -81,14 +85,30 @@ def openai_routes(serving: Serving) -> APIRouter:
     async def responses(body: ResponsesRequest, request: Request, place: Wanted) -> Response:
         """Continue a conversation, told as items and named events. Stateless: nothing is stored."""
         answer = ResponsesAnswer(serving, body, request_id_of(request, body.request_id))
-        return await _answer(serving, answer, body.stream, request, place, ResponsesEvents)
+        return await _answer(serving, answer, body.stream, request, place, NamedEvents)
+
+    @router.post("/messages", responses=generating)
+    async def messages(body: MessagesRequest, request: Request, place: Wanted) -> Response:
+        """Continue a conversation, as Anthropic's API has it."""
+        answer = MessagesAnswer(serving, body, request_id_of(request, None))
+        return await _answer(serving, answer, body.stream, request, place, NamedEvents)
+
+    @router.post("/messages/count_tokens", responses=errors())
+    async def count_tokens(body: TokenCountRequest, request: Request, place: Wanted) -> Response:
+        """Count the tokens of a prompt, as Anthropic's API does."""
+        chat = body.to_chat()
+        chat.check()
+        serving.check_model(body.model)
+        tokenizer, form = serving.engine.tokenizer, serving.tool_format
+        prompt = await asyncio.to_thread(render_prompt, tokenizer, chat, chat.offered_tools, form)
+        return JsonResponse({"input_tokens": len(prompt.token_ids)})
 
     return router
 
 
 async def _answer(
     serving: Serving,
-    answer: CompletionAnswer | ChatAnswer | ResponsesAnswer,
+    answer: CompletionAnswer | ChatAnswer | ResponsesAnswer | MessagesAnswer,
     stream: bool | None,
     request: Request,
     place: RequestOptions,

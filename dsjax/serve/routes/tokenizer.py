@@ -57,7 +57,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
     """Make the routes `/tokenize`, `/detokenize`, `/tokenizer_info`."""
     router = APIRouter(route_class=StrictRoute)
 
-    @router.post("/tokenize", responses=errors(422))
+    @router.post("/tokenize", responses=errors())
     async def tokenize(body: TokenizeRequest) -> Tokens:
         """Turn text or messages into token ids."""
         serving.check_model(body.model)
@@ -66,7 +66,7 @@ def tokenizer_routes(serving: Serving) -> APIRouter:
         names = [token_name(tokenizer, token_id) for token_id in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": serving.max_model_len, "tokens": ids, "token_strs": names}
 
-    @router.post("/detokenize", responses=errors(422))
+    @router.post("/detokenize", responses=errors())
     async def detokenize(body: DetokenizeRequest) -> Text:
         """Turn token ids into text."""
         serving.check_model(body.model)

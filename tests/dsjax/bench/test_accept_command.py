@@ -17,11 +17,10 @@ from xml.etree import ElementTree
 import pytest
 from commands import run
 
-from dsjax.bench.accept.criteria import Checklist, Criterion
+from dsjax.bench.accept.criteria import Checklist, Criterion, predicted_checklist
 from dsjax.bench.accept.kinds.kind import Measured
-from dsjax.bench.accept.kinds.ttft import TtftMeasurement
+from dsjax.bench.accept.kinds.load import TtftMeasurement
 from dsjax.bench.accept.options import TestBedOptions
-from dsjax.bench.accept.predicted import predicted_checklist
 from dsjax.bench.accept.report import Report
 from dsjax.bench.accept.results import Result, run_measurements
 from dsjax.bench.serve.options import ServerOptions

@@ -9,12 +9,10 @@ from unittest.mock import AsyncMock
 import aiohttp
 import pytest
 
-from dsjax.bench.accept.hooks import Hooks, NotTestedError, parse_hooks
-from dsjax.bench.accept.kinds.balance import enter_balance, variation
 from dsjax.bench.accept.kinds.fault import FaultMeasurement, FaultTimes
-from dsjax.bench.accept.kinds.kind import Measured
-from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, tokens_between
-from dsjax.bench.accept.kinds.read import LinkMeasurement
+from dsjax.bench.accept.kinds.kind import LinkMeasurement, Measured
+from dsjax.bench.accept.kinds.load import LoadMeasurement, LoadRun, drift, enter_balance, tokens_between, variation
+from dsjax.bench.accept.test_bed import Hooks, NotTestedError, parse_hooks
 from dsjax.bench.accept.watch import ServerWatch
 from dsjax.bench.serve.load import LoadResult
 from dsjax.bench.serve.records import RequestRecord

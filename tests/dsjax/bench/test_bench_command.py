@@ -8,11 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from commands import Ended, run
 from typer.testing import CliRunner
+from waits import until
 
 from dsjax.cli import app
 
@@ -207,10 +207,7 @@ def test_ctrl_c_prints_what_is_done(start_fake, tmp_path):
     options = ("--num-prompts", "10000", "--max-concurrency", "1", "--json", str(out))
     command = [sys.executable, "-m", "dsjax", "bench", "serve", "--base-url", server.url, *COMMON, *options]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while len(server.script.bodies) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(server.script.bodies) >= 5)
     running.send_signal(signal.SIGINT)
     stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 130, stderr

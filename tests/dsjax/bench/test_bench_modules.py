@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dsjax.bench.modules import ceilings, routed
+from dsjax.bench.modules import routed
+from dsjax.bench.modules import setting as settings
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.ceilings import Ceilings, hardware_of
 from dsjax.bench.modules.dense import layer_cases
 from dsjax.bench.modules.grid import cases
 from dsjax.bench.modules.one_rank import OneRankPlan, extrapolate, layer_stack, one_rank_cases
 from dsjax.bench.modules.options import MODULES, ModelOptions, ModuleGrid
 from dsjax.bench.modules.routed import draw_dispatch, route_randomly
 from dsjax.bench.modules.run import run_cases
-from dsjax.bench.modules.setting import LayerStack, make_setting
+from dsjax.bench.modules.setting import Ceilings, LayerStack, hardware_of, make_setting
 from dsjax.bench.modules.timing import Budget, PreparedCase
 from dsjax.cli import app
 from dsjax.config import load_config
@@ -204,8 +204,8 @@ def test_what_was_done_before_another_process_went_is_kept(setting):
 
 @pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(tmp_path, monkeypatch):
-    monkeypatch.setattr(ceilings, "_COPY_BYTES", 16 << 20)
-    monkeypatch.setattr(ceilings, "_SIDE", 512)
+    monkeypatch.setattr(settings, "_COPY_BYTES", 16 << 20)
+    monkeypatch.setattr(settings, "_SIDE", 512)
     path = tmp_path / "m.json"
     command = f"bench modules --model demo --only norms,head --tokens 4 --seconds 0.01 --json {path}"
     done = CliRunner().invoke(app, command.split(), catch_exceptions=False)

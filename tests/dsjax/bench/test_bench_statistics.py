@@ -6,10 +6,8 @@ import math
 
 import pytest
 
-from dsjax.bench.serve.answer import AnswerError, AnswerReader
-from dsjax.bench.serve.records import RequestRecord
-from dsjax.bench.serve.report import report
-from dsjax.bench.serve.result_files import write_points_csv
+from dsjax.bench.serve.records import AnswerError, AnswerReader, RequestRecord
+from dsjax.bench.serve.report import report, write_points_csv
 from dsjax.bench.serve.statistics import GoodputError, draft_figures, figures, is_good, parse_goodput
 from dsjax.top.reading import Exposition
 

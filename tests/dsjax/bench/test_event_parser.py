@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsjax.bench.serve.answer import EventParser, EventStreamError
+from dsjax.bench.serve.records import EventParser, EventStreamError
 
 STREAM = (
     '\ufeffdata: {"text": "héllo 🙂"}\n\n'

@@ -64,6 +64,13 @@ def test_a_damaged_file_is_found_before_a_device_holds_anything(folder):
             "fp8", f"{EXPERT}_scale_inv", np.full((2, 2), np.inf, np.float32), "not finite", id="scale infinite"
         ),
         pytest.param(
+            "fp8",
+            f"{EXPERT}_scale_inv",
+            np.float32([[1, 1], [1, 0]]),
+            "a block scale of zero, and the weights of the block are not zero",
+            id="scale zero",
+        ),
+        pytest.param(
             "bf16",
             "model.layers.3.embed_tokens.weight",
             np.zeros((9, 9), np.float32),
@@ -87,6 +94,44 @@ def test_a_configuration_of_fewer_experts_or_layers_is_told_apart_from_extras(fo
     fewer = dataclasses.replace(tiny_config, num_hidden_layers=2, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match="num_hidden_layers=2, but there are tensors of layer 2"):
         load_all(folder(config=fewer))
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_with_mtp_announced_a_layer_too_few_is_told_whether_the_module_is_loaded_or_not(folder, tiny_config, mtp):
+    directory = folder(config=dataclasses.replace(tiny_config, num_hidden_layers=tiny_config.num_hidden_layers - 1))
+    with pytest.raises(CheckpointError) as caught:
+        load_all(directory, mtp=mtp)
+    message = "\n".join(caught.value.problems)
+    assert "num_hidden_layers=2, but there are tensors of layer 2, which is no multi-token prediction module" in message
+    assert "num_nextn_predict_layers=1, but layer 3 is a multi-token prediction module too" in message
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_a_module_beyond_those_announced_is_an_error(folder, tiny_config, checkpoints, mtp):
+    module = {name: value for name, value in checkpoints("bf16")[1].items() if name.startswith("model.layers.3.")}
+    second = {name.replace("layers.3.", "layers.4."): value for name, value in module.items()}
+    with pytest.raises(CheckpointError, match="=1, but layer 4 is a multi-token prediction module too") as caught:
+        load_all(folder(changes=second), mtp=mtp)
+    assert len(caught.value.problems) == 1
+
+
+def test_fp8_weights_of_zero_may_have_a_scale_of_zero(folder, checkpoints):
+    weight = checkpoints("fp8")[1][EXPERT].copy()
+    weight[128:, 128:] = -0.0
+    load_all(folder("fp8", changes={EXPERT: weight, f"{EXPERT}_scale_inv": np.float32([[1, 1], [1, 0]])}))
+
+
+def test_files_that_git_lfs_has_not_fetched_are_named_together(folder):
+    directory = folder()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 5234139343\n"
+    shard = sorted(directory.glob("*.safetensors"))[0]
+    for path in (shard, directory / "tokenizer.json"):
+        path.write_text(pointer)
+    with pytest.raises(CheckpointError, match="git lfs pull") as caught:
+        open_checkpoint(directory)
+    assert caught.value.problems == [
+        f"{name}: a Git LFS pointer, not the file that it stands for" for name in (shard.name, "tokenizer.json")
+    ]
 
 
 def test_an_mtp_module_is_not_taken_for_a_layer_of_a_configuration_of_more(folder, tiny_config):

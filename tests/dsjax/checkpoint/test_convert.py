@@ -1,5 +1,6 @@
 """Converting: byte-exact there and back, never half a directory, and only what a device needs is read."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from dsjax.checkpoint.orbax_form import MANIFEST_NAME
 from dsjax.checkpoint.publish import check_destination, publish
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.cli.convert import convert, parse_bytes
+from dsjax.config import load_config
 from dsjax.errors import UserError
 from dsjax.model.parameter_table import abstract_parameters
 from sharding import MeshSpec, Rules
@@ -86,6 +88,24 @@ def test_narrower_dtypes_come_back_as_they_were(
     assert_same_tensors(convert_checkpoint(source, tmp_path / "again", to="hf"), tensors)
     convert_checkpoint(source, tmp_path / "orbax", to="orbax")
     assert_same_tensors(convert_checkpoint(tmp_path / "orbax", tmp_path / "back", to="hf"), tensors)
+
+
+@pytest.mark.parametrize("form", ["orbax", "hf"])
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+@pytest.mark.filterwarnings("ignore:checkpoint")
+def test_what_is_converted_says_which_mtp_modules_and_head_it_has(
+    tiny_config, make_tensors, tmp_path, make_checkpoint, form, key
+):
+    """The module that `config.json` announces is not there, and the head that it ties differs."""
+    without = dataclasses.replace(tiny_config, num_nextn_predict_layers=0)
+    tensors = make_tensors(without)
+    source = make_checkpoint(tmp_path / "source", without, tensors)
+    fields = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    del fields["num_nextn_predict_layers"]
+    (source / "config.json").write_text(json.dumps(fields | {key: 1}))
+    made = convert_checkpoint(source, tmp_path / "made", to=form)
+    assert load_config(made) == without
+    assert_same_tensors(convert_checkpoint(made, tmp_path / "back", to="hf"), tensors)
 
 
 def test_of_a_model_with_a_vision_part_the_text_part_is_read_and_converted(

@@ -93,6 +93,23 @@ def test_every_convention_loads_as_the_same_parameters(config, tensors, conventi
             np.testing.assert_array_equal(array, expected[path], err_msg=path)
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "bf16"])
+def test_a_scale_of_zero_on_a_tensor_that_is_not_is_an_error_however_the_tensor_is_wanted(config, tensors, weights):
+    zero = stored(tensors, "modelopt") | {f"{EXPERT}_scale_2": np.zeros((), np.float32)}
+    with pytest.raises(CheckpointError, match="a scale of zero, and the weights of the tensor are not zero") as caught:
+        from_hf_tensors(config, zero, weights=weights)
+    assert caught.value.source == f"{EXPERT}_scale_2"
+    zero[EXPERT] = np.zeros_like(zero[EXPERT])
+    from_hf_tensors(config, zero, weights=weights)
+
+
+def test_bad_fp8_scales_are_an_error_where_fp8_becomes_fp4_too(config, make_tensors):
+    tensors = make_tensors(config, "fp8")
+    tensors[f"{EXPERT}_scale_inv"] = np.zeros_like(tensors[f"{EXPERT}_scale_inv"])
+    with pytest.raises(CheckpointError, match="a block scale of zero, and the weights of the block are not zero"):
+        from_hf_tensors(config, tensors, weights="nvfp4")
+
+
 def decoded(tensors, form):
     made = dict(tensors)
     for name, value in tensors.items():

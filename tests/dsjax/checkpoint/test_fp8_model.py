@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fp8_checkpoints import RAGGED, WHOLE, dequantised, fp8_tensors, write_model
+from fp8_checkpoints import RAGGED, WHOLE, dequantised, fp8_tensors, write_fp8_model
 
 from dsjax import LLM
 from sharding import MeshError
@@ -21,7 +21,7 @@ def directories(tmp_path_factory):
     for name, config in CONFIGS.items():
         tensors = fp8_tensors(config)
         for form, kept in (("fp8", tensors), ("plain", dequantised(tensors))):
-            made[name, form] = write_model(tmp_path_factory.mktemp(f"{name}-{form}"), config, kept)
+            made[name, form] = write_fp8_model(tmp_path_factory.mktemp(f"{name}-{form}"), config, kept)
     return made
 
 
@@ -59,7 +59,7 @@ def test_parts_that_are_never_quantised_are_kept_in_bf16_beside_fp8_weights(tmp_
     # DeepSeek's checkpoints have them so. Where they are float32, embedding, norms, router and head are rounded, each value
     # by at most 2⁻⁹ of itself.
     tensors = {name: wider(value) for name, value in fp8_tensors(RAGGED).items()}
-    folder = write_model(tmp_path, RAGGED, tensors)
+    folder = write_fp8_model(tmp_path, RAGGED, tensors)
     reference, found = logits(folder, "dp=4"), logits(folder, "dp=4", "fp8")
     difference = np.abs(found - reference).max() / np.abs(reference).max()
     assert 0 < difference <= 1e-2

@@ -9,6 +9,7 @@ from fp8_checkpoints import dequantised
 
 from dsjax.checkpoint.errors import CheckpointError, CheckpointWarning
 from dsjax.checkpoint.load import from_hf_tensors, load
+from dsjax.checkpoint.names import SCALE_SUFFIX
 from dsjax.checkpoint.quantise import block_scales, quantise
 from dsjax.checkpoint.source import open_checkpoint
 from dsjax.model.window import ParameterWindow
@@ -158,6 +159,38 @@ def test_an_mtp_copy_that_differs_from_the_main_models_is_reported(tiny_config, 
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.layers.3.embed_tokens.weight"] + 1
     with pytest.warns(CheckpointWarning, match="embed_tokens.weight differs from model.embed_tokens.weight"):
         from_hf_tensors(tiny_config, tensors)
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_used_as_transformers_uses_it(
+    tiny_config, tmp_path, make_tensors, make_checkpoint
+):
+    tied, tensors = dataclasses.replace(tiny_config, tie_word_embeddings=True), make_tensors(tiny_config)
+    make_checkpoint(tmp_path / "differs", tied, tensors)
+    with pytest.warns(CheckpointWarning, match="ties lm_head.weight to model.embed_tokens.weight, and they differ"):
+        checkpoint = open_checkpoint(tmp_path / "differs")
+    assert checkpoint.config == tiny_config
+    head = place(checkpoint, checkpoint.config, "dp=1")["head.weight"]
+    np.testing.assert_array_equal(np.asarray(head).view(np.uint16), tensors["lm_head.weight"].T.view(np.uint16))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight"):
+        from_hf_tensors(tied, tensors)
+    make_checkpoint(tmp_path / "equal", tied, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert open_checkpoint(tmp_path / "equal").config == tied
+
+
+def test_block_scales_may_be_powers_of_two_in_one_byte(tiny_config, checkpoints):
+    tensors = dict(checkpoints("fp8")[1])
+    scales = {name: np.exp2(np.ceil(np.log2(value))) for name, value in tensors.items() if name.endswith(SCALE_SUFFIX)}
+    wanted = from_hf_tensors(tiny_config, tensors | scales, weights="fp8")
+    bytes_of = {name: scale.astype(ml_dtypes.float8_e8m0fnu) for name, scale in scales.items()}
+    found = from_hf_tensors(tiny_config, tensors | bytes_of, weights="fp8")
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        np.testing.assert_array_equal(found[path].view(np.uint8), value.view(np.uint8), err_msg=path)
+    f32 = [
+        from_hf_tensors(tiny_config, tensors | kept)["moe_layers.moe.experts.down.weight"]
+        for kept in (scales, bytes_of)
+    ]
+    np.testing.assert_array_equal(*f32)
 
 
 def test_extras_are_named_in_one_warning_and_left_out(tiny_config, checkpoints):

@@ -25,7 +25,7 @@ def heavy():
     return sorted({"jax", "flax", "scipy.optimize"} & {*sys.modules})
 
 found = [(run(*row), heavy()) for row in json.loads(sys.argv[1])]
-import dsjax.bench.serve.benchmark, dsjax.engine.llm, dsjax.serve.front_ends.front_end
+import dsjax.bench.serve.benchmark, dsjax.llm, dsjax.serve.front_ends.front_end
 print(json.dumps([*found, ((0, "imports"), heavy())]))
 """
 """Run modules with arguments in one process, then import a benchmark's client, `LLM` and a front end. Print of each the exit code, the

@@ -72,8 +72,8 @@ def test_the_programs_arguments_are_weights_cache_and_inputs(full_size):
     # 61 layers of 512 + 64 bf16 values for each slot of 8 rows of 64 pages, and page 0.
     assert memory.cache == 61 * 576 * 2 * (8 * 64 + 1) * 16
     assert full_size.cache_tokens == 8 * 1024
-    # Of each slot a page table, 12 numbers, and counts of all tokens; for 58 layers a copy of each of 256 experts, and how many.
-    assert memory.state == 8 * (4 * (64 + 12) + 2 * 129_280) + 58 * 256 * 2 * 4
+    # Of each slot a page table, 13 numbers, and counts of all tokens; for 58 layers a copy of each of 256 experts, and how many.
+    assert memory.state == 8 * (4 * (64 + 13) + 2 * 129_280) + 58 * 256 * 2 * 4
     assert memory.inputs == 4 * (3 * 8 + 3 * 9)  # three integers a row, room for nine changes of page tables
     assert memory.aliased == memory.cache + memory.state  # updated in place
     assert memory.outputs - memory.aliased >= 8 * (4 + 4 * 129_280)  # tokens and float32 logits
@@ -116,7 +116,7 @@ def test_a_step_with_drafts_verifies_them_and_holds_the_mtp_module(drafting):
     memory, slots = drafting.memory, (4 * 64 + 1) * 16
     assert memory.cache == 71_424 * slots
     # Beside a plain step's state two drafts of each slot, and a byte for each cache slot: whether the module has filled it.
-    assert memory.state == 4 * (4 * (64 + 12 + 2) + 2 * 129_280) + 59 * 256 * 2 * 4 + slots
+    assert memory.state == 4 * (4 * (64 + 13 + 2) + 2 * 129_280) + 59 * 256 * 2 * 4 + slots
     assert memory.outputs - memory.aliased >= 12 * 4 * 129_280  # logits of each verified token
     # The module's weights are not read by the step, but lie on the device all the same.
     assert memory.arguments < memory.held < memory.total

@@ -38,12 +38,12 @@ def test_a_file_of_the_users_needs_every_field_and_every_source(tmp_path):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ("devices_per_host = 0", "devices_per_host is 0, expected a number above 0"),
-        ('memory_bandwidth = "fast"', "memory_bandwidth is 'fast', expected a number"),
-        ("memory_bandwidth = inf", "memory_bandwidth is inf, expected a number above 0"),
-        ("memory_bytes = 1.5", "memory_bytes is 1.5, expected a whole number"),
-        ("name = 200", "name is 200, expected text"),
-        ('sources = "a datasheet"', "sources is 'a datasheet', expected a table"),
+        ("devices_per_host = 0", "devices_per_host is 0, expected `int` >= 1"),
+        ('memory_bandwidth = "fast"', "memory_bandwidth is 'fast', expected `float`"),
+        ("memory_bandwidth = inf", "memory_bandwidth is inf, expected `float` <="),
+        ("memory_bytes = 1.5", "memory_bytes is 1.5, expected `int`"),
+        ("name = 200", "name is 200, expected `str`"),
+        ('sources = "a datasheet"', "sources is 'a datasheet', expected `object`"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_named(tmp_path, found, message):

@@ -15,7 +15,7 @@ from dsjax.engine.experts.expert_balancer import decide
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.hardware import load_hardware
-from dsjax.plan.balancing import Slots, drawn
+from dsjax.plan.skew import Slots, drawn
 from sharding.balancing import keep_in_place, rebalance
 from sharding.placement import Placement
 

@@ -1,30 +1,18 @@
 """Dynamo's own frontend with its KV router, and dsjax workers behind it, as processes that find each other through a folder."""
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
+from processes import free_port
 from quick_compilation import QUICK_COMPILATION
-
-START_SECONDS = 240
-
-
-def free_port() -> int:
-    """A port below 32,768: Dynamo reads its system port as a signed number of 16 bits."""
-    while True:
-        port = random.randrange(20_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+from waits import until
 
 
 class Process:
@@ -130,9 +118,5 @@ def metric(url: str, name: str, **labels: str) -> list[float]:
     return [float(one[2]) for one in matches if one and all(pair in (one[1] or "") for pair in wanted)]
 
 
-def wait_until(condition, seconds: float = START_SECONDS, what: str = "", every: float = 0.2) -> None:
-    """Look ``every`` so many seconds; what passes by itself has to be seen while it lasts."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or condition}"
-        time.sleep(every)
+wait_until = partial(until, seconds=240, every=0.2)
+"""Waits for a start."""

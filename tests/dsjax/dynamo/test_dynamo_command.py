@@ -10,9 +10,18 @@ from types import SimpleNamespace
 import pytest
 from with_dynamo import WITH_DYNAMO
 
-from dsjax.dynamo.arguments import DEADLINE, DRAIN, allow_shutdown, choose_parsers, runtime_config
+from dsjax.dynamo.arguments import (
+    DEADLINE,
+    DRAIN,
+    TOOL_CALL_PARSERS,
+    allow_shutdown,
+    choose_parsers,
+    parse,
+    runtime_config,
+)
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.errors import UserError
+from dsjax.serve.tool_formats import TOOL_FORMATS
 
 DEMO = Path(__file__).parents[3] / "configs" / "models" / "demo"
 
@@ -32,6 +41,21 @@ def test_the_frontends_parsers_are_those_of_the_models_template_unless_asked_for
     chosen = SimpleNamespace(dyn_tool_call_parser="hermes", dyn_reasoning_parser="basic")
     choose_parsers(chosen, tokenizer)
     assert (chosen.dyn_tool_call_parser, chosen.dyn_reasoning_parser) == ("hermes", "basic")
+
+
+@WITH_DYNAMO
+def test_dynamo_has_a_parser_for_each_of_our_formats():
+    from dynamo._core import get_tool_parser_names
+
+    assert TOOL_CALL_PARSERS.keys() == TOOL_FORMATS.keys()
+    assert set(TOOL_CALL_PARSERS.values()) <= set(get_tool_parser_names())
+
+
+@WITH_DYNAMO
+@pytest.mark.parametrize("option", ["--tokenizer=.", "--tokenizer-mode=hf", "--chat-template=a.jinja"])
+def test_what_the_frontend_does_is_no_option_of_a_worker(option):
+    with pytest.raises(UserError, match=rf"{option.partition('=')[0]} is for dsjax serve"):
+        parse(["--model", "demo", option])
 
 
 def test_dynamo_gives_requests_as_long_to_finish_as_the_option_says():

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 import pytest
 from engine_pair import prefill_request
 from fake_executor import FakeExecutor
-from tiny_tokenizer import tiny_tokenizer
 from with_dynamo import WITH_DYNAMO
 
 from dsjax.engine.async_engine import AsyncEngine
-from dsjax.engine.engine import EngineParts
 from dsjax.engine.prefill_engine import PrefillEngine
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.messages import ChunkReady, ReleaseChunk
 from dsjax.errors import UserError
@@ -36,9 +33,8 @@ def decode_worker(mode="decode"):
     """A worker whose engine has a thread that is not started: nothing makes a token."""
     from dsjax.dynamo.engine import DsjaxEngine
 
-    executor, worker = FakeExecutor(), DsjaxEngine(options(mode))
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    worker._engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config))
+    worker = DsjaxEngine(options(mode))
+    worker._engine = AsyncEngine(FakeExecutor().parts())
     return worker
 
 
@@ -47,8 +43,7 @@ def prefill_worker():
     from dsjax.dynamo.prefill import DsjaxPrefillEngine
 
     executor, worker = FakeExecutor(transfers=True), DsjaxPrefillEngine(options("prefill"))
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    engine, used = PrefillEngine(executor, config, timeout=1000.0), {}
+    engine, used = PrefillEngine(executor, executor.config, timeout=1000.0), {}
     worker._server = SimpleNamespace(engine=engine, address="127.0.0.1:1", shutdown=engine.shutdown)
     worker._begin()
     worker.attach_snapshot_publisher(

@@ -13,7 +13,6 @@ from dsjax.engine.core import EngineCore
 from dsjax.engine.engine import attachments_of
 from dsjax.engine.schedule.page_events import AllBlocksCleared, BlockRemoved, BlockStored
 from dsjax.engine.schedule.request import Request, RequestOptions
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 
 NAMES = itertools.count()
 
@@ -44,12 +43,11 @@ def engine_of(ranks: int, **sizes):
     """An engine over fake devices, the router's view of each rank, and what vLLM's subscribers would know."""
     executor = FakeExecutor(pages_per_rank=17, max_rows_decode=4, num_ranks=ranks, **sizes)
     executor.disk_takes = 0
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
     events, told, routers = KvEvents(), Subscriber(ranks, 4), [Router() for _ in range(ranks)]
     for rank, router in enumerate(routers):
         events.connect(rank, router)
     return (
-        EngineCore(executor, config, attachments=attachments_of(config, sinks=[told, events])),
+        EngineCore(executor, executor.config, attachments=attachments_of(executor.config, sinks=[told, events])),
         routers,
         told,
     )

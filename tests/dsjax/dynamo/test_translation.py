@@ -38,6 +38,7 @@ def test_every_option_reaches_the_engine():
             stop_conditions={
                 "max_tokens": 9,
                 "min_tokens": 2,
+                "max_thinking_tokens": 5,
                 "ignore_eos": True,
                 "stop_token_ids": [3, 4],
                 "stop_token_ids_hidden": [4, 1],
@@ -60,6 +61,7 @@ def test_every_option_reaches_the_engine():
         ignore_eos=True,
         max_tokens=9,
         min_tokens=2,
+        thinking_token_budget=5,
         logprobs=3,
         prompt_logprobs=1,
         detokenize=False,
@@ -87,7 +89,6 @@ def test_packed_token_ids_are_little_endian_integers_of_32_bits():
         ({"extra_args": {"nvext": 5}}, "nvext"),
         ({"extra_args": {"nvext": {"cache_salt": 5}}}, "cache_salt"),
         ({"sampling_options": {"guided_decoding": {"json": False}}}, "structured_outputs.json"),
-        ({"stop_conditions": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
         ({"sampling_options": {"temperature": -1}}, "temperature"),
         ({"sampling_options": {"guided_decoding": {"structural_tag": {"type": "structural_tag"}}}}, "structural_tag"),
         ({"output_options": {"logprobs": 21}}, "logprobs"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Array
-from layouts import TINY, InlinePool, prompts
+from layouts import TINY, decide_at_once, prompts
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.commands import PlaceExperts, ReadLoads, StageExperts, int32s
@@ -42,7 +42,7 @@ def load(directory: Path, mesh: str, *, eplb: dict | None = None, **options) -> 
         eplb_config=config,
         **SIZES | {"mla_prefill": "A_CC_ME"} | options,
     )
-    llm.engine.core.part(ExpertBalancer)._pool = InlinePool()
+    decide_at_once(llm)
     few_buckets(llm)
     return llm
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from goldens.our_model import hf_tensors
 from goldens.random_weights import RandomWeights
-from layouts import TINY
-from tiny_tokenizer import tiny_tokenizer
-from worded_checkpoint import VOCABULARY, write_model
+from layouts import TINY, write_model
+from tiny_tokenizer import tiny_tokenizer, write_tokenizer
+from worded_checkpoint import VOCABULARY
 
 from dsjax.config import ModelConfig
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -49,8 +49,8 @@ def write_drafting_checkpoint(directory: Path, **changed) -> Path:
     head = tensors["lm_head.weight"] * np.float32(HEAD)
     head[[token for token in range(VOCABULARY) if not _is_printable(tokenizer, token)]] = 0
     tensors["lm_head.weight"] = head
-    write_model(directory, fields, tensors)
-    return directory
+    write_tokenizer(directory)
+    return write_model(directory, fields, tensors)
 
 
 def _is_printable(tokenizer: Tokenizer, token: int) -> bool:

@@ -4,10 +4,12 @@ import time
 from collections import deque
 
 import numpy as np
+from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract import commands
 from dsjax.engine.contract.commands import TOKEN_MADE, Command, Step, from_int32s, names_of
 from dsjax.engine.contract.executor import ExecutorCounts, ExecutorLimits, RankResults, RowResult
+from dsjax.engine.engine import EngineParts
 from dsjax.engine.schedule.scheduler_config import SchedulerConfig
 from dsjax.engine.tiers.page_tiers import PageReporter, PageReports
 from dsjax.engine.transfer.messages import ChunkGoneError, ChunkPort, PulledChunk, Source
@@ -60,7 +62,7 @@ class FakeExecutor:
         impossible: seeds of requests for which no token is allowed, and why.
         max_under_way: the most steps that were on their way at a time.
         disk: pages by their names, which the test may give to the next one. disk_takes: polls until a report comes; None: none ever does.
-        disk_fails: whether reading and writing fail.
+        reads_fail, writes_fail: whether reading and writing fail.
         chunks_take: steps or polls until a chunk is offered or pulled; None: none ever is.
     """
 
@@ -88,18 +90,23 @@ class FakeExecutor:
         self._staged: dict[int, list[list]] = {}
         self.disk: dict[bytes, list] = {} if disk is None else disk
         self.disk_takes: int | None = 1
-        self.disk_fails = False
+        self.reads_fail = self.writes_fail = False
         self.chunks_take: int | None = 0
         self.dropped_chunks: list[int] = []
         self._offer = self._pull_by = self._report = None
-        self._chunk_work: deque[list] = deque()  # [polls left, "offer" or "pull", what]
+        self._offers: list[list] = []  # how many polls ago, and what
+        self._pulls: list[list] = []
+        self._disk_work: list[list] = []
         self._found: list[bytes] | None = list(self.disk) if self.limits.disk_pages else None
         self._landed: dict[tuple[int, int], list] = {}
-        self._disk_work: deque[list] = deque()  # [polls left, "read" or "written", report, what comes of it]
 
     @property
     def config(self) -> SchedulerConfig:
         return SchedulerConfig.from_limits(self.limits, max_num_batched_tokens=16)
+
+    def parts(self, **options) -> EngineParts:
+        """What an engine over it is made of, with the tiny tokenizer."""
+        return EngineParts(self, tiny_tokenizer(), self.config, **options)
 
     def launch(self, command: Command) -> Pending:
         pending = Pending(command)
@@ -152,16 +159,25 @@ class FakeExecutor:
     def pull_chunks(self, pull, report) -> None:
         self._pull_by, self._report = pull, report
 
+    def _later(self, work: list[list], *what) -> None:
+        work.append([0, what])
+
+    def _due(self, work: list[list], takes: int | None) -> list[tuple]:
+        """Take out what was asked for so many polls ago."""
+        due = [what for polls, what in work if takes is not None and polls >= takes]
+        work[:] = [[polls + 1, what] for polls, what in work if takes is None or polls < takes]
+        return due
+
     def move_chunks(self, *, pulls: bool = False) -> None:
         """Offer what is ready; `pulls`: and pull what was asked for."""
-        work, self._chunk_work = self._chunk_work, deque()
-        for polls, kind, what in work:
-            if self.chunks_take is None or polls < self.chunks_take or (kind == "pull" and not pulls):
-                self._chunk_work.append([polls + 1, kind, what])
-            elif kind == "offer":
-                self._offer(*what)
-            else:
-                self._pull(*what)
+        for rank, number, pages in self._due(self._offers, self.chunks_take):
+            self._offer(number, self._chunk_of(rank, pages))
+        for wanted in self._due(self._pulls, self.chunks_take) if pulls else ():
+            self._pull(*wanted)
+
+    def _chunk_of(self, rank: int, pages: list) -> dict | None:
+        """A chunk as it is offered; None where another process keeps it."""
+        return {"tokens": pages}
 
     def _pull(self, rank, source, chunk, pages) -> None:
         try:
@@ -176,33 +192,25 @@ class FakeExecutor:
     def page_reports(self, seconds: float = 0.0) -> PageReports:
         found, self._found = self._found, None
         reports = PageReports([], [], found)
-        if self.disk_takes is None:
-            return reports
-        later = deque()
-        for polls, kind, report, values in self._disk_work:
-            if polls < self.disk_takes:
-                later.append([polls + 1, kind, report, values])
-            elif kind == "written":
-                number, name = report
-                if not self.disk_fails:
+        for kind, *what in self._due(self._disk_work, self.disk_takes):
+            if kind == "written":
+                number, name, values = what
+                if not self.writes_fail:
                     self.disk[name] = values
                     assert len(self.disk) <= self.limits.disk_pages
-                reports.written.append((number, not self.disk_fails))
+                reports.written.append((number, not self.writes_fail))
             elif kind == "drop":
-                everything, names = report
-                if everything:
-                    self.disk.clear()
-                for name in names:
+                everything, names = what
+                for name in list(self.disk) if everything else names:
                     self.disk.pop(name, None)
-            elif report[:2] in self._landed:
-                rank, number, name = report
-                there = not self.disk_fails and name in self.disk
+            elif tuple(what[:2]) in self._landed:
+                rank, number, name = what
+                there = not self.reads_fail and name in self.disk
                 if there:
                     self._landed[rank, number] = self.disk[name]
                 else:
                     del self._landed[rank, number]
                 reports.read.append((rank, number, there))
-        self._disk_work = later
         return reports
 
     def collect(self, pending: Pending):
@@ -246,7 +254,7 @@ class FakeExecutor:
                     if slot >= 0:
                         host[slot] = list(cache[page])
                     if number >= 0:
-                        self._disk_work.append([0, "written", (number, next(names)), list(cache[page])])
+                        self._later(self._disk_work, "written", number, next(names), list(cache[page]))
         elif isinstance(command, commands.FetchPages):
             self._staged[command.number] = [
                 [self._fetched(rank, number) for number in from_int32s(own)] for rank, own in enumerate(command.ranks)
@@ -260,16 +268,16 @@ class FakeExecutor:
                 for number, name in zip(from_int32s(numbers), names_of(names), strict=True):
                     assert (rank, number) not in self._landed, "no number is used twice at a time"
                     self._landed[rank, number] = None
-                    self._disk_work.append([0, "read", (rank, number, name), None])
+                    self._later(self._disk_work, "read", rank, number, name)
         elif isinstance(command, commands.SendPages):
-            for cache, own in zip(self._cache, command.ranks, strict=True):
+            for rank, (cache, own) in enumerate(zip(self._cache, command.ranks, strict=True)):
                 chunks: dict[int, list] = {}
                 for number, page in zip(*[iter(from_int32s(own))] * 2, strict=True):
                     assert None not in cache[page], "only full pages are sent"
                     chunks.setdefault(number, []).append(list(cache[page]))
                 for number, pages in chunks.items():
                     assert len(pages) <= 16
-                    self._chunk_work.append([0, "offer", (number, {"tokens": pages})])
+                    self._later(self._offers, rank, number, pages)
             if self.chunks_take == 0:
                 self.move_chunks()
         elif isinstance(command, commands.PullPages):
@@ -281,9 +289,9 @@ class FakeExecutor:
                     self._landed[rank, number] = None
                     wanted.setdefault((source, chunk), []).append((place, number))
                 for (source, chunk), pages in wanted.items():
-                    self._chunk_work.append([0, "pull", (rank, source, chunk, pages)])
+                    self._later(self._pulls, rank, source, chunk, pages)
         elif isinstance(command, commands.DropPages):
-            self._disk_work.append([0, "drop", (command.everything, names_of(command.names)), None])
+            self._later(self._disk_work, "drop", command.everything, names_of(command.names))
         elif isinstance(command, commands.PlacePages):
             here = self._staged.pop(command.number, [[] for _ in command.ranks])
             for cache, staged, own in zip(self._cache, here, command.ranks, strict=True):

@@ -31,22 +31,17 @@ from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import Request, RequestOptions
 from dsjax.engine.schedule.scheduler_config import AdmissionError, SchedulerConfig
 from dsjax.engine.text.logit_rules import LogitRules
-from dsjax.engine.transfer.messages import PrefillRequest, TransferFailed
+from dsjax.engine.transfer.messages import CHUNK_PAGES, PrefillRequest, TransferFailed
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 
 VOCABULARY = 300
 
 
-def make_executor(
-    run: "Run", name: str, *, disk=None, max_in_flight=2, moves_experts=False, **limits
-) -> ScriptedExecutor:
+def make_executor(run: "Run", name: str, **options) -> ScriptedExecutor:
     sizes = {"max_rows_decode": 6, "max_rows_prefill": 3, "max_chunk": 8, "page_size": 4, "pages_per_rank": 33}
-    sizes |= {"num_ranks": 1, "max_model_len": 128, "vocab_size": VOCABULARY, **limits}
-    stream = run.streams.setdefault(name, [])
-    made = ScriptedExecutor(
-        stream, run.clock, disk=disk, max_in_flight=max_in_flight, moves_experts=moves_experts, **sizes
-    )
+    sizes |= {"max_model_len": 128, "vocab_size": VOCABULARY, "max_in_flight": 2, **options}
+    made = ScriptedExecutor(name, run.streams.setdefault(name, []), run.clock, **sizes)
     run.executors.append(made)
     return made
 
@@ -61,14 +56,13 @@ def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options
     )
 
 
-def make_balancer(run: "Run", executor: ScriptedExecutor, **options) -> ExpertBalancer:
+def make_balancer(run: "Run", **options) -> ExpertBalancer:
     """A balancer that decides at once: `Run` has its thread's work done where it is asked for."""
     return ExpertBalancer(EplbConfig(**({"window_size": 3, "step_interval": 6} | options)), run.clock)
 
 
 def make_core(
     run: "Run",
-    name: str,
     executor: ScriptedExecutor,
     config: SchedulerConfig,
     *,
@@ -81,36 +75,25 @@ def make_core(
     **options,
 ) -> "Engine":
     """An engine that decodes, and computes prompts itself or has them computed behind these links."""
-    parts = attachments_of(config, sinks=[EventStream(run, name)] if events else ())
+    parts = attachments_of(config, sinks=[EventStream(run, executor.name)] if events else ())
     if links is not None:
         dialer = connect and SimpleNamespace(link_to=connect, close=lambda: None)
-        parts.append(PolledLinks(links, dialer, local_tokens=local_tokens, timeout=timeout))
+        parts.append(LinksInTurns(links, dialer, local_tokens=local_tokens, timeout=timeout))
     if balancer is not None:
         parts.append(balancer)
     core = EngineCore(executor, config, attachments=parts, generations=Successors(), **options)
-    return Engine(run, name, core)
+    return Engine(run, executor.name, core)
 
 
-class PolledLinks(PrefillLinks):
-    """Links of an executor that reports when it is looked at, since nothing runs beside it."""
-
-    def start(self, executor, config):
-        self.executor = executor
-        super().start(executor, config)
+class LinksInTurns(PrefillLinks):
+    """Links that wait for nothing: whoever could be waited for has its turn next."""
 
     def wait(self):
-        """Wait for nothing: whoever could be waited for has its turn next."""
         return bool(self.source.num_under_way)
-
-    def begin_step(self, now):
-        if not self.executor.limits.disk_pages:
-            self.executor.page_reports()
-        super().begin_step(now)
 
 
 def make_prefill(
     run: "Run",
-    name: str,
     executor: ScriptedExecutor,
     config: SchedulerConfig,
     *,
@@ -123,7 +106,7 @@ def make_prefill(
         ranks = range(executor.limits.num_ranks)
         return [Keeper(f"host-{rank}:1", True) if rank in executor.keeps_elsewhere else Keeper() for rank in ranks]
 
-    parts = attachments_of(config, sinks=[EventStream(run, name)] if events else ())
+    parts = attachments_of(config, sinks=[EventStream(run, executor.name)] if events else ())
     if balancer is not None:
         parts.append(balancer)
     options = {"keepers": keepers, "generations": Successors()}
@@ -356,7 +339,7 @@ class ScriptedLink:
     def pull(self, number, device, address=""):
         """A chunk; what another process keeps is always there."""
         if address:
-            return {}
+            return {"tokens": [[0] * 4] * CHUNK_PAGES}
         return self._link.pull(number, device)
 
     def fail(self, transfer: str = "") -> None:

@@ -6,22 +6,7 @@ from hashlib import sha256
 import numpy as np
 from fake_executor import FakeExecutor, Slot
 
-from dsjax.engine.contract.commands import (
-    Command,
-    DropPages,
-    Flush,
-    PlaceExperts,
-    PullPages,
-    ReadLoads,
-    ReadPages,
-    SendPages,
-    StageExperts,
-    Step,
-    StorePages,
-    encode,
-    from_int32s,
-    names_of,
-)
+from dsjax.engine.contract.commands import Command, PlaceExperts, ReadLoads, StageExperts, Step, encode, from_int32s
 from dsjax.engine.contract.executor import RankResults, RowResult
 from dsjax.engine.experts.eplb import Exchanged, ExpertMover, ExpertSlots, LoadWindow
 from dsjax.engine.tiers.page_tiers import PageReports
@@ -67,43 +52,31 @@ def line_of(kind: str, data: bytes, command: Command | None = None) -> Line:
 class ScriptedExecutor(FakeExecutor):
     """Its tokens depend on a request's seed and the token's position alone, so that they are the same however the engine's parts change.
 
-    Pages have no content. What goes to the disk, comes from there, is offered or pulled is done when the virtual clock says so, however
-    often anybody asks; chunks move only in `pump`, which the script calls.
+    What goes to the disk, comes from there, is offered or pulled is done when the virtual clock says so, however often anybody asks; chunks
+    move only in `pump`, which the script calls.
 
     Attributes:
-        stream: the lines of all commands so far, those of the executors before this one included.
+        name, stream: the lines of all commands so far, those of the executors of this name before this one included.
         disk_seconds, chunk_seconds: until a page is written or read, a chunk is offered or pulled. May be infinite.
-        reads_fail, writes_fail, pulls_fail: whether they do now.
+        pulls_fail: whether no chunk can be pulled now.
         non_finite: by seed the position from which a request's values are not finite.
         failing: kinds of commands whose next launch fails, once for each entry.
         failing_exchanges: numbers, counted from 0, of the commands that move experts and cannot.
         keeps_elsewhere: ranks whose chunks another process keeps.
     """
 
-    def __init__(
-        self,
-        stream: list[Line],
-        clock: Clock,
-        *,
-        disk: set[bytes] | None = None,
-        moves_experts: bool = False,
-        **options,
-    ):
+    def __init__(self, name: str, stream: list[Line], clock: Clock, *, moves_experts: bool = False, **options):
         super().__init__(**options)
-        self.stream = stream
+        self.name, self.stream = name, stream
         self._clock = clock
         self.disk_seconds = self.chunk_seconds = 0.03
-        self.reads_fail = self.writes_fail = self.pulls_fail = False
+        self.pulls_fail = False
         self.non_finite: dict[int, int] = {}
         self.failing: list[type] = []
         self.failing_exchanges: set[int] = set()
         self.keeps_elsewhere: set[int] = set()
         self._windows = self._exchanges = 0
-        self.disk = set() if disk is None else disk
-        self._found: list[bytes] | None = sorted(self.disk) if self.limits.disk_pages else None
-        self._disk_work: list[tuple[float, str, tuple]] = []
-        self._reading: set[tuple[int, int]] = set()
-        self._chunk_work: list[tuple[float, str, tuple]] = []
+        self._found = self._found and sorted(self._found)
         self._placement = np.arange(LAYERS * SLOTS_PER_RANK * EXPERT_RANKS).reshape(LAYERS, -1) % EXPERTS
         self._moves_experts = moves_experts
 
@@ -132,91 +105,42 @@ class ScriptedExecutor(FakeExecutor):
         return super().launch(command)
 
     def _run(self, command: Command):
-        if isinstance(command, Step):
-            return self._step(command)
-        if isinstance(command, StorePages):
-            for own, names in zip(command.ranks, command.names, strict=True):
-                numbers = [number for number in from_int32s(own)[2::3] if number >= 0]
-                for number, name in zip(numbers, names_of(names), strict=True):
-                    self._later(self._disk_work, self.disk_seconds, "written", (number, name))
-        elif isinstance(command, ReadPages):
-            every = zip(command.ranks, command.names, command.drops, strict=True)
-            for rank, (numbers, names, drops) in enumerate(every):
-                self._reading -= {(rank, number) for number in from_int32s(drops)}
-                for number, name in zip(from_int32s(numbers), names_of(names), strict=True):
-                    self._reading.add((rank, number))
-                    self._later(self._disk_work, self.disk_seconds, "read", (rank, number, name))
-        elif isinstance(command, DropPages):
-            what = command.everything, names_of(command.names)
-            self._later(self._disk_work, self.disk_seconds, "drop", what)
-        elif isinstance(command, SendPages):
-            for rank, own in enumerate(command.ranks):
-                for number in dict.fromkeys(from_int32s(own)[::2]):
-                    self._later(self._chunk_work, self.chunk_seconds, "offer", (rank, number))
-        elif isinstance(command, PullPages):
-            for rank, own in enumerate(command.ranks):
-                chunks: dict[tuple[int, int], list[int]] = {}
-                for index, chunk, _, number in zip(*[iter(from_int32s(own))] * 4, strict=True):
-                    chunks.setdefault((index, chunk), []).append(number)
-                for (index, chunk), numbers in chunks.items():
-                    what = rank, Source(*command.sources[index]), chunk, numbers
-                    self._later(self._chunk_work, self.chunk_seconds, "pull", what)
-        elif isinstance(command, Flush):
-            self._slots = [{} for _ in self._slots]
-        elif isinstance(command, ReadLoads):
+        if isinstance(command, ReadLoads):
             return self._loads()
-        elif isinstance(command, StageExperts | PlaceExperts):
+        if isinstance(command, StageExperts | PlaceExperts):
             return self._exchange(command)
-        return None
+        return super()._run(command)
 
     # Pages below, and of other engines.
 
-    def _later(self, work: list, seconds: float, kind: str, what: tuple) -> None:
-        work.append((self._clock() + seconds, kind, what))
+    def _later(self, work: list, *what) -> None:
+        work.append([self._clock() + (self.disk_seconds if work is self._disk_work else self.chunk_seconds), what])
 
-    def _take_due(self, work: list) -> list[tuple[str, tuple]]:
+    def _due(self, work: list, takes: int | None = None) -> list[tuple]:
         now = self._clock()
-        due = [(kind, what) for at, kind, what in work if at <= now]
-        work[:] = [entry for entry in work if entry[0] > now]
+        due = [what for at, what in work if at <= now]
+        work[:] = [one for one in work if one[0] > now]
         return due
 
     def page_reports(self, seconds: float = 0.0) -> PageReports:
-        found, self._found = self._found, None
-        due = self._take_due(self._disk_work)
-        if seconds and not due and found is None:
+        if seconds and self._found is None and all(at > self._clock() for at, _ in self._disk_work):
             self._clock.advance(seconds)
-            due = self._take_due(self._disk_work)
-        reports = PageReports([], [], found)
-        for kind, what in due:
-            if kind == "written":
-                number, name = what
-                if not self.writes_fail:
-                    self.disk.add(name)
-                reports.written.append((number, not self.writes_fail))
-            elif kind == "drop":
-                everything, names = what
-                self.disk -= set(self.disk if everything else names)
-            elif what[:2] in self._reading:
-                rank, number, name = what
-                self._reading.remove((rank, number))
-                reports.read.append((rank, number, not self.reads_fail and name in self.disk))
-        return reports
+        return super().page_reports()
+
+    def move_chunks(self, *, pulls: bool = False) -> None:
+        """Chunks move in `pump` alone."""
 
     def pump(self) -> None:
-        for kind, what in self._take_due(self._chunk_work):
-            if kind == "offer":
-                rank, number = what
-                self._offer(number, None if rank in self.keeps_elsewhere else {})
-                continue
-            rank, source, chunk, numbers = what
-            try:
-                if self.pulls_fail:
-                    raise ConnectionError
-                self._pull_by(source, chunk, None)
-                ok = True
-            except Exception:
-                ok = False
-            self._report(PulledChunk(rank, source.link, chunk, numbers, ok))
+        super().move_chunks(pulls=True)
+
+    def _chunk_of(self, rank: int, pages: list) -> dict | None:
+        return None if rank in self.keeps_elsewhere else super()._chunk_of(rank, pages)
+
+    def _pull(self, rank: int, source: Source, chunk: int, pages: list) -> None:
+        if self.pulls_fail:
+            self._report(PulledChunk(rank, source.link, chunk, [number for _, number in pages], False))
+        else:
+            super()._pull(rank, source, chunk, pages)
 
     # Experts.
 
@@ -247,9 +171,6 @@ class ScriptedExecutor(FakeExecutor):
         results = super()._step(step)
         self._clock.advance(0.01)
         return results
-
-    def _write(self, rank: int, slot: Slot, start: int, tokens: list[int]) -> None:
-        pass
 
     def _finite(self, rank: int, slot: Slot) -> bool:
         return slot.start < self.non_finite.get(slot.admission.sampling.seed, 2**31)

@@ -122,12 +122,7 @@ def plain(
     """Requests of all kinds on few pages."""
     executor = make_executor(run, "engine", num_ranks=ranks, pages_per_rank=pages + 18)
     engine = make_core(
-        run,
-        "engine",
-        executor,
-        make_config(executor, policy=policy, **config),
-        events=True,
-        async_scheduling=asynchronous,
+        run, executor, make_config(executor, policy=policy, **config), events=True, async_scheduling=asynchronous
     )
     crowd = Crowd(1, first_rank=2 * (policy == "fcfs"))
     run.play(together(
@@ -154,7 +149,7 @@ def plain_uncached(run: Run) -> None:
 def host_tier(run: Run) -> None:
     """Pages that go to host memory and come back."""
     executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=25, host_pages_per_rank=16)
-    engine = make_core(run, "engine", executor, make_config(executor), events=True)
+    engine = make_core(run, executor, make_config(executor), events=True)
     crowd = Crowd(2, beginnings=5)
     run.play(together(
         crowd.arrivals(engine, 60, every=1.5),
@@ -175,7 +170,7 @@ def disk_tier(run: Run, *, host_pages: int = 12) -> None:
         disk_pages=60,
         disk_page_bytes=4096,
     )
-    engine = make_core(run, "engine", executor, make_config(executor), events=True)
+    engine = make_core(run, executor, make_config(executor), events=True)
     crowd = Crowd(3, beginnings=5)
     run.play(together(
         crowd.arrivals(engine, 90, every=4),
@@ -198,8 +193,8 @@ def disk_tier(run: Run, *, host_pages: int = 12) -> None:
     kept = executor.disk
     engine.end()
     run.engines.clear()
-    again = make_executor(run, "restarted", num_ranks=2, pages_per_rank=33, disk_pages=40, disk=set(kept))
-    engine = make_core(run, "restarted", again, make_config(again), events=True)
+    again = make_executor(run, "restarted", num_ranks=2, pages_per_rank=33, disk_pages=40, disk=dict(kept))
+    engine = make_core(run, again, make_config(again), events=True)
     run.play(crowd.arrivals(engine, 24, every=2, kinds=("greedy", "sampled")))
 
 
@@ -213,13 +208,12 @@ def separated(run: Run, *, lost: bool = True) -> None:
     first_executor = make_executor(run, "prefill", num_ranks=2, transfers=True)
     first_executor.keeps_elsewhere = {1}
     second_executor = make_executor(run, "other-prefill", transfers=True, pages_per_rank=49)
-    first = make_prefill(run, "prefill", first_executor, make_config(first_executor, policy="priority"), events=True)
-    second = make_prefill(run, "other-prefill", second_executor, make_config(second_executor))
+    first = make_prefill(run, first_executor, make_config(first_executor, policy="priority"), events=True)
+    second = make_prefill(run, second_executor, make_config(second_executor))
     executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=41)
     links = [ScriptedLink(first)]
     engine = make_core(
         run,
-        "decode",
         executor,
         make_config(executor),
         links=links,
@@ -270,15 +264,11 @@ def two_prefills(run: Run) -> None:
     prefills = []
     for number in range(2):
         executor = make_executor(run, f"prefill-{number}", transfers=True, max_rows_prefill=1, max_chunk=4)
-        prefills.append(
-            make_prefill(
-                run, f"prefill-{number}", executor, make_config(executor, policy="priority", budget=8), timeout=3.0
-            )
-        )
+        prefills.append(make_prefill(run, executor, make_config(executor, policy="priority", budget=8), timeout=3.0))
     executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=29)
     links = [ScriptedLink(prefill) for prefill in prefills]
     engine = make_core(
-        run, "decode", executor, make_config(executor, policy="priority"), links=links, local_tokens=9, timeout=1.5
+        run, executor, make_config(executor, policy="priority"), links=links, local_tokens=9, timeout=1.5
     )
     crowd = Crowd(10, longest=80, beginnings=6)
     run.play(together(
@@ -293,7 +283,7 @@ def drafts(run: Run, *, asynchronous: bool = True) -> None:
     """Drafts by the number of running requests."""
     executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=33)
     config = make_config(executor, drafts=((1, 1, 4), (2, 3, 0), (4, 5, 3), (6, 9, 1)), policy="priority")
-    engine = make_core(run, "engine", executor, config, async_scheduling=asynchronous)
+    engine = make_core(run, executor, config, async_scheduling=asynchronous)
     crowd = Crowd(5)
     run.play(together(
         crowd.arrivals(engine, 60, every=1.4, longest_output=40),
@@ -310,7 +300,7 @@ def balancing(run: Run) -> None:
     """Experts that move between steps, at times in vain, and once because somebody asked."""
     executor = make_executor(run, "engine", num_ranks=2, moves_experts=True)
     executor.failing_exchanges = {9, 31}
-    engine = make_core(run, "engine", executor, make_config(executor), balancer=make_balancer(run, executor))
+    engine = make_core(run, executor, make_config(executor), balancer=make_balancer(run))
     crowd = Crowd(6)
     run.play(crowd.arrivals(engine, 50, every=2, longest_output=16))
     engine.rebalance()
@@ -323,17 +313,16 @@ def everything(run: Run) -> None:
     both = {"host_pages_per_rank": 10, "disk_pages": 50, "transfers": True, "moves_experts": True}
     first = make_executor(run, "prefill", num_ranks=2, **both)
     config = make_config(first, drafts=((1, 2, 2), (3, 6, 1)))
-    prefill = make_prefill(run, "prefill", first, config, balancer=make_balancer(run, first), events=True)
+    prefill = make_prefill(run, first, config, balancer=make_balancer(run), events=True)
     second = make_executor(run, "decode", num_ranks=2, pages_per_rank=29, **both)
     config = make_config(second, drafts=((1, 2, 3), (3, 4, 0), (5, 6, 2)), policy="priority")
     link = ScriptedLink(prefill)
     engine = make_core(
         run,
-        "decode",
         second,
         config,
         links=[link],
-        balancer=make_balancer(run, second, step_interval=9),
+        balancer=make_balancer(run, step_interval=9),
         events=True,
         local_tokens=6,
         timeout=0.6,
@@ -359,7 +348,7 @@ def everything(run: Run) -> None:
 def changed_mesh(run: Run) -> None:
     """Steps that are lost, meshes that change, launches that fail, with tiers and a prefill engine whose own mesh is lost too."""
     first = make_executor(run, "prefill", num_ranks=2, transfers=True)
-    prefill = make_prefill(run, "prefill", first, make_config(first))
+    prefill = make_prefill(run, first, make_config(first))
     first.fail_at_step = 45
     later = make_executor(run, "prefill", num_ranks=3, transfers=True)
     later.keeps_elsewhere = {0, 1}
@@ -381,11 +370,10 @@ def changed_mesh(run: Run) -> None:
     executor, config = sized(3, 29)
     engine = make_core(
         run,
-        "decode",
         executor,
         config,
         links=[ScriptedLink(prefill)],
-        balancer=make_balancer(run, executor),
+        balancer=make_balancer(run),
         events=True,
         local_tokens=13,
     )
@@ -410,19 +398,6 @@ def changed_mesh(run: Run) -> None:
     ))  # fmt: skip
 
 
-def failed_launch(run: Run) -> None:
-    """Launches that fail on an engine that has nothing but its pages."""
-    executor = make_executor(run, "engine", num_ranks=2)
-    engine = make_core(run, "engine", executor, make_config(executor, policy="priority"))
-    crowd = Crowd(9)
-    run.play(together(
-        crowd.arrivals(engine, 50, every=1.3),
-        {turn: [lambda: executor.failing.append(Step)] for turn in range(4, 60, 7)},
-        {10: [lambda: executor.failing.append(Copy)]},
-        {40: [lambda: engine.change(other := make_executor(run, "engine", num_ranks=3, pages_per_rank=17), make_config(other))]},
-    ))  # fmt: skip
-
-
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -439,6 +414,5 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         balancing,
         everything,
         changed_mesh,
-        failed_launch,
     )
 }

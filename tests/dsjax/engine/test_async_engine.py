@@ -12,13 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
-from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.async_engine import AsyncEngine
 from dsjax.engine.contract.commands import Step
 from dsjax.engine.contract.executor import RowResult
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
-from dsjax.engine.engine import EngineParts
 from dsjax.engine.request_streams import OutputStream
 from dsjax.engine.schedule.mesh_changer import Generation
 from dsjax.engine.schedule.request import DEFAULT_OPTIONS, FinishReason
@@ -33,7 +31,7 @@ FINAL = SamplingParams(temperature=0, max_tokens=12, output_kind=OutputKind.FINA
 
 def make(generations=None, **options) -> tuple[AsyncEngine, FakeExecutor]:
     executor = FakeExecutor(**options)
-    return AsyncEngine(EngineParts(executor, tiny_tokenizer(), executor.config, generations=generations)), executor
+    return AsyncEngine(executor.parts(generations=generations)), executor
 
 
 def unchanging() -> SimpleNamespace:

@@ -1,16 +1,14 @@
 """What a step did is handed over also when nothing follows it."""
 
 from fake_executor import FakeExecutor
-from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import SamplingParams
-from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread
 
 
 def test_a_last_token_is_handed_over_though_the_only_other_request_is_aborted_right_behind_its_step():
     executor, updates = FakeExecutor(), []
-    parts = EngineParts(executor, tiny_tokenizer(), executor.config)
+    parts = executor.parts()
     thread = EngineThread(parts.core, on_done=lambda done, stats: updates.extend(done))
     requests = []
     for name, max_tokens in (("ends", 1), ("goes on", 8)):

@@ -5,16 +5,10 @@ in this process, each with its own devices' arrays, and speak over the loopback 
 """
 
 import contextlib
-import json
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -171,45 +165,6 @@ def test_experts_that_go_and_come_back_cost_no_request_and_change_no_bit(
     assert "the call is made again" in caplog.text
 
 
-ALONE = """
-import json, sys, threading
-from sharding.emulation import emulate_devices
-emulate_devices(4)
-from dsjax.engine.expert_process import load_experts
-from dsjax.engine.setup.args import EngineArgs
-process = load_experts(EngineArgs(**json.loads(sys.argv[1])))
-print("ready", flush=True)
-threading.Event().wait()
-"""
-
-
-@pytest.mark.slow  # loads JAX and experts in a process, and compiles two engines
-def test_a_stopped_process_is_noticed_within_the_heartbeat_and_requests_go_on_when_it_goes_on(
-    checkpoint, attention, expected, caplog
-):
-    address, own = free_address(), {"heartbeat_timeout": 5}
-    options = MESHES | SIZES | own | {"model": str(checkpoint), "afd_role": "expert", "afd_address": address}
-    command = [sys.executable, "-c", ALONE, json.dumps(options)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
-        try:
-            assert process.stdout.readline() == b"ready\n"
-            llm, answers = attention(address, **own), []
-            assert made(llm) == expected
-            process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-            asking = threading.Thread(target=lambda: answers.append(made(llm)))
-            stopped = time.monotonic()
-            asking.start()
-            until(lambda: "has gone" in caplog.text)
-            assert time.monotonic() - stopped < 10
-            assert not answers
-            process.send_signal(signal.SIGCONT)
-            asking.join(120)
-            assert answers == [expected]
-        finally:
-            process.kill()
-
-
 @pytest.mark.slow  # compiles two engines and loads five processes' experts
 def test_three_processes_share_fp8_experts_and_each_may_go_by_itself(
     checkpoint, experts, attention, kernels, monkeypatch
@@ -302,11 +257,6 @@ def test_another_side_with_more_devices_takes_over_and_the_cache_stays(experts, 
     assert llm.facts.mesh == "tp=2"
     last = experts(third)
     assert made(llm) == expected
-
-
-def test_where_no_experts_come_in_time_the_start_ends_with_what_to_do(attention):
-    with pytest.raises(expert_link.ExpertsGoneError, match=r"for 1 s .*start one with --afd-role expert"):
-        attention(free_address(), start_timeout=1)
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_loaded(experts):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from goldens.our_model import bound, hf_tensors, logits_of
 from goldens.random_weights import RandomWeights
-from layouts import CHANGES_NUMBERS, MODELS, TINY, answer, prompts, wide, write_checkpoint
+from layouts import CHANGES_NUMBERS, MODELS, TINY, answer, prompts, wide, widths, write_checkpoint
 
 from dsjax.cli.exact import DISPATCHES, PAIRS, Answer, difference
 from dsjax.config import ModelConfig
@@ -29,6 +29,13 @@ HOST_EMBEDDING = {"embedding_location": "host"}
 PREEMPTED = {"cache_tokens": 100}  # half of what the prompts and their tokens take; what is computed again is a prompt
 FP8_PRODUCTS = {"weights": "fp8", "activation_scheme": "dynamic"}
 FP8_CACHE = {"kv_cache_dtype": "fp8"}
+NVFP4_ROWS = {"weights": "nvfp4-bf16", "activation_scheme": "nvfp4", "redundant_experts": 4}
+INT4 = {"weights": "int4-bf16", "redundant_experts": 4}
+MXFP4_MOVING = {
+    "weights": "mxfp4-bf16",
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 2, "window_size": 4, "step_interval": 4, "payback": 0},
+}
 EVERY_TOKEN = {"every_token": True}  # the logits at every position of a prompt too
 
 USUAL, TURNED = PAIRS
@@ -38,6 +45,8 @@ CHECKPOINTS = {
     "v3, no dense layer": {"first_k_dense_replace": 0},
     "v3.2": MODELS["v3.2"] | {"first_k_dense_replace": 0},
     "v3, wide": wide(2) | {"first_k_dense_replace": 0},  # FP8: whole blocks of 128 on each of two tp devices
+    # NVFP4, MXFP4, INT4: a block of 32 of each expert's width on each of two tp devices.
+    "v3, FP4": widths("mxfp4-bf16", 2) | {"num_hidden_layers": 2, "first_k_dense_replace": 0},
 }
 """What each model changes in ``TINY``. Without dense layers, which depend on neither MLA forms nor dispatch, a third less is compiled."""
 
@@ -55,6 +64,9 @@ RUNS = [
     ("v3, no dense layer", "dp=12", "ragged", *ABSORBED, {"redundant_experts": 4, "ep_dispatch_algorithm": "static"} | CHUNKS),
     ("v3.2", "tp=8", "padded", "A_CC_ME", "A_CC_ME", FP8_CACHE | PREEMPTED | {"index_scores": "hadamard"}),
     ("v3.2", "dp=2,tp=2+ep=8", "auto", "A_CC_ME", "A_CC_ME", FP8_CACHE | MIXED | HOST_EMBEDDING | {"index_scores": "hadamard"}),
+    ("v3, FP4", "dp=2", "ragged", *USUAL, MXFP4_MOVING),
+    ("v3, FP4", "dp=2,tp=2", "padded", *USUAL, NVFP4_ROWS),
+    ("v3, FP4", "dp=2,tp=2", "gather", *USUAL, INT4),
 ]  # fmt: skip
 NUMBERS = (*CHANGES_NUMBERS, *FP8_PRODUCTS, *FP8_CACHE)
 """Options that one device must have too, to compute the same numbers."""
@@ -116,4 +128,5 @@ def test_layout_gives_the_answer_of_one_device(
 ):
     found = answers(model, layout, dispatch, prefill, decode, **options)
     assert found.exact == ("kernels" not in options)
+    assert found.rebalances or "enable_eplb" not in options
     assert difference(found, one_device(model, prefill, decode, options)) is None

@@ -1,4 +1,4 @@
-"""``LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request.
+"""``dsjax.LLM`` on a tiny checkpoint: order, errors, interruption, and text that depends on nothing but the request.
 
 These are the tests of `device/mesh_executor.py`, `device/step_programs.py` and `device/slots.py` too.
 """
@@ -140,22 +140,17 @@ def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_read(chec
 @pytest.mark.parametrize(
     ("options", "error", "parts"),
     [
-        ({"mesh": ""}, MeshError, ["mesh '': found ''", "expected axis=size"]),
         ({"mesh": "tp=3"}, MeshError, ["8 attention heads", "32 physical experts", "redundant experts that fits is 1"]),
-        ({"mesh": "dp=5"}, MeshError, ["32 physical experts (32 + 0 redundant)", "fits is 3"]),
         ({"mesh": "dp=64,ep=32"}, MeshError, ["wants 64 devices, found 32"]),
         ({"mla_prefill": "CD"}, UserError, ["--mla-prefill CD reads", "A_CC_ME"]),
         ({"dispatch": "teleport"}, UserError, ["--dispatch is 'teleport'", "gather"]),
-        ({"cache_tokens": 1 << 40, "page_size": 1 << 40}, UserError, ["the cache has room for 0 pages", "--page-size"]),
-        ({"cache_tokens": 7}, UserError, ["--cache-tokens is 7", "pages of 4 tokens", "give 8"]),
     ],
 )
 def test_what_cannot_be_is_told_before_weights_are_read(checkpoint, options, error, parts, monkeypatch):
     from dsjax.engine.setup import loading
 
     jax.devices()  # the session's 32; before JAX has started, 64 could still be emulated
-    if "cache_tokens" not in options:  # the cache is what is left beside the weights
-        monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load", lambda *args, **kwargs: pytest.fail("weights were read"))
     with pytest.raises(error) as found:
         load(checkpoint, **options)
     for part in parts:
@@ -256,8 +251,20 @@ def test_calls_of_several_threads_take_turns(llm):
     assert (scored.result()[0] == logits).all()
 
 
+def test_prompts_come_as_they_do_to_vllm_and_progress_is_shown_where_it_is_asked_for(llm, capsys):
+    ids = prompt(5)["prompt_token_ids"]
+    expected = tokens_of(llm.generate({"prompt_token_ids": ids}, greedy(np.int64(3))))
+    for given in (ids, np.array(ids), [ids], np.array([ids])):
+        assert tokens_of(llm.generate(given, greedy(3), priority=[np.int64(1)])) == expected
+    assert capsys.readouterr().err == ""
+    llm.generate([ids, ids], greedy(3), use_tqdm=True)
+    assert "prompts: 2 of 2 (100%)" in capsys.readouterr().err
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
 def test_nothing_is_computed_after_a_shutdown(checkpoint):
-    made = load(checkpoint)
+    with load(checkpoint) as made:
+        made.close()
     made.shutdown()
     made.shutdown()
     for call in (
@@ -295,18 +302,36 @@ def test_what_is_no_prompt_parameter_or_sequence_is_told(llm, call, message):
         call(llm)
 
 
+TOOL = {"type": "function", "function": {"name": "look_up"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
         ("hi", {}, "messages is 'hi', expected a list of messages such as"),
         (["hi"], {}, "a conversation is 'hi', expected a list of messages"),
-        ([[]], {}, "a conversation is empty"),
-        ([{"content": "hi"}], {}, "found the message {'content': 'hi'}, expected a dict with a role"),
-        ([], {"chat_template_kwargs": 5}, "chat_template_kwargs is 5, expected a dict"),
+        ([], {}, "messages: List should have at least 1 item"),
+        ([[]], {}, "messages: List should have at least 1 item"),
+        ([{"content": "hi"}], {}, "messages.0.role: Field required"),
+        ([{"role": "critic", "content": "hi"}], {}, "messages.0.role: Input should be 'system', 'developer', 'user'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            "a part of type image_url, but this model reads text",
+        ),
+        ([{"role": "user", "content": "hi", "colour": 1}], {}, "messages.0.colour: unknown field"),
+        ([{"role": "user", "tool_calls": []}], {}, "found no content, expected text"),
+        (
+            [{"role": "user", "content": "hi"}],
+            {"chat_template_kwargs": 5},
+            "chat_template_kwargs: Input should be a valid",
+        ),
+        ([{"role": "user", "content": "hi"}], {"tools": [TOOL, TOOL]}, "two tools have the same name"),
     ],
 )
 def test_what_is_no_message_is_told(llm, monkeypatch, messages, options, message):
-    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=ChatTemplate("no message looks like this")))
+    template = ChatTemplate("no message looks like this")
+    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=template, token_id=lambda text: None))
     with pytest.raises(UserError, match=message):
         llm.chat(messages, greedy(), **options)
 
@@ -326,25 +351,6 @@ def test_a_logits_call_that_is_not_finite_leaves_nothing_in_its_pages(llm, poiso
     llm.engine.flush_prefix_cache()
     after = llm.generate(prompt(13), greedy(4))
     assert tokens_of(after) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("params", [greedy(8), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)])
-@pytest.mark.parametrize("engine", ["llm", "on_four"])
-def test_what_is_read_from_the_prefix_cache_changes_no_token(request, engine, params):
-    made, found = request.getfixturevalue(engine), []
-    for salt, lengths in (("one", (33,)), ("two", (20, 33)), ("three", (33, 33))):
-        for length in lengths:
-            (output,) = made.generate(
-                {"prompt_token_ids": prompt(33)["prompt_token_ids"][:length]},
-                params,
-                cache_salt=f"{salt} {params.seed}",
-                session="here",
-            )
-        found.append((output.num_cached_tokens, output.outputs[0].token_ids))
-    made.engine.flush_prefix_cache()
-    assert [cached for cached, _ in found] == [0, 20, 32]
-    assert all(tokens == found[0][1] for _, tokens in found)
 
 
 def test_priorities_order_what_waits(llm, monkeypatch):
@@ -405,7 +411,8 @@ def test_chat_continues_the_rendered_conversation(llm, monkeypatch):
         assert not add_special_tokens, "the template writes them"
         return [2 + ord(character) % 90 for character in text]
 
-    monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=ChatTemplate(template), encode=encode))
+    tokenizer = SimpleNamespace(chat_template=ChatTemplate(template), encode=encode, token_id=lambda text: None)
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
     messages = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(messages, greedy())
     (same,) = llm.generate({"prompt_token_ids": encode("uhi!")}, greedy())

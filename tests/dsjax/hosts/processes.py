@@ -26,7 +26,8 @@ def _flags(stuck: int) -> str:
     )
 
 
-# Of each pytest process its own, below those that the system gives out itself: nobody takes one between its choice and its use.
+# Of each pytest process its own, below those that the system gives out itself: nobody takes one between its choice and its use. And below
+# 32,768: Dynamo reads its system port as a signed number of 16 bits.
 _FIRST = 20_000 + 1_500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
 _PORTS = itertools.cycle(range(_FIRST, _FIRST + 1_500, 7))
 

@@ -86,6 +86,22 @@ def test_jax_s_service_listens_before_anybody_is_told_where(monkeypatch):
     taken.close()
 
 
+def test_no_other_process_is_given_the_port_of_jax_s_service_while_it_starts(monkeypatch):
+    """gRPC shares its port, so two services that were given the same free port would both listen."""
+
+    def start(address: str, *_) -> str:
+        host, port = address.rsplit(":", 1)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+        with socket.socket() as shared:  # as gRPC does
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            shared.bind((host, int(port)))
+        return "the service"
+
+    monkeypatch.setattr(coordination, "start_coordination_service", start)
+    assert coordination.start_service(group_of(2)[0])[0] == "the service"
+
+
 def test_a_missing_process_is_named_by_all_that_came():
     processes = group_of(4, timeout=3)
     found = messages(hold([processes[0], processes[2]]))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from layouts import write_checkpoint
-from llm_process import generate_alone, record
+from llm_process import generate_alone, record, sample
 from processes import Group
 from quick_compilation import FEW_SHAPES
 
@@ -25,7 +25,9 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
     """With drafts, redundant experts, and so few pages on the devices that those of earlier prompts come back from host memory."""
     checkpoint = str(write_checkpoint(tmp_path, mtp=True))
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    tokens, loads = generate_alone(checkpoint, record, **FEW_SHAPES, speculative_config=drafts)
+    (tokens, loads), sampled = generate_alone(
+        checkpoint, lambda llm: (record(llm), sample(llm)), **FEW_SHAPES, speculative_config=drafts
+    )
     options = FEW_SHAPES | {
         "model": checkpoint,
         "mesh": "pp=2,tp=2",  # one DP rank, so that prompts push out each other's pages
@@ -42,12 +44,12 @@ def test_two_processes_with_a_stage_each_make_the_tokens_of_one_device_and_end_t
         group.processes[1].send_signal(signal.SIGTERM)  # as where a whole group is deleted: requests are finished
         group.wait_for(1, "goes on until process 0 ends")
         group.write(0, "go\n")  # from pages of the cache, in part
-        group.write(0, "record\n")
+        group.write(0, "record\nsampled\n")
         group.processes[0].stdin.close()
         assert group.codes(240) == [0, 0], group.last_words()
         lines = [json.loads(line) for line in group.output[0].splitlines() if line.startswith("{")]
-        assert [line["tokens"] for line in lines] == [tokens, tokens, tokens]
-        assert lines[-1]["loads"] == loads
+        assert [line["tokens"] for line in lines] == [tokens, tokens, tokens, sampled]
+        assert lines[2]["loads"] == loads
         assert lines[0]["mesh"] == "pp=2,tp=2"
         assert lines[1]["fetched"] > lines[0]["fetched"]
     finally:

@@ -243,19 +243,6 @@ def test_a_lock_that_is_never_given_back_or_is_somebody_elses_keeps_nobody_waiti
         assert (tmp_path / "victim").read_text() == "whole"
 
 
-@pytest.fixture
-def give_away(monkeypatch):
-    """A function that makes a path another user's."""
-
-    def give(path):
-        if os.geteuid() == 0:
-            os.chown(path, 12345, -1)
-        else:
-            monkeypatch.setattr(os, "geteuid", lambda user=os.geteuid(): user + 1)
-
-    return give
-
-
 def test_a_library_that_others_can_have_written_is_built_anew(kernels, monkeypatch, tmp_path):
     path = tmp_path / kernels.native.path.name
     shutil.copy(kernels.native.path, path)

@@ -6,20 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.messaging import Credentials, Endpoint, PeerLostError, RefusedError
+from dsjax.messaging import PeerLostError, RefusedError
 from dsjax.messaging.broadcast import BroadcastLog, LogReader
-from dsjax.messaging.cluster_key import ClusterKey
 
 SECONDS = 20.0
 
 
 @pytest.fixture
-def ends():
-    credentials = Credentials(ClusterKey("k" * 32, "a test"))
-    ends = [Endpoint("127.0.0.1", credentials) for _ in range(3)]
-    yield ends
-    for end in ends:
-        end.close()
+def ends(endpoints):
+    return [endpoints() for _ in range(3)]
 
 
 def reader(end, log, leader, name):
@@ -65,14 +60,11 @@ def test_a_log_that_cannot_be_heard_is_known_at_once(ends):
     assert time.monotonic() - began < 5, "and not after the silence of a process that hangs"
 
 
-def test_a_writer_that_does_not_answer_is_lost(ends):
-    end = Endpoint("127.0.0.1", ends[0].credentials, silence=0.2)
-    leader = Endpoint("127.0.0.1", ends[0].credentials, holds=["log"])
+def test_a_writer_that_does_not_answer_is_lost(ends, endpoints):
+    end, leader = endpoints(silence=0.2), endpoints(holds=["log"])
     log = SimpleNamespace(address=BroadcastLog(ends[0]).address)
     with pytest.raises(PeerLostError, match="cannot be heard"):
         reader(end, log, leader, b"a")
-    for each in (end, leader):
-        each.close()
 
 
 def test_a_reader_with_a_name_of_megabytes_takes_the_log_from_nobody(ends):

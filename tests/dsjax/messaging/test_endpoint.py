@@ -12,6 +12,7 @@ import time
 
 import pytest
 import zmq
+from deployments import KEY, OTHER
 from waits import until
 
 from dsjax.errors import UserError
@@ -20,21 +21,7 @@ from dsjax.messaging.cluster_key import ClusterKey
 from dsjax.messaging.endpoint import PING
 
 HOST = "127.0.0.1"
-CREDENTIALS = Credentials(ClusterKey("k" * 32, "a test"))
 SECONDS = 20.0
-
-
-@pytest.fixture
-def endpoints():
-    made = []
-
-    def make(credentials=CREDENTIALS, **options):
-        made.append(Endpoint(HOST, credentials, **options))
-        return made[-1]
-
-    yield make
-    for endpoint in made:
-        endpoint.close()
 
 
 @pytest.fixture
@@ -138,7 +125,7 @@ def test_a_handler_that_fails_fails_its_request_alone(pair):
 
 def test_a_process_with_another_key_gets_nowhere_and_is_counted(endpoints):
     server = endpoints()
-    stranger = endpoints(Credentials(ClusterKey("x" * 32, "a test")))
+    stranger = endpoints(OTHER)
     with pytest.raises(NotAMemberError, match="another cluster key"):
         stranger.connect(server.address, "member")
     until(lambda: server.turned_away)
@@ -353,7 +340,7 @@ def test_members_stay_though_strangers_come_while_nobody_looks(endpoints):
 def test_an_ipv6_address_may_be_given_by_name(endpoints, monkeypatch):
     found, known = [(socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))], socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: found if host == "six" else known(host, *a, **k))
-    server = Endpoint("six", CREDENTIALS)
+    server = Endpoint("six", KEY)
     assert server.address == f"[::1]:{server.port}"
     for address in (server.address, f"six:{server.port}"):
         assert endpoints().connect(address, "member").request("ping").result(SECONDS) is None

@@ -3,25 +3,22 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import zmq
+from deployments import KEY
 
-from dsjax.messaging import Credentials, Endpoint, Link, LinkListener, NotAMemberError, PeerLostError
-from dsjax.messaging.cluster_key import ClusterKey
+from dsjax.messaging import Link, LinkListener, NotAMemberError, PeerLostError
 from dsjax.messaging.link import LinkLostError
 
 SECONDS = 20.0
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
-def ends(request):
-    credentials = Credentials(ClusterKey("k" * 32, "a test"), encrypt_bulk=request.param)
-    ends = [Endpoint("127.0.0.1", credentials) for _ in range(2)]
-    yield ends
-    for end in ends:
-        end.close()
+def ends(request, endpoints):
+    return [endpoints(replace(KEY, encrypt_bulk=request.param)) for _ in range(2)]
 
 
 @pytest.fixture

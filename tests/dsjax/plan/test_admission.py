@@ -18,9 +18,8 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.simulation.admission import Lobby
-from dsjax.plan.simulation.load import OfferedLoad, Served
-from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import SimulatedEngine, StepPrices
+from dsjax.plan.simulation.outcome import simulate
+from dsjax.plan.simulation.service import OfferedLoad, Served, SimulatedEngine, StepPrices
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 
 

@@ -44,9 +44,9 @@ def test_cards_are_shared_by_the_devices_of_a_host(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("hosts = 2", "hosts = 0"), "hosts is 0, expected at least 1"),
-        (("hosts = 2", 'hosts = "two"'), "hosts is 'two', expected a whole number"),
-        (("network_gbps = 100", "network_gbps = nan"), "network_gbps is nan, expected a number above 0"),
+        (("hosts = 2", "hosts = 0"), "hosts is 0, expected `int` >= 1"),
+        (("hosts = 2", 'hosts = "two"'), "hosts is 'two', expected `int`"),
+        (("network_gbps = 100", "network_gbps = nan"), "network_gbps is nan, expected `float` > 0"),
         (("latency_us_range = [2, 8]", "latency_us_range = [6, 8]"), "two numbers around latency_us"),
         (('network = "RoCE"', ""), "missing network; the fields are"),
         (("hosts = 2", "hosts = 2\nspeed = 3"), "unknown speed"),

@@ -11,7 +11,7 @@ import dsjax.plan
 from dsjax.cli.main import app
 from dsjax.errors import UserError
 from dsjax.plan.comparison import compare, estimate, link_bytes, ratio_of
-from dsjax.plan.explain import LABELS, label
+from dsjax.plan.explain import label, labels
 from dsjax.plan.figure import Figure
 from dsjax.plan.recipe import recipe
 
@@ -110,7 +110,7 @@ def test_a_recipe_that_lacks_a_field_is_one_message(ask, told, tmp_path):
 def test_inputs_have_the_names_that_their_users_know(both):
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "dsjax" / "plan").rglob("*.py"))
     source += (ROOT / "configs" / "assumptions.toml").read_text(encoding="utf-8")
-    words = {name: re.split(r"combine, |dispatch, ", name)[-1] for name in LABELS}
+    words = {name: re.split(r"combine, |dispatch, ", name)[-1] for name in labels()}
     assert [name for name, last in words.items() if source.count(f'"{name}"') + source.count(last) < 2] == []
     assert label(Figure(1.0, name="host")) == "CPU overhead per step"
     assert label(Figure(1.0, name="network latency")) == "network latency"

@@ -16,7 +16,6 @@ from dsjax.engine.setup.args import EngineArgs
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.compiled import read_dry_run
-from dsjax.plan.dry_runs import refusal
 from dsjax.plan.engine import find_engine
 from dsjax.plan.figure import Draw, Kind, drawing
 from dsjax.plan.fit import planned_launch, set_aside
@@ -24,7 +23,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.memory import weight_bytes
 from dsjax.plan.network import exchanged_rows
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.program import needed_flops
+from dsjax.plan.program import needed_flops, refusal
 from dsjax.plan.search import search
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.workload import PlanOptions

@@ -10,7 +10,7 @@ from dsjax.cli import app
 from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.figure import Kind, spread
-from dsjax.plan.measured_network import read_network
+from dsjax.plan.measured import read_network
 from dsjax.plan.network import all_reduce, moved_bytes, own_exchange, xla_collective
 
 

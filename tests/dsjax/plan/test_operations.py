@@ -14,7 +14,7 @@ from dsjax.plan.layout import parse_layout
 from dsjax.plan.network import all_reduce
 from dsjax.plan.operator_tables import BUNDLED, SPREAD, operator_tables
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.routed import routed_experts
+from dsjax.plan.step_basis import routed_experts
 
 
 @pytest.mark.parametrize("resource", ["fp8_flops", "memory_bandwidth"])

@@ -14,7 +14,7 @@ from dsjax.plan.limits import forbidden
 from dsjax.plan.percentiles import Slo, guide, within
 from dsjax.plan.question import Question
 from dsjax.plan.search import search
-from dsjax.plan.simulation.load import OfferedLoad, requests
+from dsjax.plan.simulation.service import OfferedLoad, requests
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, RequestClass, Workload
 from sharding.mesh import MeshSpec
 

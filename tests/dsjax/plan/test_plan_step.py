@@ -10,9 +10,9 @@ from dsjax.plan.compiled import read_dry_run
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.network import all_reduce, deepep_exchange, hosts_of_a_token, own_exchange, xla_collective
 from dsjax.plan.precision import PRECISIONS
-from dsjax.plan.routed import routed_experts
 from dsjax.plan.skew import UNIFORM
 from dsjax.plan.step import RankWork
+from dsjax.plan.step_basis import routed_experts
 from sharding.dispatch import default_capacity
 
 
@@ -153,7 +153,7 @@ def test_rows_to_ranks_of_the_own_host_do_not_cross_the_network(v3):
 def test_beside_a_further_round_of_two_halves_nothing_runs(model, monkeypatch):
     step, times = model("dp=8", "h200-8", 0, dispatch="padded", overlap=True), []
     for rounds in (0, 1):
-        monkeypatch.setattr("dsjax.plan.halves.further_rounds", lambda *_, rounds=rounds: rounds)
+        monkeypatch.setattr("dsjax.plan.step_basis.further_rounds", lambda *_, rounds=rounds: rounds)
         times.append(step.decode(128, 2000))
     of_half = routed_experts(step, 64, True, halved=True)
     least = 2 * step.config.num_moe_layers * sum(of_half.values())

@@ -178,7 +178,7 @@ def test_an_impossible_tpot_is_named_with_hardware_that_does_it(too_fast):
 def test_where_no_hardware_helps_what_remains_is_said(ask):
     (reason,) = forbidden(search(ask(objective=Objective(tpot=0.001), options=ONE_LAYOUT)))
     assert not reason.remedies
-    assert 0.001 < reason.floor < reason.best
+    assert 0.001 < reason.with_64_times_everything < reason.best
     assert "fixed costs remain" in sentence(reason)
 
 
@@ -264,15 +264,16 @@ def test_a_mesh_that_was_given_runs_on_no_fewer_hosts_than_it_has(ask, pins):
 
 
 @pytest.mark.slow
-def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax():
+def test_a_plan_of_32_devices_takes_less_than_10_seconds_without_jax_or_pyzmq():
     code = (
         "import sys, time; start = time.perf_counter();"
-        "from dsjax.plan.search import search; from dsjax.plan.question import Question; from dsjax.plan.cluster import load_cluster;"
+        "import dsjax.plan.report; from dsjax.plan.search import search; from dsjax.plan.question import Question;"
+        "from dsjax.plan.cluster import load_cluster;"
         "from dsjax.config import load_config; from dsjax.plan.workload import *;"
         "q = Question(load_config('deepseek-v3'), load_cluster('h100-32'), Workload(Lengths(2000), Lengths(500)),"
         "Objective(), PlanOptions(dispatch='auto')); plan = search(q); import resource;"
         "used = resource.getrusage(resource.RUSAGE_SELF); assert plan.winner and len(plan.considered) > 100;"
-        "assert 'jax' not in sys.modules, 'jax was imported'; print(used.ru_utime)"
+        "assert not {'jax', 'zmq'} & {*sys.modules}, 'jax or zmq was imported'; print(used.ru_utime)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(found.stdout) < 10

@@ -22,10 +22,8 @@ from dsjax.plan.instance import Instance
 from dsjax.plan.layout import parse_layout
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.simulation import deployment
-from dsjax.plan.simulation.load import OfferedLoad, Served, requests
-from dsjax.plan.simulation.outcome import Spread
-from dsjax.plan.simulation.run import simulate
-from dsjax.plan.simulation.service import Decoder, SimulatedEngine, StepPrices
+from dsjax.plan.simulation.outcome import Spread, simulate
+from dsjax.plan.simulation.service import Decoder, OfferedLoad, Served, SimulatedEngine, StepPrices, requests
 from dsjax.plan.step import RankWork
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 

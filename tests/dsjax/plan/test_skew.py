@@ -6,9 +6,21 @@ import numpy as np
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.plan.balancing import Slots, beforehand, busiest, drawn, moved
 from dsjax.plan.figure import Kind, spread
-from dsjax.plan.skew import DEFAULT_SKEW, DRIFT, UNIFORM, Skew, counts_variation, read_skew, zipf_variation
+from dsjax.plan.skew import (
+    DEFAULT_SKEW,
+    DRIFT,
+    UNIFORM,
+    Skew,
+    Slots,
+    beforehand,
+    busiest,
+    counts_variation,
+    drawn,
+    moved,
+    read_skew,
+    zipf_variation,
+)
 from sharding.balancing import balancedness, rebalance
 
 WIDE = Slots(ranks=32, physical=288, groups=8, hosts=1)

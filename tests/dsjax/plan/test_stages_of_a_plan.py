@@ -13,11 +13,11 @@ from dsjax.plan.figure import spread
 from dsjax.plan.fit import planned_launch, set_aside
 from dsjax.plan.layout import InstanceLayout, layouts
 from dsjax.plan.memory import expert_bytes, memory, weight_bytes
+from dsjax.plan.moves import fullest_stage, hand_over
 from dsjax.plan.precision import PRECISIONS
 from dsjax.plan.question import Question
 from dsjax.plan.recipe import serve_options
 from dsjax.plan.search import instances, search
-from dsjax.plan.stages import fullest_stage, hand_over
 from dsjax.plan.workload import Lengths, Objective, PlanOptions, Workload
 from sharding import MeshSpec
 

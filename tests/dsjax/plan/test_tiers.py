@@ -5,14 +5,30 @@ import dataclasses
 import pytest
 
 from dsjax.errors import UserError
-from dsjax.plan.cluster import load_cluster
+from dsjax.plan.cluster import Tier, Wiring, load_cluster
 from dsjax.plan.network import all_reduce, cache_transfer, deepep_exchange
 from dsjax.plan.search import search
-from dsjax.plan.tiers import Tier, Wiring, read_wiring
 from dsjax.plan.workload import Objective, Pins, PlanOptions
 from sharding.mesh import MeshSpec
 
-RACKS = Wiring((Tier("rack", 4, 1.0, 2e-6, 2e-6, 2e-6), Tier("spine", 16, 4.0, 6e-6, 6e-6, 8e-6)))
+RACKS = Wiring(
+    (
+        Tier(name="rack", hosts=4, latency_us=2),
+        Tier(name="spine", hosts=16, oversubscription=4, latency_us=6, latency_us_range=(6, 8)),
+    )
+)
+CLUSTER = """
+name = "c"
+description = "x"
+hardware = "h100"
+hosts = {hosts}
+network = "RoCE"
+network_gbps = 100
+nics_per_host = 8
+latency_us = 3
+latency_us_range = [2, 4]
+sources = {{}}
+"""
 
 
 def test_what_leaves_a_rack_passes_thinner_links():
@@ -43,37 +59,39 @@ def test_an_exchange_takes_as_long_as_the_tiers_that_it_crosses(v3):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"direct": True, "tiers": [{"hosts": 4, "latency_us": 2}]}, "give one of them"),
-        ({"direct": True}, "a multiple of 3"),
-        ({"tiers": [{"hosts": 2, "latency_us": 2}]}, "joins 2 of 4 hosts"),
-        ({"tiers": [{"hosts": 3, "latency_us": 2}, {"hosts": 4, "latency_us": 2}]}, "expected a multiple of it"),
-        ({"tiers": [{"hosts": 4, "latency_us": 2, "speed": 1}]}, "expected a table of name, hosts"),
+        ("direct = true\n[[tiers]]\nhosts = 4\nlatency_us = 2", "give one of them"),
+        ("direct = true", "a multiple of 3"),
+        ("[[tiers]]\nhosts = 2\nlatency_us = 2", "joins 2 of 4 hosts"),
+        ("[[tiers]]\nhosts = 3\nlatency_us = 2\n[[tiers]]\nhosts = 4\nlatency_us = 2", "expected a multiple of it"),
+        ("[[tiers]]\nhosts = 4\nlatency_us = 2\nspeed = 1", r"tiers\[0\] is .*unknown field `speed`"),
+        ("[[tiers]]\nhosts = 4\nlatency_us = 2\nlatency_us_range = 5", r"latency_us_range is 5, expected `array"),
+        ("[[tiers]]\nhosts = 4\nlatency_us = 2\nlatency_us_range = [3, 4]", "expected two numbers around latency_us"),
         (
-            {"tiers": [{"hosts": 4, "latency_us": 2, "latency_us_range": 5}]},
-            "latency_us_range is 5, expected two numbers",
+            "[[tiers]]\nhosts = 4\nlatency_us = 2\noversubscription = 0.5",
+            r"oversubscription is 0.5, expected `float` >= 1",
         ),
-        ({"tiers": [{"hosts": 4, "latency_us": 2, "oversubscription": 0.5}]}, "an oversubscription of 1 or more"),
-        ({"tiers": [{"hosts": 4, "latency_us": 0}]}, "expected a number above 0"),
+        ("[[tiers]]\nhosts = 4\nlatency_us = 0", r"tiers\[0\].latency_us is 0, expected `float` > 0"),
     ],
 )
-def test_wiring_that_cannot_be_is_refused(fields, message):
+def test_wiring_that_cannot_be_is_refused(tmp_path, fields, message):
+    path = tmp_path / "c.toml"
+    path.write_text(CLUSTER.format(hosts=4) + fields)
     with pytest.raises(UserError, match=message):
-        read_wiring("mine", fields, hosts=4, cards=8)
+        load_cluster(path)
 
 
 def test_tiers_of_a_cluster_file_are_read(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(
-        'name = "c"\ndescription = "x"\nhardware = "h100"\nhosts = 8\nnetwork = "RoCE"\nnetwork_gbps = 100\nnics_per_host = 8\n'
-        "latency_us = 3\nlatency_us_range = [2, 4]\nsources = {}\n"
-        "[[tiers]]\nhosts = 4\nlatency_us = 2\n[[tiers]]\nhosts = 8\noversubscription = 2\nlatency_us = 5\n"
+        CLUSTER.format(hosts=8)
+        + "[[tiers]]\nhosts = 4\nlatency_us = 2\n[[tiers]]\nhosts = 8\noversubscription = 2\nlatency_us = 5\n"
         '[prefill]\nhardware = "h200"\nhosts = 3\n'
     )
     found = load_cluster(path)
     assert found.between(64).network_gbps == pytest.approx(100 / (2 * (4 / 8) / (7 / 8)))
     assert (found.prefill.hardware.key, found.prefill.num_devices, found.prefill.network_gbps) == ("h200", 24, 100)
     path.write_text(path.read_text() + "latency_us = 3\n")
-    with pytest.raises(UserError, match="prefill has hardware, hosts, latency_us"):
+    with pytest.raises(UserError, match=r"prefill is .* unknown field `latency_us`"):
         load_cluster(path)
 
 

@@ -8,7 +8,7 @@ from tiny_tokenizer import CONFIG, tiny_backend
 from dsjax.engine.contract.commands import TOKEN_MADE, from_int32s
 from dsjax.engine.contract.executor import ExpertCounts, RowResult
 from dsjax.engine.text.tokenizer import Tokenizer
-from dsjax.serve.tool_calls import MARKERS
+from dsjax.serve.tool_calls import FORMATS
 
 # As V3.1's: the prompt opens the reasoning or closes it, and it has a place for tools and calls.
 THINKING_TEMPLATE = (
@@ -25,7 +25,9 @@ THINKING_TEMPLATE = (
 def tool_tokenizer(template: str = THINKING_TEMPLATE, special: bool = False) -> Tokenizer:
     """The tiny tokenizer with DeepSeek's tool markers as tokens, special ones or not."""
     backend = tokenizers.Tokenizer.from_str(tiny_backend().to_str())
-    markers = [tokenizers.AddedToken(text, special=special, normalized=False) for text in MARKERS]
+    markers = [
+        tokenizers.AddedToken(text, special=special, normalized=False) for text in FORMATS["deepseek_v31"].markers
+    ]
     backend.add_special_tokens(markers) if special else backend.add_tokens(markers)
     return Tokenizer(backend, {**CONFIG, "chat_template": template})
 

@@ -1,4 +1,4 @@
-"""What an administrator can do."""
+"""What an administrator can do, and whoever names a DP rank by its number, on a server of four. `test_routing.py` spreads requests."""
 
 import json
 
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("at_full_speed")
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": list(range(20, 60)), "max_tokens": 200, "temperature": 0}
+SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ADMIN = {"Authorization": "Bearer root"}
 
 
@@ -32,7 +33,7 @@ def profiles(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(profiles):
     tokenizer = tool_tokenizer()
-    executor, metrics = ScriptedExecutor(tokenizer, num_ranks=2), Metrics("tiny", 2, 512)
+    executor, metrics = ScriptedExecutor(tokenizer, num_ranks=4), Metrics("tiny", 4, 512)
     options = ServeOptions(admin_api_key="root", profile_dir=str(profiles))
     with LiveServer(tokenizer=tokenizer, executor=executor, options=options, metrics=metrics) as live:
         yield live
@@ -50,6 +51,39 @@ def test_a_flushed_cache_gives_no_hits(server):
     assert (cached(), cached() > 0) == (0, True)
     assert admin(server, "/flush_cache").json() == {"status": "flushed"}
     assert cached() == 0
+
+
+def samples(server, name: str) -> dict[str, float]:
+    return {labels["engine"]: value for labels, value in server.samples(name)}
+
+
+def test_a_flush_empties_every_rank(server):
+    for rank in range(4):
+        server.post(COMPLETIONS, {**SHORT, "prompt": [60] * 30}, headers={"X-Data-Parallel-Rank": f"{rank}"})
+    assert any(samples(server, "dsjax_rank_pages_cached").values())
+    admin(server, "/flush_cache")
+    assert samples(server, "dsjax_rank_pages_cached") == {str(rank): 0 for rank in range(4)}
+
+
+def test_a_router_outside_names_the_rank_by_its_number(server):
+    for rank in (3, 1, 2):
+        before = samples(server, "vllm:generation_tokens_total")
+        answer = server.post(
+            COMPLETIONS,
+            {**SHORT, "prompt": [99, rank]},
+            headers={"X-Data-Parallel-Rank": f"{rank}", "X-Session-Affinity": "one"},
+        )
+        assert answer.status_code == 200
+        after = samples(server, "vllm:generation_tokens_total")
+        assert {name for name in after if after[name] != before[name]} == {f"{rank}"}
+    for path, body in (
+        ("/v1/completions", {"prompt": [1]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"model": "tiny", "input": "a"}),
+    ):
+        refused = server.post(path, body, headers={"X-Data-Parallel-Rank": "4"})
+        assert refused.status_code == 400
+        assert "this server has 0 to 3" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +105,17 @@ def test_a_request_can_be_aborted_by_either_of_its_ids(server, body, stream):
     assert answer.status_code == (200 if stream else 503)
     wait_until(lambda: server.pages_in_use == 0)
     assert server.executor.steps < before + 60
+
+
+def test_all_requests_are_aborted_wherever_they_are(server):
+    server.executor.step_seconds = 0.05
+    bodies = [{**LONG, "prompt": [i] * 9, "request_id": "mine"} for i in range(4)]
+    answers = [server.post_later("/v1/completions", body) for body in bodies]
+    wait_until(lambda: all(rank.running for rank in server.parts.core.scheduler.ranks))
+    wait_until(lambda: server.engine.num_unfinished == 4)
+    assert admin(server, "/abort_request", {"request_id": "mine"}).json() == {"aborted": 4}
+    assert [answer.result(60).status_code for answer in answers] == [503] * 4
+    wait_until(lambda: server.pages_in_use == 0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsjax.engine.text.outputs import CompletionOutput, RequestOutput
+from dsjax.engine.schedule.request import FinishReason
+from dsjax.engine.text.outputs import CompletionOutput, Logprob, RequestOutput
 from dsjax.serve.answers import TextEvent
 from dsjax.serve.chat import ChatAnswer
 from dsjax.serve.chat_fields import ChatRequest
@@ -37,6 +38,20 @@ def test_events_of_a_chat_s_text_are_those_of_its_chunks(options):
         made += sum(isinstance(event, bytes) for event in events)
         assert [e if isinstance(e, bytes) else event_of(e) for e in events] == [event_of(chunk) for chunk in chunks]
     assert made >= 4, "reasoning and content"
+
+
+@pytest.mark.parametrize("finish_reason", [None, FinishReason.STOP])
+def test_reasoning_and_content_come_in_chunks_of_their_own_each_with_its_tokens(finish_reason):
+    made = answer({"logprobs": True, "return_token_ids": True})
+    made._tokenizer = SimpleNamespace(token_bytes=lambda token: bytes([token]))
+    made._parsers[0]._reasoning._close = 8
+    scores = [{token: Logprob(-token, 1, str(token))} for token in (7, 8, 9)]
+    completion = CompletionOutput(0, "so </think>then", [7, 8, 9], logprobs=scores, finish_reason=finish_reason)
+    choices = [chunk["choices"][0] for chunk in made.chunks_of(0, RequestOutput("r", None, [1], [completion], False))]
+    assert [sorted(choice["delta"]) for choice in choices] == [["reasoning", "reasoning_content"], ["content"]]
+    assert [choice["token_ids"] for choice in choices] == [[7, 8], [9]]
+    assert [[one["logprob"] for one in choice["logprobs"]["content"]] for choice in choices] == [[-7, -8], [-9]]
+    assert [choice["finish_reason"] for choice in choices] == [None, finish_reason]
 
 
 def test_a_text_s_place_is_found_beside_strings_that_look_like_it():

@@ -10,7 +10,6 @@ import pytest
 from commands import run
 from fake_executor import FakeExecutor, expected_tokens
 from rich.console import Console
-from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 from dsjax.cli import app
@@ -18,8 +17,7 @@ from dsjax.cli.generate import _standard_input, write_continuations
 from dsjax.cli.info import describe
 from dsjax.engine.contract.sampling_params import OutputKind, SamplingParams
 from dsjax.engine.contract.speculative import SpeculativeConfig
-from dsjax.engine.engine import EngineParts, LLMEngine
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import LLMEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.facts import EngineFacts, PrefillSizes
 from dsjax.errors import UserError
@@ -126,14 +124,8 @@ def test_info_takes_hub_ids_and_downloads_only_the_configuration(monkeypatch, tm
     )
 
 
-def make_parts() -> EngineParts:
-    executor = FakeExecutor(num_ranks=2)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16)
-    return EngineParts(executor, tiny_tokenizer(), config)
-
-
 def test_generate_writes_prompts_and_continuations_in_order_and_says_which_failed():
-    out, engine = io.StringIO(), LLMEngine(make_parts())
+    out, engine = io.StringIO(), LLMEngine(FakeExecutor(num_ranks=2).parts())
     engine.core.executor.non_finite.add(7)
     add_request, seeds = engine.add_request, {"1": 7}
 
@@ -151,8 +143,8 @@ def test_generate_writes_prompts_and_continuations_in_order_and_says_which_faile
 
 
 def test_generate_ends_with_1_and_one_line_when_a_prompt_fails(monkeypatch):
-    engine = LLMEngine(make_parts())
-    monkeypatch.setattr("dsjax.engine.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
+    engine = LLMEngine(FakeExecutor(num_ranks=2).parts())
+    monkeypatch.setattr("dsjax.llm.LLM", lambda **options: SimpleNamespace(engine=engine))
     failed = {0: "the values are not finite"}
     monkeypatch.setattr("dsjax.cli.generate.write_continuations", lambda *_, **__: failed)
     result = CliRunner().invoke(app, ["generate", "--prompt", "x"])
@@ -178,7 +170,7 @@ def test_generate_refuses_a_standard_input_that_has_no_text(monkeypatch, prompts
 
 
 def test_generate_in_chat_form_uses_the_template_and_says_when_there_is_none():
-    out, engine = io.StringIO(), LLMEngine(make_parts())
+    out, engine = io.StringIO(), LLMEngine(FakeExecutor(num_ranks=2).parts())
     params = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
     write_continuations(out, engine, ["hi"], params, chat=True)
     tokenizer = engine.tokenizer
@@ -258,7 +250,7 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
         FACTS, mesh_shape=dict(zip(("dp", "ep", "tp"), shape, strict=True)), num_devices=devices
     )
     show_facts(console, facts)
-    show_url(console, "127.0.0.1", 8123, ("demo",))
+    show_url(console, "http://127.0.0.1:8123", ("demo",))
     text = console.file.getvalue()
     for expected in (
         "dp=4,tp=8",
@@ -281,7 +273,7 @@ def test_the_start_up_screen_shows_mesh_bytes_capacity_and_url(shape, devices):
 
 def test_the_warm_up_bar_counts():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    parts = make_parts()
+    parts = FakeExecutor(num_ranks=2).parts()
     with warm_up_bar(console) as progress:
         parts.warm_up(progress)
     assert parts.core.executor.warm
@@ -302,7 +294,7 @@ def test_without_a_terminal_a_line_is_written_at_each_tenth():
 
 
 def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():
-    parts = make_parts()
+    parts = FakeExecutor(num_ranks=2).parts()
     parts.prefills = (parts.core.executor,)  # it has what a link has of a warm-up
     console = Console(file=io.StringIO(), width=120)
     with warm_up_bar(console) as progress:

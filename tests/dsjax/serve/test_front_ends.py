@@ -17,8 +17,11 @@ import pytest
 from fake_executor import FakeExecutor
 from live_server import LiveServer, events, started, wait_until
 from scripted_executor import ScriptedExecutor, tool_tokenizer
-from test_admin import test_a_flushed_cache_gives_no_hits, test_a_request_can_be_aborted_by_either_of_its_ids
-from test_dp_ranks import test_a_router_outside_names_the_rank_by_its_number
+from test_admin import (
+    test_a_flushed_cache_gives_no_hits,
+    test_a_request_can_be_aborted_by_either_of_its_ids,
+    test_a_router_outside_names_the_rank_by_its_number,
+)
 from test_lifecycle import (
     test_a_signal_lets_running_requests_finish_and_admits_no_more,
     test_after_the_shutdown_timeout_what_still_runs_ends_with_an_error,
@@ -37,7 +40,7 @@ from dsjax.serve.front_ends.link import FrontEnd
 from dsjax.serve.front_ends.messages import Welcome
 from dsjax.serve.metrics import Metrics
 from dsjax.serve.options import ServeOptions
-from dsjax.serve.server import bind_shared
+from dsjax.serve.server import bind, bind_shared
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("at_full_speed")]
 
@@ -213,7 +216,7 @@ def test_a_front_end_that_is_killed_takes_its_own_requests_with_it_and_comes_bac
 
 SCRIPT = """
 import io, sys, types
-from live_server import FakeExecutor, EngineParts, SchedulerConfig, bind_shared, tiny_tokenizer
+from live_server import FakeExecutor, bind_shared
 from rich.console import Console
 from test_command_line import FACTS
 from dsjax.serve.command import serve_model
@@ -221,11 +224,10 @@ from dsjax.serve.logs import configure_logging
 
 configure_logging("error")
 executor = FakeExecutor(num_ranks=2)
-parts = EngineParts(executor, tiny_tokenizer(), SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32))
 executor.warm_up = lambda progress: None
 listeners = bind_shared("127.0.0.1", 0, 1)
 print(listeners[0].getsockname()[1], flush=True)
-model = types.SimpleNamespace(parts=parts, facts=FACTS)
+model = types.SimpleNamespace(parts=executor.parts(), facts=FACTS)
 console = Console(file=io.StringIO())
 sys.exit(serve_model(model, console, listeners[0], ("tiny",), 5.0, "error", front_end_listeners=listeners))
 """
@@ -259,12 +261,12 @@ def alive(pid: str) -> bool:
         return False
 
 
-def test_a_port_that_another_server_has_is_refused():
-    first = bind_shared("127.0.0.1", 0, 2)
-    assert len({socket.getsockname() for socket in first}) == 1
-    for socket in first:
-        socket.listen()
-    with pytest.raises(UserError, match="Address already in use"):
-        bind_shared("127.0.0.1", first[0].getsockname()[1], 2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_port_that_another_server_has_is_refused_before_either_has_loaded_its_model(count):
+    first = bind_shared("127.0.0.1", 0, 2) if count == 2 else [bind("127.0.0.1", 0)]
+    (address,) = {socket.getsockname() for socket in first}
+    for take in (bind, lambda host, port: bind_shared(host, port, 2)):
+        with pytest.raises(UserError, match="Address already in use"):
+            take(*address)
     for socket in first:
         socket.close()

@@ -72,8 +72,9 @@ NOT_JSON = {
         *(b"{'prompt': 'a'}", b"prompt: a\n", b'<?xml version="1.0"?><prompt>a</prompt>', b"\x00" * 1000),
         b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x8c\x04eval\x93.",  # pickle
     ],
+    # Empty, or JSON whose fields are wrong for completions.
+    (400,): [b"", b"[]", b'"prompt"', b"null", b"5", b'{"prompt": "a", "temperature": 1e999}', deep(199)],
     413: [b" " * 2_000_000, b'{"prompt": "' + b"a" * 2_000_000 + b'"}'],
-    422: [b"", b"[]", b'"prompt"', b"null", b"5", b'{"prompt": "a", "temperature": 1e999}', deep(199)],
 }
 BYTES = [(f"{body[:40]!r} of {len(body)}", body, status) for status, several in NOT_JSON.items() for body in several]
 
@@ -102,8 +103,6 @@ PROMPTS = {
             *([], [[], []]),
             *([-1], [300], [2**31], [2**63], [-(2**63)], [5, 6, 2**64], [10**300], [[5], [6], [-7]]),
             *([5] * 129, [5] * 128, "a b " * 100_000),  # with what is to be made longer than the context
-        ],
-        422: [
             *(None, 5, True, {"text": "a"}, {"prompt_token_ids": [1]}),
             *([1.0], [True], [5, None], ["a", 5], [5, "a"], [[[5]]]),
             *(["a"] * 1025, [""] * 10_000),
@@ -112,57 +111,68 @@ PROMPTS = {
 }
 
 NUMBERS = {
-    "n": {200: [None], 400: [0, -1, 129], 422: [2**31, 2**63, 10**100, 1.5, "2", True]},
-    "max_tokens": {400: [-1, 0, 2**31 - 1, 10_000], 422: [2**64, 1e3]},
-    "temperature": {200: [1e6, 1e-300, -0.0], 400: [-0.1, 1e308], 422: ["1", [1]]},
+    "n": {200: [None], 400: [0, -1, 129, 2**31, 2**63, 10**100, 1.5, "2", True]},
+    "max_tokens": {400: [-1, 0, 2**31 - 1, 10_000, 2**64, 1e3]},
+    "temperature": {200: [1e6, 1e-300, -0.0], 400: [-0.1, 1e308, "1", [1]]},
     "top_p": {200: [1e-300], 400: [0, -1, 1.0001]},
-    "top_k": {200: [2**31 - 1], 400: [-2], 422: [2**31, 2.5]},
+    "top_k": {200: [2**31 - 1], 400: [-2, 2**31, 2.5]},
     "min_p": {400: [-0.1, 1.1]},
-    "seed": {200: [2**63 - 1], 400: [2**63, -(2**63) - 1], 422: [0.5]},
+    "seed": {200: [2**63 - 1], 400: [2**63, -(2**63) - 1, 0.5]},
     "presence_penalty": {400: [2.1]},
     "frequency_penalty": {400: [-2.1]},
     "repetition_penalty": {400: [0, -1, 1e300, 1e-300]},
-    "logprobs": {400: [-1, 21], 422: [2**40, True]},
+    "logprobs": {400: [-1, 21, 2**40, True]},
     "prompt_logprobs": {400: [-1, 1000]},
-    "min_tokens": {400: [-1, 3], 422: [2**63]},
-    "priority": {400: [-5], 422: [2**63]},
+    "min_tokens": {400: [-1, 3, 2**63]},
+    "priority": {400: [-5, 2**63]},
     "best_of": {400: [5, -1]},
 }
 
 LISTS = {
     "stop": {
         200: [["x" * 1024] * 64],
-        400: ["", [""]],
-        422: [["a", None], [5], {"a": 1}, ["x"] * 65, ["x"] * 100_000, "x" * 1025],
+        400: ["", [""], ["a", None], [5], {"a": 1}, ["x"] * 65, ["x"] * 100_000, "x" * 1025],
     },
-    "stop_token_ids": {400: [[-1], [300], [2**70]], 422: [[1.5], 5, [5] * 1025]},
-    "allowed_token_ids": {400: [[], [300], [-1], [2**63]], 422: ["all"]},
-    "bad_words": {400: [[""], ["  "]], 422: [["x"] * 1025, ["x" * 257], [5]]},
+    "stop_token_ids": {400: [[-1], [300], [2**70], [1.5], 5, [5] * 1025]},
+    "allowed_token_ids": {400: [[], [300], [-1], [2**63], "all"]},
+    "bad_words": {400: [[""], ["  "], ["x"] * 1025, ["x" * 257], [5]]},
     "logit_bias": {
-        400: [{"a": 1}, {"-1": 1}, {"300": 1}, {"99999999999999999999": 1}, {"５": 1}, {"": 1}, {"1.5": 1}, {"5": 101}],
-        422: [{"5": "1"}, {"5": None}, [[5, 1]], {str(i): 1 for i in range(4097)}],
+        400: [
+            {"a": 1},
+            {"-1": 1},
+            {"300": 1},
+            {"99999999999999999999": 1},
+            {"５": 1},
+            {"": 1},
+            {"1.5": 1},
+            {"5": 101},
+            {"5": "1"},
+            {"5": None},
+            [[5, 1]],
+            {str(i): 1 for i in range(4097)},
+        ],
     },
-    "stream_options": {400: [{"include_usage": True}], 422: [{"include_everything": True}, []]},
+    "stream_options": {400: [{"include_usage": True}, {"include_everything": True}, []]},
 }
 
 NAMES = {
-    "best_off": {422: [1]},
-    "x" * 100_000: {422: [1]},
-    "__class__": {422: ["x"]},
-    "model": {404: ["gpt-4", "../../etc/passwd"], 422: ["m" * 257, 5]},
-    "user": {422: ["u" * 257]},
-    "cache_salt": {422: ["s" * 257, "", 5]},
-    "request_id": {422: ["i" * 129, "", "a\r\nSet-Cookie: b", "a\n", "é"]},
+    "best_off": {400: [1]},
+    "x" * 100_000: {400: [1]},
+    "__class__": {400: ["x"]},
+    "model": {404: ["gpt-4", "../../etc/passwd"], 400: ["m" * 257, 5]},
+    "user": {400: ["u" * 257]},
+    "cache_salt": {400: ["s" * 257, "", 5]},
+    "request_id": {400: ["i" * 129, "", "a\r\nSet-Cookie: b", "a\n", "é"]},
     "suffix": {400: ["after"]},
-    "stream": {422: ["true"]},
-    "echo": {422: ["yes"]},
+    "stream": {400: ["true"]},
+    "echo": {400: ["yes"]},
 }
 
 FORMS = {
-    "structured_outputs": {400: [{"regex": "a", "choice": ["a"]}, {}], 422: [{"yaml": "a"}]},
-    "guided_regex": {400: ["([", "(?<=a)b", "((a{1,1000}){1,1000}){1,1000}"], 422: ["a" * 70_000]},
-    "guided_grammar": {400: ["start: (", 'a: "b"'], 422: ["#" * 70_000]},
-    "guided_choice": {400: [[], [""]], 422: [["a"] * 1025]},
+    "structured_outputs": {400: [{"regex": "a", "choice": ["a"]}, {}, {"yaml": "a"}]},
+    "guided_regex": {400: ["([", "(?<=a)b", "((a{1,1000}){1,1000}){1,1000}", "a" * 70_000]},
+    "guided_grammar": {400: ["start: (", 'a: "b"', "#" * 70_000]},
+    "guided_choice": {400: [[], [""], ["a"] * 1025]},
     "guided_json": {
         (200, 400): [nested(90)],
         400: [
@@ -172,31 +182,31 @@ FORMS = {
             {"$ref": "http://example.com/schema"},
             {"enum": ["x" * 100] * 1000},
             {"type": "integer", "minimum": 5, "maximum": 3},
+            5,
         ],
-        422: [5],
     },
 }
 
 CHAT_FIELDS = {
-    "response_format": {400: [{"type": "json_schema"}], 422: [{}, {"type": "grammar"}]},
+    "response_format": {400: [{"type": "json_schema"}, {}, {"type": "grammar"}]},
     "messages": {
-        422: [
+        400: [
             *([], "hi", {"role": "user", "content": "hi"}, [None], [{"content": "hi"}]),
             [{"role": "root", "content": "hi"}],
             MESSAGES * 5000,
             [{**MESSAGES[0], "secret": 1}],
         ]
     },
-    "chat_template": {422: ["{{ messages }}"]},
+    "chat_template": {400: ["{{ messages }}"]},
     "chat_template_kwargs": {
         200: [{"range": 5, "namespace": None, "loop": []}],
         (200, 400): [{"self": 1, "caller": 2, "varargs": 3}],  # Jinja's own names
-        400: [{"messages": []}],
-        422: [[1]],
+        400: [{"messages": []}, [1]],
     },
     "tools": {
-        400: [[TOOL, TOOL], [tool(description="x" * 100_000)]],
-        422: [
+        400: [
+            [TOOL, TOOL],
+            [tool(description="x" * 100_000)],
             *([{}], [{**TOOL, "type": "retrieval"}], [{"type": "function", "function": {}}]),
             *([tool(name='"\nstart: /.*/')], [tool(name="f" * 65)], [tool(parameters=[])]),
             [tool(name=f"f{i}") for i in range(129)],
@@ -212,30 +222,35 @@ CHAT_FIELDS = {
     "max_tokens": {400: [0]},
     "model": {404: ["gpt-4"]},
     "top_logprobs": {400: [5]},
-    "logprobs": {422: [5]},
+    "logprobs": {400: [5]},
 }
 
 CONTENTS = {
-    400: [None, [{"type": "image_url", "image_url": {"url": "a"}}], "a b " * 1000],
-    422: [5, [{"type": "text"}], [{"type": "text", "text": ""}] * 1025],
+    400: [
+        None,
+        [{"type": "image_url", "image_url": {"url": "a"}}],
+        "a b " * 1000,
+        5,
+        [{"type": "text"}],
+        [{"type": "text", "text": ""}] * 1025,
+    ],
 }
 
 SEVERAL_FIELDS = [
-    ("no prompt", {}, 422),
-    ("many unknown fields", completion(**{f"field{i}": i for i in range(2000)}), 422),
+    ("no prompt", {}, 400),
+    ("many unknown fields", completion(**{f"field{i}": i for i in range(2000)}), 400),
     ("two forms", completion(guided_regex="a", guided_choice=["a"]), 400),
 ]
 
 CHATS = [
-    ("no messages", {}, 422),
+    ("no messages", {}, 400),
     *by_field({"content": CONTENTS}, says),
     ("calls by a user", says("a", tool_calls=[{"function": {"name": "f", "arguments": ""}}]), 400),
     ("reasoning by a user", says("a", reasoning="why"), 400),
     ("a call id by a user", says("a", tool_call_id="a"), 400),
     ("parameters that are no schema", chat(tools=[tool(parameters={"type": "thing"})], tool_choice="required"), 400),
     ("a choice of another tool", chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400),
-    ("an unknown choice", chat(tools=[TOOL], tool_choice="maybe"), 422),
-    ("a choice and a form", chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400),
+    ("an unknown choice", chat(tools=[TOOL], tool_choice="maybe"), 400),
     ("a limit of 0 of completions", {"messages": MESSAGES, "max_completion_tokens": 0}, 400),
     ("fewer top_logprobs than none", chat(logprobs=True, top_logprobs=-1), 400),
     ("too many top_logprobs", chat(logprobs=True, top_logprobs=21), 400),
@@ -244,18 +259,18 @@ CHATS = [
 ]
 
 TOKENS = [
-    (T, "nothing", {}, 422),
-    (T, "a number", {"prompt": 5}, 422),
-    (T, "both", {"prompt": "a", "messages": MESSAGES}, 422),
+    (T, "nothing", {}, 400),
+    (T, "a number", {"prompt": 5}, 400),
+    (T, "both", {"prompt": "a", "messages": MESSAGES}, 400),
     (T, "another model", {"prompt": "a", "model": "b"}, 404),
-    (T, "no messages", {"messages": []}, 422),
+    (T, "no messages", {"messages": []}, 400),
     (T, "240 kB", {"prompt": "a b " * 60_000}, 200),
-    (D, "nothing", {}, 422),
-    (D, "text", {"tokens": "a"}, 422),
+    (D, "nothing", {}, 400),
+    (D, "text", {"tokens": "a"}, 400),
     (D, "a negative id", {"tokens": [-1]}, 400),
     (D, "an id beyond the vocabulary", {"tokens": [10**6]}, 400),
     (D, "2^80", {"tokens": [2**80]}, 400),
-    (D, "a float", {"tokens": [1.5]}, 422),
+    (D, "a float", {"tokens": [1.5]}, 400),
     (D, "no tokens", {"tokens": []}, 200),
 ]
 
@@ -333,17 +348,17 @@ def test_a_hostile_body_is_answered_as_it_should_be_and_the_field_to_blame_is_na
 GOOD = json.dumps(completion()).encode()
 JSON = {"Content-Type": "application/json"}
 HEADERS = [
-    ("POST", C, {"Content-Type": "text/plain"}, GOOD, 422),
-    ("POST", C, {"Content-Type": "application/x-www-form-urlencoded"}, b"prompt=a", 422),
+    ("POST", C, {"Content-Type": "text/plain"}, GOOD, 400),
+    ("POST", C, {"Content-Type": "application/x-www-form-urlencoded"}, b"prompt=a", 400),
     ("POST", C, {"Content-Type": "application/json; charset=utf-16"}, GOOD, 200),
-    ("POST", C, {}, GOOD, 422),
+    ("POST", C, {}, GOOD, 400),
     ("POST", C, {**JSON, "Content-Encoding": "gzip"}, b"\x1f\x8b\x08" + b"\x00" * 30, 400),
     ("POST", C, {**JSON, "X-Request-ID": "a" * 129}, GOOD, 400),
     ("POST", C, {**JSON, "X-Request-ID": "a b"}, GOOD, 400),
-    ("POST", C, {**JSON, "X-Session-Affinity": "s" * 300}, GOOD, 422),
-    ("POST", C, {**JSON, "X-Session-Affinity": ""}, GOOD, 422),
-    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "-1"}, GOOD, 422),
-    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "first"}, GOOD, 422),
+    ("POST", C, {**JSON, "X-Session-Affinity": "s" * 300}, GOOD, 400),
+    ("POST", C, {**JSON, "X-Session-Affinity": ""}, GOOD, 400),
+    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "-1"}, GOOD, 400),
+    ("POST", C, {**JSON, "X-Data-Parallel-Rank": "first"}, GOOD, 400),
     ("POST", C, {**JSON, "X-Data-Parallel-Rank": "9" * 40}, GOOD, 400),
     ("POST", C, {**JSON, "Upgrade": "websocket", "Connection": "Upgrade"}, GOOD, 200),
     ("GET", "/health", {"Upgrade": "websocket", "Connection": "Upgrade"}, b"", 200),
@@ -352,7 +367,7 @@ HEADERS = [
     ("GET", C, {}, b"", 405),
     ("PUT", C, JSON, GOOD, 405),
     ("HEAD", C, {}, b"", 405),
-    ("OPTIONS", C, {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}, b"", 405),
+    ("OPTIONS", C, {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}, b"", 204),
     ("BREW", "/health", {}, b"", 400),
     ("GET", "/v1/models/../../etc/passwd", {}, b"", 404),
     ("GET", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", {}, b"", 404),

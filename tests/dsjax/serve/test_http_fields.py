@@ -10,6 +10,7 @@ from dsjax.serve.tool_calls import FORMATS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+ALWAYS = {"role": "assistant", "refusal": None, "annotations": []}
 TOOLS = [
     {
         "type": "function",
@@ -191,7 +192,7 @@ def test_reasoning_comes_apart_streamed_and_whole(start):
     server = start("\nwhy so\n</think>\n\nbecause")
     body = {"messages": MESSAGES, "temperature": 0}
     message = server.post(CHAT, body).json()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "because", "reasoning": "why so", "reasoning_content": "why so"}
+    assert message == {"content": "because", "reasoning": "why so", "reasoning_content": "why so", **ALWAYS}
     streamed = together(events(server.post(CHAT, {**body, "stream": True}).text))
     assert streamed == {"content": "because", "reasoning": "why so", "reasoning_content": "why so"}
 
@@ -209,8 +210,36 @@ def test_reasoning_comes_apart_streamed_and_whole(start):
 )
 def test_reasoning_can_be_turned_off_left_out_or_left_in_the_content(start, script, fields, options, message):
     answer = start(script, **options).post(CHAT, {"messages": MESSAGES, "temperature": 0, **fields})
-    assert answer.json()["choices"][0]["message"] == {"role": "assistant", **message}
+    assert answer.json()["choices"][0]["message"] == {**message, **ALWAYS}
     assert "warning" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_ends_when_its_budget_is_used(start, stream):
+    server = start("123456789")
+    body = {"messages": MESSAGES, "temperature": 0, "thinking_token_budget": 3, "stream": stream}
+    answer = server.post(CHAT, body)
+    message = together(events(answer.text)) if stream else answer.json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("123", "56789")
+    without = server.post(CHAT, {**body, "chat_template_kwargs": {"thinking": False}, "stream": False}).json()
+    assert without["choices"][0]["message"]["content"] == "123456789"
+    assert server.post(CHAT, {**body, "thinking_token_budget": -1}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({"thinking": False}, []),
+        ({"thinkin": False, "thinking": False}, ["chat_template_kwargs.thinkin"]),
+        ({"a\r\nb: c": 1, "(": 2}, ["chat_template_kwargs"]),
+        ({f"v{index}": 1 for index in range(20)}, [f"chat_template_kwargs.v{index}" for index in range(8)]),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_named_in_a_warning(start, variables, names):
+    body = {"messages": MESSAGES, "temperature": 0, "chat_template_kwargs": variables}
+    answer = start("</think>ok").post(CHAT, body)
+    warning = f'299 dsjax "without effect on this server: {", ".join(names)}"' if names else None
+    assert (answer.status_code, answer.headers.get("warning")) == (200, warning)
 
 
 def test_both_names_of_reasoning_are_taken_on_input(start):
@@ -286,6 +315,42 @@ def test_tool_calls_come_apart_for_the_openai_client_streamed_and_whole(start, s
     assert len(one) == 1
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_special_tokens_are_left_out_of_the_content_where_tool_markers_are_special(start, tools, skip):
+    stray = "<｜begin▁of▁sentence｜>"
+    script = f"why</think>I{stray} look.{CALL}"
+    body = {"messages": MESSAGES, "tools": tools, "temperature": 0, "skip_special_tokens": skip}
+    message = start(script, special=True).post(CHAT, body).json()["choices"][0]["message"]
+    text = f"I{'' if skip else stray} look."
+    if tools:
+        assert (message["content"], len(message["tool_calls"])) == (text, 2)
+    else:
+        assert message["content"].startswith(text)
+        assert ("<｜" in message["content"]) is not skip
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_call_begun_before_the_reasoning_ends_is_a_call_unless_the_reasoning_goes_on(start, special):
+    body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+    thought = {"reasoning": "let me see", "reasoning_content": "let me see"}
+    for script, text, calls in ((f"let me see\n{CALL}", None, 2), (f"let me see</think>ok{CALL}", "ok", 2)):
+        server = start(script, special=special)
+        (whole,) = server.post(CHAT, body).json()["choices"]
+        message = whole["message"]
+        assert (message["content"], len(message.pop("tool_calls")), whole["finish_reason"]) == (
+            text,
+            calls,
+            "tool_calls",
+        )
+        assert {name: message[name] for name in thought} == thought
+        streamed = together(events(server.post(CHAT, {**body, "stream": True}).text))
+        assert (streamed.get("content") or None, len(streamed["tool_calls"])) == (text, calls)
+    (draft,) = start(f"so: {CALL}, or not</think>No.", special=special).post(CHAT, body).json()["choices"]
+    assert (draft["message"]["content"], draft["finish_reason"]) == ("No.", "stop")
+    assert draft["message"]["reasoning"] == f"so: {CALL}, or not"
+
+
 def test_no_tool_is_called_when_none_may_be(start):
     server = start(f"</think>{CALL}")
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "temperature": 0}
@@ -294,7 +359,41 @@ def test_no_tool_is_called_when_none_may_be(start):
     assert "get_weather" in message["content"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+ANSWER = {"type": "object", "properties": {"so": {"enum": ["yes"]}}, "required": ["so"], "additionalProperties": False}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
+
+
+@pytest.mark.parametrize("form", [FORM, {"response_format": {"type": "json_object"}}, {"guided_json": ANSWER}])
+def test_with_a_form_a_model_may_call_tools_or_answer_in_the_form(start, form):
+    body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 200, **form}
+    called = start(f"let me see</think>{CALL}").post(CHAT, body).json()["choices"][0]
+    assert (called["finish_reason"], len(called["message"]["tool_calls"])) == ("tool_calls", 2)
+    server = start('let me see</think>{"so": "yes"}')
+    answered = server.post(CHAT, body).json()["choices"][0]
+    assert (answered["finish_reason"], answered["message"]["content"]) == ("stop", '{"so": "yes"}')
+    forced = server.post(CHAT, {**body, "tool_choice": NAMED_TIME}).json()["choices"][0]
+    assert forced["message"]["tool_calls"][0]["function"]["name"] == "get_time", "a forced call drops the form"
+    none = start(f"</think>{CALL}").post(CHAT, {**body, "tool_choice": "none"}).json()["choices"][0]
+    assert none["message"]["content"].startswith("{")
+
+
+def test_with_a_form_a_model_that_would_rather_talk_does_one_of_both(start):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 200, **FORM}
+    choice = start("let me see</think>I would rather talk.").post(CHAT, body).json()["choices"][0]
+    if choice["finish_reason"] == "stop":
+        assert json.loads(choice["message"]["content"]) == {"so": "yes"}
+    else:
+        assert choice["finish_reason"] == "tool_calls"
+        assert {json.dumps(call["function"]) for call in choice["message"]["tool_calls"]} == {
+            '{"name": "f", "arguments": "{}"}'
+        }
+
+
+NAMED_TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED_TIME])
 def test_a_call_is_forced_by_a_grammar_and_streamed_even_by_a_model_that_would_rather_talk(start, monkeypatch, choice):
     import openai
 
@@ -339,6 +438,22 @@ def test_calls_and_answers_of_tools_are_taken_on_input(start):
     assert chat["usage"]["prompt_tokens"] == answer["count"]
 
 
+@pytest.mark.parametrize(
+    ("given", "answered", "status"),
+    [("a", "a", 200), ("a", None, 200), (None, "a", 200), ("a", "b", 400), ("", None, 400), ("", "a", 400)],
+)
+def test_a_tool_s_answer_belongs_to_a_call(start, given, answered, status):
+    calls = [{"id": given, "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": None if given == "" else calls}
+    history = [*MESSAGES, called, {"role": "tool", "tool_call_id": answered, "content": "noon"}]
+    for path in (CHAT, "/tokenize"):
+        answer = start("</think>ok").post(path, {"messages": history})
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["param"] == "messages"
+            assert f"messages[2]: found a tool's answer to {answered!r}" in answer.json()["error"]["message"]
+
+
 def test_a_template_without_a_place_for_tools_gets_them_as_text(start_server):
     tokenizer = tool_tokenizer("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}<｜Assistant｜>")
     server = start_server(tokenizer=tokenizer, executor=ScriptedExecutor(tokenizer, CALL), eos=(tokenizer.eos_id,))
@@ -363,6 +478,29 @@ def test_the_final_message_can_be_continued(start):
     assert answer["usage"]["prompt_tokens"] == len(ids)
     both = server.post(CHAT, {**options, "add_generation_prompt": True})
     assert both.status_code == 400
+    prefix = [*MESSAGES, {**history[-1], "prefix": True}]
+    assert server.post("/tokenize", {"messages": prefix}).json()["tokens"] == ids, "as DeepSeek's API has it"
+    for wrong in ([*prefix, *MESSAGES], [{**MESSAGES[0], "prefix": True}]):
+        answer = server.post(CHAT, {"messages": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_stream_begins_with_the_role_and_no_refusal(start):
+    first, *_ = events(start("</think>a").post(CHAT, {"messages": MESSAGES, "stream": True}).text)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_alone_one_may_or_must_be_called(start, mode):
+    server = start("</think>I would rather talk." if mode == "required" else f"</think>{CALL}")
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    message = server.post(CHAT, {**asked, "max_tokens": 60}).json()["choices"][0]["message"]
+    if mode == "required":
+        assert {call["function"]["name"] for call in message["tool_calls"]} == {"get_time"}
+    allowed["tools"][0]["function"]["name"] = "get_money"
+    assert "'get_money', which is none of the tools" in server.post(CHAT, asked).json()["error"]["message"]
 
 
 def test_tokenize_and_detokenize_are_each_other_s_inverse(start):
@@ -479,7 +617,7 @@ WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": WRONG}
     ],
 )
 def test_a_form_that_cannot_be_is_named_as_it_was_asked_for(start, path, fields, param):
-    prompt = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": MESSAGES}}.get(path, {"input": "a"})
+    prompt = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": MESSAGES}}.get(path, {"model": "tiny", "input": "a"})
     answer = start().post(path, {**prompt, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

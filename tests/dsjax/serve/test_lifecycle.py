@@ -112,10 +112,9 @@ def test_one_request_fails_as_the_servers_or_the_clients_error_and_the_next_is_a
 
 
 def test_an_address_in_use_is_known_before_anything_is_loaded():
-    with contextlib.closing(bind("127.0.0.1", 0)) as taken:
-        taken.listen()
-        with pytest.raises(UserError, match=f"cannot serve on 127.0.0.1 port {taken.getsockname()[1]}"):
-            bind("127.0.0.1", taken.getsockname()[1])
+    taken = bind("127.0.0.1", 0)
+    with contextlib.closing(taken), pytest.raises(UserError, match=f"on 127.0.0.1 port {taken.getsockname()[1]}"):
+        bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UserError, match="--host"):
         bind("203.0.113.9", 0)
 

@@ -40,7 +40,7 @@ def load_nothing(*args, **options):
 @pytest.fixture
 def serve(monkeypatch):
     """Runs `dsjax serve` up to where it would load a model, or follow; gives the message of a refusal, or None."""
-    monkeypatch.setattr("dsjax.engine.llm.LLM", load_nothing)
+    monkeypatch.setattr("dsjax.llm.LLM", load_nothing)
     # It is the whole process's.
     monkeypatch.setattr("dsjax.serve.logs.configure_logging", lambda *args, **options: None)
     monkeypatch.setattr(Headless, "serve", load_nothing)

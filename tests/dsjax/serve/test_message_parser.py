@@ -9,10 +9,14 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.message_parser import ReasoningParser, ReasoningSplitter, Section
+from dsjax.serve.tool_calls import CALL_BEGIN, CALLS_BEGIN
+
+CALLS_ID, CALL_ID, CLOSE_ID = 90, 91, 92
+OPENINGS = {CALLS_BEGIN: CALLS_ID, CALL_BEGIN: CALL_ID}
 
 
 def split(text: str, start: Section, cuts=()) -> tuple[str, str]:
-    splitter = ReasoningSplitter(start)
+    splitter = ReasoningSplitter(start, None, OPENINGS)
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = [splitter.push(text[a:b]) for a, b in itertools.pairwise(places)]
     pieces.append(splitter.push("", finished=True))
@@ -32,6 +36,15 @@ def split(text: str, start: Section, cuts=()) -> tuple[str, str]:
         ("a</think>b", Section.CONTENT, ("", "a</think>b")),
         ("a</think>b</think>c", Section.REASONING, ("a", "b</think>c")),
         ("", Section.REASONING, ("", "")),
+        ("<think>\nwhy</think>x", Section.REASONING, ("why", "x")),
+        ("\n <think>why", Section.REASONING, ("why", "")),
+        ("<thin", Section.REASONING, ("<thin", "")),
+        ("a<think>b</think>", Section.REASONING, ("a<think>b", "")),
+        (f"why\n{CALLS_BEGIN}f", Section.REASONING, ("why", f"{CALLS_BEGIN}f")),
+        (f"why{CALL_BEGIN}f\n", Section.REASONING, ("why", f"{CALL_BEGIN}f\n")),
+        (f"<think>{CALL_BEGIN}f", Section.UNDECIDED, ("", f"{CALL_BEGIN}f")),
+        (f"{CALLS_BEGIN}f</think>{CALLS_BEGIN}g", Section.REASONING, (f"{CALLS_BEGIN}f", f"{CALLS_BEGIN}g")),
+        (f"why{CALLS_BEGIN}f\n</think>\nx", Section.REASONING, (f"why{CALLS_BEGIN}f", "x")),
     ],
 )
 def test_tags_divide_the_text_and_breaks_beside_them_go(text, start, expected):
@@ -40,12 +53,37 @@ def test_tags_divide_the_text_and_breaks_beside_them_go(text, start, expected):
 
 
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", "<thi", "</", "\n", "a", " b", "</thinks"])).map("".join),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<thi", "</", "\n", "a", " b", "</thinks", CALLS_BEGIN, "<｜tool"])
+    ).map("".join),
     st.sampled_from(Section),
     st.lists(st.integers(0, 200), max_size=6),
 )
 def test_cuts_change_nothing(text, start, cuts):
     assert split(text, start, cuts) == split(text, start)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("text", "ids", "reasoning"),
+    [
+        (f"ab{CALLS_BEGIN}{CALL_BEGIN}cd", [1, 2, CALLS_ID, CALL_ID, 3, 4], 2),
+        (f"ab{CALLS_BEGIN}c</think>d", [1, 2, CALLS_ID, 3, CLOSE_ID, 4], 5),
+        ("<think>ab", [5, 1, 2], 3),
+        ("ab", [1, 2], 2),
+    ],
+)
+def test_tokens_of_the_reasoning_end_with_its_closing_tag_or_before_the_call_that_ends_it(text, ids, reasoning, pieces):
+    splitter = ReasoningSplitter(Section.REASONING, CLOSE_ID, OPENINGS)
+    texts = {CALLS_ID: CALLS_BEGIN, CALL_ID: CALL_BEGIN, CLOSE_ID: "</think>", 5: "<think>"}
+    parts = [ids[at : at + pieces] for at in range(0, len(ids), pieces)]
+    rest = text
+    for part in parts:
+        length = sum(len(texts.get(token, "a")) for token in part)
+        splitter.push(rest[:length], False, part)
+        rest = rest[length:]
+    splitter.push("", finished=True)
+    assert (rest, splitter.num_tokens) == ("", reasoning)
 
 
 def parser(name: str, template: str | None) -> ReasoningParser | None:
@@ -66,7 +104,10 @@ def test_auto_needs_a_template_that_writes_the_closing_tag():
     ("prompt", "unfinished", "auto", "always"),
     [
         ("<｜Assistant｜><think>\n", None, Section.REASONING, Section.REASONING),
-        ("<｜Assistant｜><think>\n\n</think>\n\n", None, Section.CONTENT, Section.CONTENT),
+        # A model may open its reasoning by itself where the prompt has closed it, or goes on behind a tool's output.
+        ("<｜Assistant｜><think>\n\n</think>\n\n", None, Section.UNDECIDED, Section.UNDECIDED),
+        ("<｜tool▁output▁begin｜>5<｜tool▁output▁end｜>", None, Section.UNDECIDED, Section.UNDECIDED),
+        ("<｜tool▁outputs▁begin｜>5<｜tool▁outputs▁end｜>\n", None, Section.UNDECIDED, Section.UNDECIDED),
         ("a</think>b<｜Assistant｜>", None, Section.UNDECIDED, Section.REASONING),
         ("<｜Assistant｜>so", "so", Section.CONTENT, Section.CONTENT),
         ("<｜Assistant｜><think>so", "<think>so", Section.REASONING, Section.REASONING),

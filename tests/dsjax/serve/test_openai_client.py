@@ -7,8 +7,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.sampling_params import SamplingParams
-from dsjax.engine.engine import EngineParts, LLMEngine
-from dsjax.engine.schedule.scheduler_config import SchedulerConfig
+from dsjax.engine.engine import LLMEngine
 
 TOKENIZER = tiny_tokenizer()
 
@@ -21,9 +20,7 @@ def client(server):
 
 
 def engine_text(prompt, **params) -> str:
-    executor = FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200)
-    config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=8)
-    engine = LLMEngine(EngineParts(executor, TOKENIZER, config))
+    engine = LLMEngine(FakeExecutor(max_chunk=3, page_size=2, pages_per_rank=200).parts())
     engine.add_request("r", prompt, SamplingParams(**params))
     while engine.has_unfinished():
         for output in engine.step():
@@ -153,5 +150,5 @@ def test_errors_are_the_client_s_own_exceptions(client):
         openai.BadRequestError, match=r"and at least 1 more must fit, together \d+.*; shorten the prompt$"
     ):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 300}])
-    with pytest.raises(openai.UnprocessableEntityError):
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.role"):
         client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "a"}])

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from scripted_executor import tool_tokenizer
 
+from dsjax.serve.responses_request import ResponsesRequest
 from dsjax.serve.tool_calls import FORMATS
 
 PATH = "/v1/responses"
@@ -18,7 +19,7 @@ CALL = FORMATS["deepseek_v31"].calls([("get_time", '{"city": "Ulm"}')])
 
 
 def events_of(server, **body) -> list[dict]:
-    text = server.post(PATH, {**body, "stream": True}).text
+    text = server.post(PATH, {"model": "tiny", **body, "stream": True}).text
     events = []
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -47,7 +48,7 @@ def without_ids(response: dict) -> dict:
 )
 def test_streamed_events_build_what_the_whole_answer_holds(start, script, kinds):
     server = start(script)
-    body = {"input": "hi", "instructions": "be brief", "tools": [TOOL], "metadata": {"run": "1"}}
+    body = {"model": "tiny", "input": "hi", "instructions": "be brief", "tools": [TOOL], "metadata": {"run": "1"}}
     whole = server.post(PATH, body).json()
     assert [item["type"] for item in whole["output"]] == kinds
     assert (whole["object"], whole["status"], whole["error"]) == ("response", "completed", None)
@@ -91,7 +92,7 @@ def test_streamed_events_build_what_the_whole_answer_holds(start, script, kinds)
 )
 def test_log_probabilities_are_those_of_the_message_s_own_tokens(start, script, items):
     server, end = start(script), tool_tokenizer().special_tokens["eos_token"]
-    body = {"input": "hi", "tools": [TOOL], "include": ["message.output_text.logprobs"]}
+    body = {"model": "tiny", "input": "hi", "tools": [TOOL], "include": ["message.output_text.logprobs"]}
     whole = server.post(PATH, body).json()
     found = []
     for item in whole["output"]:
@@ -112,7 +113,7 @@ def test_log_probabilities_are_those_of_the_message_s_own_tokens(start, script, 
 
 def test_what_is_cut_off_is_incomplete_and_says_why(start):
     server = start("</think>" + "a" * 50)
-    whole = server.post(PATH, {"input": "hi", "max_output_tokens": 5}).json()
+    whole = server.post(PATH, {"model": "tiny", "input": "hi", "max_output_tokens": 5}).json()
     assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert whole["usage"]["output_tokens"] == 5
     assert whole["output"][-1]["status"] == "incomplete"
@@ -130,19 +131,24 @@ def test_what_is_cut_off_is_incomplete_and_says_why(start):
     ],
 )
 def test_what_changes_nothing_is_named_in_a_warning_and_nothing_is_stored(start, fields, names):
-    answer = start("</think>ok").post(PATH, {"input": "hi", **fields})
+    answer = start("</think>ok").post(PATH, {"model": "tiny", "input": "hi", **fields})
     assert answer.status_code == 200
     assert answer.json()["store"] is False
     assert answer.headers.get("warning") == (names and f'299 dsjax "without effect on this server: {names}"')
 
 
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_time"}]}
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}
 FUNCTION_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "5"}
 
 
 @pytest.mark.parametrize(
     ("status", "said", "fields"),
     [
+        (400, "model: Input should be a valid string", {"model": None}),
+        (400, "tool_choice wants tools", {"tool_choice": ALLOWED}),
+        (400, "", {"seed": 2**63}),
         (400, "", {"previous_response_id": "resp_1"}),
         (400, "", {"conversation": "conv_1"}),
         (400, "", {"prompt": {"id": "p"}}),
@@ -153,14 +159,16 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "c", "name": "f", "argument
         (400, "", {"modalities": ["audio"]}),
         (400, "", {"input": []}),
         (400, "", {"input": [IMAGE]}),
-        (400, "4097 messages", {"input": [{"role": "user", "content": "h"}] * 4096, "instructions": "be brief"}),
-        (400, "129 function calls", {"input": [FUNCTION_CALL] * 129}),
-        (422, "input.0: expected a message, function_call, ", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
-        *((422, "", {"request_id": wrong}) for wrong in ("a\r\nSet-Cookie: b=c", "漢", "a b", "i" * 129, "")),
+        (400, "the output of the call 'd'", {"input": [FUNCTION_CALL, {**OUTPUT, "call_id": "d"}]}),
+        (400, "the output of the call 'c'", {"input": [OUTPUT, FUNCTION_CALL]}),
+        (400, "not 4097", {"input": [{"role": "user", "content": "h"}] * 4096, "instructions": "be brief"}),
+        (400, "not 129", {"input": [FUNCTION_CALL] * 129}),
+        (400, "input.0: expected a message, function_call, ", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+        *((400, "", {"request_id": wrong}) for wrong in ("a\r\nSet-Cookie: b=c", "漢", "a b", "i" * 129, "")),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_field_named(start, status, said, fields):
-    answer = start("</think>ok").post(PATH, {"input": "hi", **fields})
+    answer = start("</think>ok").post(PATH, {"model": "tiny", "input": "hi", **fields})
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["param"].split(".")[0] == next(iter(fields))
@@ -168,10 +176,36 @@ def test_what_cannot_be_is_refused_and_the_field_named(start, status, said, fiel
     assert "set-cookie" not in answer.headers
 
 
-def test_an_answer_sent_back_with_a_tools_output_is_the_same_conversation_as_in_chat(start, monkeypatch):
-    from dsjax.serve.responses_request import ResponsesRequest
+def test_a_request_names_its_model(start):
+    answer = start("</think>ok").post(PATH, {"input": "hi"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == ("model: Field required", "model")
 
-    first = start("why</think>I look." + CALL).post(PATH, {"input": "hi", "tools": [TOOL]}).json()
+
+def test_the_fields_of_a_draw_reach_the_chat_request_and_the_penalties_come_back(start):
+    draw = {"seed": 7, "top_k": 3, "min_p": 0.1, "stop": ["x"], "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    chat = ResponsesRequest.model_validate({"model": "tiny", "input": "hi", **draw}).to_chat()
+    assert {name: getattr(chat, name) for name in draw} == draw
+    for given, shown in ((draw, (0.5, -0.5)), ({}, (0.0, 0.0))):
+        answer = start("</think>ok").post(PATH, {"model": "tiny", "input": "hi", **given}).json()
+        assert (answer["presence_penalty"], answer["frequency_penalty"]) == shown
+    stopped = start("</think>axb").post(PATH, {"model": "tiny", "input": "hi", "stop": "x", "temperature": 0}).json()
+    assert stopped["output"][-1]["content"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_offered_alone(mode):
+    other = {**TOOL, "name": "get_weather"}
+    asked = {"model": "tiny", "input": "hi", "tools": [other, TOOL], "tool_choice": {**ALLOWED, "mode": mode}}
+    chat = ResponsesRequest.model_validate(asked).to_chat()
+    chat.check()
+    assert [tool["function"]["name"] for tool in chat.offered_tools] == ["get_time"]
+    assert chat.forced_tools == (chat.offered_tools if mode == "required" else [])
+
+
+def test_an_answer_sent_back_with_a_tools_output_is_the_same_conversation_as_in_chat(start, monkeypatch):
+    first = start("why</think>I look." + CALL).post(PATH, {"model": "tiny", "input": "hi", "tools": [TOOL]}).json()
     call = first["output"][-1]
     history = [
         {"role": "user", "content": "hi"},
@@ -179,7 +213,11 @@ def test_an_answer_sent_back_with_a_tools_output_is_the_same_conversation_as_in_
         {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"},
         {"role": "user", "content": [{"type": "input_text", "text": "thanks"}]},
     ]
-    messages = ResponsesRequest.model_validate({"input": history, "instructions": "be brief"}).to_chat().messages
+    messages = (
+        ResponsesRequest.model_validate({"model": "tiny", "input": history, "instructions": "be brief"})
+        .to_chat()
+        .messages
+    )
     assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "user"]
     assistant = messages[2]
     assert (assistant.text, assistant.reasoning_content) == ("I look.", "why")
@@ -212,7 +250,9 @@ def test_openai_s_client_reads_answers_streams_and_forms(start):
 
 def test_an_error_after_the_stream_has_begun_is_an_error_event(start):
     server = start("</think>" + "a" * 400, step_seconds=0.02)
-    with httpx.stream("POST", server.url + PATH, json={"input": "hi", "stream": True}, timeout=60) as response:
+    with httpx.stream(
+        "POST", server.url + PATH, json={"model": "tiny", "input": "hi", "stream": True}, timeout=60
+    ) as response:
         lines = response.iter_lines()
         next(lines)
         server.engine.abort_all()

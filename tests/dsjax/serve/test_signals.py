@@ -13,10 +13,9 @@ pytestmark = pytest.mark.slow  # all together
 
 SCRIPT = """
 import sys
-from live_server import FakeExecutor, EngineParts, AsyncEngine, SchedulerConfig, Serving, Server, bind, tiny_tokenizer
+from live_server import FakeExecutor, AsyncEngine, Serving, Server, bind
 executor = FakeExecutor(step_seconds=float(sys.argv[1]))
-config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
-serving = Serving(AsyncEngine(EngineParts(executor, tiny_tokenizer(), config)), ("tiny",), "tiny", 128)
+serving = Serving(AsyncEngine(executor.parts()), ("tiny",), "tiny", 128)
 listener = bind("127.0.0.1", 0)
 port = listener.getsockname()[1]
 ready = lambda: print(port, flush=True)
@@ -26,7 +25,7 @@ sys.exit(Server(serving, shutdown_timeout=float(sys.argv[2]), log_level="error",
 # Compiles 500 shapes of `argv[1]` seconds each, through the command's own `serve_model`.
 WARMING_SCRIPT = """
 import io, sys, time, types
-from live_server import FakeExecutor, EngineParts, SchedulerConfig, bind, tiny_tokenizer
+from live_server import FakeExecutor, bind
 from rich.console import Console
 from test_command_line import FACTS
 from dsjax.serve.command import serve_model
@@ -39,10 +38,8 @@ class SlowToCompile(FakeExecutor):
             print("shape", done, flush=True)
             time.sleep(float(sys.argv[1]))
 
-executor = SlowToCompile()
-config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
 configure_logging("warning")
-model = types.SimpleNamespace(parts=EngineParts(executor, tiny_tokenizer(), config), facts=FACTS)
+model = types.SimpleNamespace(parts=SlowToCompile().parts(), facts=FACTS)
 listener = bind("127.0.0.1", 0)
 sys.exit(serve_model(model, Console(file=io.StringIO()), listener, ("tiny",), float(sys.argv[2]), "warning"))
 """

@@ -13,7 +13,6 @@ from tiny_tokenizer import tiny_tokenizer
 
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.text.structured import GrammarCompiler
-from dsjax.engine.text.tokenizer import Tokenizer
 from dsjax.serve.message_parser import MessageParser
 from dsjax.serve.tool_calls import (
     CALL_BEGIN,
@@ -22,12 +21,13 @@ from dsjax.serve.tool_calls import (
     CALLS_END,
     FORMATS,
     SEPARATOR,
+    MessagePiece,
     ToolCallParser,
     ToolFormat,
     tool_grammar,
 )
 
-V3, V31 = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"]
+V3, V31, KIMI = FORMATS["deepseek_v3"], FORMATS["deepseek_v31"], FORMATS["kimi_k2"]
 WEATHER, TIME = ("get_weather", '{"city": "Köln"}'), ("get_time", "{}")
 
 
@@ -73,6 +73,7 @@ def test_v3_writes_a_fenced_block_and_v31_bare_arguments():
         (lambda form: form.calls([WEATHER]) + " done", {"content": " done", "tool_calls": [call(*WEATHER)]}),
         (lambda form: CALLS_BEGIN + CALL_BEGIN + "broken" + CALL_END + CALLS_END, {"content": ""}),
         (lambda form: CALLS_BEGIN, {"content": ""}),
+        (lambda form: f"a{CALL_END}b{SEPARATOR}{CALLS_END}c", {"content": "abc"}),
         (lambda form: form.calls([("f", "not JSON")]), {"content": None, "tool_calls": [call("f", "not JSON")]}),
         (lambda form: form.calls([("f", "")]), {"content": None, "tool_calls": [call("f", "{}")]}),
     ],
@@ -83,13 +84,50 @@ def test_models_do_not_always_write_what_they_should(form, make, expected):
     assert parse(form, text, range(len(text))) == {"role": "assistant", **expected}
 
 
+HEADS = {
+    "V3.1": f"get_time{SEPARATOR}",
+    "V3": f"function{SEPARATOR}get_time\n```json\n",
+    "V3, a bare fence": f"function{SEPARATOR}get_time\n```\n",
+    "V3, half a fence": f"function{SEPARATOR}get_time\n``json\n",
+    "V3, the fence in the name's line": f"function{SEPARATOR}get_time```json",
+    "V3, no fence": f"function{SEPARATOR}get_time\n",
+    "V3, neither fence nor line break": f"function{SEPARATOR}get_time",
+    "both": f"function{SEPARATOR}get_time{SEPARATOR}",
+    "blanks": f"\n function {SEPARATOR} get_time \n\n",
+}
+TAILS = ["", "\n```", "```", "\n``", "`\n", "\n\n```\n", " "]
+
+
+@pytest.mark.parametrize("form", [V3, V31])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_arguments_are_without_markers_and_fences_however_a_call_is_written(form, head):
+    arguments = '{"code": "```\\n{` `}"}'
+    for tail, end in itertools.product(
+        TAILS, [CALL_END + CALLS_END, CALLS_END, CALL_END, "", CALL_END + "\n" + CALLS_END]
+    ):
+        text = CALLS_BEGIN + CALL_BEGIN + head + arguments + tail + end
+        expected = {"role": "assistant", "content": None, "tool_calls": [call("get_time", arguments)]}
+        assert parse(form, text) == expected, text
+        assert parse(form, text, range(len(text))) == expected, text
+
+
+@pytest.mark.parametrize("form", [V3, V31])
+def test_a_call_that_begins_before_the_last_one_has_ended_ends_it(form):
+    (first, second), third = (f"{CALL_BEGIN}{HEADS[head]}" for head in ("V3", "V3.1")), HEADS["V3, no fence"]
+    text = (
+        f"{CALLS_BEGIN}{first}{{}}\n```\n{second}{CALL_BEGIN}{third}{CALL_BEGIN}lost{CALL_BEGIN}{third}{{}}{CALLS_END}"
+    )
+    for cuts in ((), range(len(text))):
+        assert parse(form, text, cuts)["tool_calls"] == [call(*TIME)] * 4
+
+
 def test_a_call_that_is_cut_off_keeps_the_arguments_so_far():
     text = V31.calls([("f", '{"a": 1, "b')])[: -len(CALL_END + CALLS_END)]
     assert parse(V31, text)["tool_calls"] == [call("f", '{"a": 1, "b')]
 
 
 PIECES = [CALLS_BEGIN, CALL_BEGIN, CALL_END, CALLS_END, SEPARATOR]
-PIECES += ["function", "f", "\n```json\n", "\n```", "{}", " x", "<｜tool"]
+PIECES += ["function", "f", "\n```json\n", "\n```", "``", "\n", "{}", " x", "<｜tool"]
 
 
 @given(
@@ -104,34 +142,33 @@ def test_cuts_change_nothing(form, text, cuts):
 def test_deltas_have_the_name_first_and_arguments_as_they_come():
     parser = ToolCallParser(V31, 8)
     text = V31.calls([WEATHER])
-    deltas = [delta for character in text for delta in parser.push(character).tool_calls]
-    assert deltas[0]["function"] == {"name": "get_weather", "arguments": ""}
+    pieces = [parser.push(character).deltas() for character in text]
+    deltas = [call for parts in pieces for delta in parts for call in delta.get("tool_calls", ())]
+    assert deltas[0]["function"] == {"name": "get_weather", "arguments": "{"}
     assert len(deltas) > 5
     assert all(set(delta) == {"index", "function"} for delta in deltas[1:])
     assert "".join(delta["function"]["arguments"] for delta in deltas) == WEATHER[1]
 
 
-def choose(name: str, template: str) -> ToolFormat | None:
-    return ToolFormat.choose(name, Tokenizer(tiny_tokenizer()._backend, {"chat_template": template}))
-
-
-def test_auto_takes_the_format_that_the_template_writes():
-    assert choose("auto", f"{{{{ '{SEPARATOR}' }}}}") is V31
-    assert choose("auto", f"{{{{ '{SEPARATOR} ```json' }}}}") is V3
-    assert choose("auto", "{{ 1 }}") is None, "the tiny tokenizer has no token for it"
-    assert choose("deepseek_v3", "{{ 1 }}") is V3
-    assert choose("none", f"{{{{ '{SEPARATOR}' }}}}") is None
+def test_a_delta_has_one_kind_of_text_or_one_call():
+    deltas = ToolCallParser(V31, 8).push("I look." + V31.calls([WEATHER, TIME])).deltas()
+    assert [sorted(delta) for delta in deltas] == [["content"], ["tool_calls"], ["tool_calls"]]
+    calls = [call for delta in deltas[1:] for call in delta["tool_calls"]]
+    assert [(call["index"], call["function"]) for call in calls] == [
+        (0, {"name": WEATHER[0], "arguments": WEATHER[1]}),
+        (1, {"name": TIME[0], "arguments": TIME[1]}),
+    ]
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"function": {"name": "get", "parameters": SCHEMA}}, {"function": {"name": "put"}}]
-GET, PUT = ("get", '{"a": 5}'), ("put", '{"anything": []}')
+GET, PUT = ("get", '{"a": 5}'), ("put", "{}")
 TOKENIZERS = {"tokens": tool_tokenizer(), "special tokens": tool_tokenizer(special=True), "text": tiny_tokenizer()}
 
 
-def takes(tokenizer, form: ToolFormat, text: str, several: bool = True, compact: bool = False) -> bool:
+def takes(tokenizer, form: ToolFormat, text: str, tools=TOOLS, several: bool = True, **options) -> bool:
     """Whether the grammar takes every token of the text, and may then end."""
-    grammar = tool_grammar(form, TOOLS, tokenizer, several=several, compact=compact)
+    grammar = tool_grammar(form, tools, tokenizer, several=several, **options)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     constraint = compiler.compile(StructuredOutputs(grammar=grammar))
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -166,15 +203,76 @@ def test_arguments_have_one_blank_or_none_between_their_parts(form):
 def test_forced_arguments_hold_what_the_schema_names_unless_it_says_otherwise():
     closed = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
     opened = {**closed, "additionalProperties": True}
+    inner = {"type": "object", "properties": {"a": {"type": "object"}}}
     tokenizer, form = TOKENIZERS["tokens"], FORMATS["deepseek_v31"]
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
     for schema, text, expected in (
         (closed, '{"a": {"b": 1}}', True),
         (closed, '{"a": {}, "c": 1}', False),
         (closed, '{"a": {"c": 1}}', False),
         (opened, '{"a": {}, "c": 1}', True),
+        (inner, '{"a": {"c": 1}}', True),
     ):
-        grammar = tool_grammar(form, [{"function": {"name": "f", "parameters": schema}}], tokenizer, several=False)
-        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
-        tokens = tokenizer.encode(form.calls([("f", text)]), add_special_tokens=False)
-        assert all(constraint.take(token) is None for token in tokens) is expected, (schema, text)
+        tools = [{"function": {"name": "f", "parameters": schema}}]
+        assert takes(tokenizer, form, form.calls([("f", text)]), tools) is expected, (schema, text)
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_is_called_with_an_empty_object(schema):
+    tokenizer, form = TOKENIZERS["tokens"], FORMATS["deepseek_v31"]
+    tools = [{"function": {"name": "f", "parameters": schema}}]
+    assert takes(tokenizer, form, form.calls([("f", "{}")]), tools)
+    assert not takes(tokenizer, form, form.calls([("f", '{"a": 1}')]), tools)
+    opened = [
+        {"function": {"name": "f", "parameters": {"type": "object", "additionalProperties": {"type": "integer"}}}}
+    ]
+    assert takes(tokenizer, form, form.calls([("f", '{"a": 1}')]), opened)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ({"json": {"type": "object", "properties": {"so": {"type": "integer"}}, "required": ["so"]}}, '{"so": 5}'),
+        ({"json_object": True}, '{"so": {"call": []}}'),
+        ({"regex": r"so/\d+"}, "so/12"),
+        ({"choice": ["so", "no"]}, "so"),
+        ({"grammar": 'start: call\ncall: "so" TEXT\nTEXT: /[0-9]+/'}, "so12"),
+    ],
+    ids=str,
+)
+def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call(tokenizer, outputs, text):
+    form, instead = FORMATS["deepseek_v3"], StructuredOutputs(**outputs)
+    assert takes(tokenizer, form, text, instead=instead)
+    assert takes(tokenizer, form, form.calls([GET, PUT]), instead=instead)
+    for wrong in ("no", text + form.calls([GET]), form.calls([GET]) + text, form.calls([("get", "{}")])):
+        assert ("choice" in outputs and wrong == "no") is takes(tokenizer, form, wrong, instead=instead), wrong
+    assert not takes(tokenizer, form, text)
+
+
+def test_kimi_s_calls_keep_the_ids_that_the_model_gives_them():
+    text = "I look." + KIMI.calls([WEATHER, TIME])
+    assert text == (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Köln"}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>"
+    )
+    expected = [
+        {"id": "functions.get_weather:0", **call(*WEATHER)},
+        {"id": "functions.get_time:1", **call(*TIME)},
+    ]
+    for cut in range(len(text)):
+        parser = KIMI.parser(8)
+        pieces = [parser.push(text[:cut]), parser.push(text[cut:], finished=True)]
+        piece = MessagePiece(content="", tool_calls=[delta for each in pieces for delta in each.tool_calls])
+        assert "".join(each.content for each in pieces) == "I look."
+        assert piece.message()["tool_calls"] == expected
+
+
+def test_a_call_of_kimi_without_a_number_gets_an_id():
+    (head,) = KIMI.parser(8).push(KIMI.call("f", "{}").replace("functions.f:0", "f"), finished=True).tool_calls
+    assert (head["id"][:5], head["function"]["name"]) == ("call_", "f")
+
+
+def test_kimi_s_forced_calls_are_numbered():
+    assert takes(TOKENIZERS["text"], KIMI, KIMI.calls([GET, PUT]))
+    assert not takes(TOKENIZERS["text"], KIMI, KIMI.calls([GET]).replace("get:0", "get"))

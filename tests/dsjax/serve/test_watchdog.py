@@ -90,11 +90,10 @@ from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.transfer.prefill_links import LocalLink, PrefillLinks
 separated = sys.argv[1] == "the prefill engine"
 executor = FakeExecutor(step_seconds=0 if separated else 1000, transfers=separated)
-config = SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=32)
-links = [LocalLink(PrefillEngine(FakeExecutor(step_seconds=1000, transfers=True), config, timeout=600))] if separated else []
+links = [LocalLink(PrefillEngine(FakeExecutor(step_seconds=1000, transfers=True), executor.config, timeout=600))] if separated else []
 for link in links:
     link.engine.start()
-engine = AsyncEngine(EngineParts(executor, tiny_tokenizer(), config, prefills=PrefillLinks(links) if links else None))
+engine = AsyncEngine(executor.parts(prefills=PrefillLinks(links) if links else None))
 serving = Serving(engine, ("tiny",), "tiny", 128, ServeOptions(step_timeout=1))
 listener = bind("127.0.0.1", 0)
 ready = lambda: print(listener.getsockname()[1], flush=True)

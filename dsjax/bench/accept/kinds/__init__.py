@@ -1,11 +1,8 @@
 """The kinds of measurement that a criteria file can name; a new one is added to `KINDS`."""
 
-from dsjax.bench.accept.kinds.balance import BalanceMeasurement
 from dsjax.bench.accept.kinds.fault import FaultMeasurement
-from dsjax.bench.accept.kinds.kind import Measurement
-from dsjax.bench.accept.kinds.load import LoadMeasurement
-from dsjax.bench.accept.kinds.read import LinkMeasurement, ServerMeasurement
-from dsjax.bench.accept.kinds.ttft import TtftMeasurement
+from dsjax.bench.accept.kinds.kind import LinkMeasurement, Measurement, ServerMeasurement
+from dsjax.bench.accept.kinds.load import BalanceMeasurement, LoadMeasurement, TtftMeasurement
 
 KINDS: dict[str, type[Measurement]] = {
     kind.KIND: kind

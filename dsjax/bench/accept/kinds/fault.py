@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from dsjax.bench.accept.hooks import NotTestedError
 from dsjax.bench.accept.kinds.kind import Measured, RandomLengths
 from dsjax.bench.accept.kinds.load import tokens_between
-from dsjax.bench.accept.test_bed import TestBed
+from dsjax.bench.accept.test_bed import NotTestedError, TestBed
 from dsjax.bench.serve.records import RequestRecord
 
 _BACK = 0.9

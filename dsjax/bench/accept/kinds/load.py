@@ -1,20 +1,26 @@
-"""`LoadMeasurement`: sessions or a rate of requests for some time: tokens a second, latencies, errors, drift, memory."""
+"""Measurements that put load on the server.
+
+`LoadMeasurement`: sessions or a rate of requests for some time. `BalanceMeasurement`: the same, and how even the experts' load is under it,
+how often experts move, and how long that takes. `TtftMeasurement`: prompts of one length, one request at a time.
+"""
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from dsjax.bench.accept.kinds.kind import Measured, RandomLengths
-from dsjax.bench.accept.test_bed import TestBed
-from dsjax.bench.accept.watch import ServerWatch
+from dsjax.bench.accept.kinds.kind import Measured, Measurement, RandomLengths
+from dsjax.bench.accept.test_bed import NotTestedError, TestBed
+from dsjax.bench.accept.watch import OURS, ServerWatch
 from dsjax.bench.serve.load import LoadResult, arrival_times, run_load
+from dsjax.bench.serve.options import WorkloadOptions
 from dsjax.bench.serve.records import RequestRecord
 from dsjax.bench.serve.statistics import figures
 from dsjax.errors import UserError
+from dsjax.top.reading import Exposition
 
 _FEWEST_WINDOWS = 3
 _UNTOLD = "the server's /metrics has no dsjax_device_memory_…; give --device-metrics URL of a dcgm-exporter"
@@ -23,15 +29,11 @@ _LATENCIES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99), ("itl", 99
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A load that was put on a server.
+    """A load that was put on a server."""
 
-    result: of all requests, those of the warm-up too. begin: seconds after the first request's start at which the measured time began.
-    watch: what was seen of the server in that time.
-    """
-
-    result: LoadResult
-    begin: float
-    watch: ServerWatch
+    result: LoadResult  # of all requests, those of the warm-up too
+    begin: float  # seconds after the first request's start at which the measured time began
+    watch: ServerWatch  # what was seen of the server in that time
 
     @property
     def counted(self) -> list[RequestRecord]:
@@ -174,3 +176,123 @@ def drift(times: Sequence[float], values: Sequence[float], seconds: float, windo
     medians = [np.median(np.asarray(values)[part == each]) for each in parts]
     level = np.median(medians)
     return float(theilslopes(medians, parts).slope) * windows / level if level else None
+
+
+_PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TtftMeasurement(Measurement):
+    """Prompts of `input_tokens`, `requests` of them, each sent when the one before is answered with one token."""
+
+    KIND: ClassVar = "ttft"
+    UNITS: ClassVar = {**{f"ttft_p{p}": "s" for p in _PERCENTILES}, "ttft_mean": "s", "error_share": ""}
+    ABOVE_ZERO: ClassVar = ("input_tokens", "requests")
+
+    input_tokens: int
+    requests: int = 30
+
+    def expected_seconds(self) -> float:
+        """A second for each request and for the warm-up: nobody knows better before."""
+        return self.requests + 1.0
+
+    async def measure(self, bed: TestBed) -> Measured:
+        """Send one request to warm up, then those that count."""
+        lengths = {"random_input_len": self.input_tokens, "random_output_len": 1}
+        source = await bed.requests(WorkloadOptions(num_prompts=64, seed=bed.seed, **lengths))
+        client, done = bed.server.client, []
+        await client.send(next(source))
+        with bed.counting(self.title, self.requests) as report:
+
+            def on_done(record) -> None:
+                done.append(record)
+                report(len(done), "")
+
+            result = await run_load(client, source, [0.0] * self.requests, 1, on_done=on_done)
+        found_in = figures(result.records, result.duration, _PERCENTILES, {}, 1.0)
+        answered, found, why = found_in["completed"], Measured(samples=found_in["completed"]), bed.why_none(found_in)
+        for name in ("mean", *(f"p{p}" for p in _PERCENTILES)):
+            ms = found_in[f"{name}_ttft_ms"]
+            found.enter({f"ttft_{name}": ms and ms / 1e3}, why, "missed")
+        found.enter({"error_share": found_in["failed"] / self.requests})
+        if 0 < answered < 100:
+            found.notes.append(f"P99 of {answered} requests is little more than the largest.")
+        return found
+
+
+_NO_EPLB = "the server does not move experts; start it with --enable-eplb"
+_UNRECORDED = "the experts' load is not recorded; give --admin-api-key, or start the server with --enable-eplb"
+_FEWEST_STEPS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceMeasurement(LoadMeasurement):
+    """A load, and what `/metrics` of dsjax says of the experts meanwhile."""
+
+    KIND: ClassVar = "balance"
+    UNITS: ClassVar = {
+        "rank_variation": "",
+        "expert_variation": "",
+        "balancedness": "",
+        "steps": "steps",
+        "rebalances_per_1000_steps": "",
+        "rebalance_pause": "s",
+        "rebalance_seconds": "s",
+    }
+
+    async def measure(self, bed: TestBed) -> Measured:
+        """Put the load on the server; record the experts' load where the admin key lets us."""
+        async with bed.watch(60.0) as glance:
+            pass
+        if not any(each.by(OURS) for each in glance.counters):
+            raise NotTestedError("the server has no /metrics of dsjax, which tells of experts and ranks")
+        records = bed.options.admin_api_key is not None and await bed.admin("/start_expert_distribution_record") is None
+        try:
+            run = await self.put_load(bed)
+        finally:
+            if records:
+                await bed.admin("/stop_expert_distribution_record")
+        counters = [each for each in run.watch.counters if each.by(OURS)]
+        if len(counters) < 2:
+            raise NotTestedError("the server's /metrics did not answer during the load")
+        found = Measured(samples=sum(record.succeeded for record in run.counted))
+        enter_balance(found, counters[0], counters[-1])
+        return found
+
+
+def enter_balance(found: Measured, before: Exposition, after: Exposition) -> None:
+    """Enter the values of two scrapes, at a load's begin and end.
+
+    Tokens are those since the record began; without a record, those of the balancer's last window.
+    """
+    name = "dsjax_expert_tokens_total"
+    ranks, experts = after.by(name, "ep_rank"), after.by(name, "expert")
+    if not ranks:
+        ranks = after.by("dsjax_eplb_rank_tokens", "ep_rank")
+        found.notes.append("The ranks' load is that of the last window of --enable-eplb: no --admin-api-key.")
+    tokens = list(ranks.values())
+    even = float(np.mean(tokens)) / max(tokens) if tokens and max(tokens) > 0 else None
+    variations = {"rank_variation": variation(tokens), "expert_variation": variation(experts.values())}
+    found.enter(variations | {"balancedness": even}, _UNRECORDED)
+
+    def grew(name: str) -> float:
+        return sum(after.growth(before, name).values())
+
+    steps = grew("dsjax_step_seconds_count")
+    found.enter({"steps": steps})
+    if not after.by("dsjax_eplb_rebalances_total"):
+        found.enter(dict.fromkeys(("rebalances_per_1000_steps", "rebalance_pause", "rebalance_seconds")), _NO_EPLB)
+        return
+    rebalances = grew("dsjax_eplb_rebalances_total")
+    often = rebalances / steps * 1000 if steps >= _FEWEST_STEPS else None
+    few = f"the load had {steps:g} steps, and fewer than {_FEWEST_STEPS} tell no frequency"
+    found.enter({"rebalances_per_1000_steps": often}, few)
+    for name, counter in (("rebalance_pause", "exchange_seconds"), ("rebalance_seconds", "rebalance_seconds")):
+        each = grew(f"dsjax_eplb_{counter}_total") / rebalances if rebalances else None
+        found.enter({name: each}, f"no rebalance ended in the {steps:g} steps of the load")
+
+
+def variation(tokens: Collection[float]) -> float | None:
+    """Standard deviation ÷ mean, of the population; None of fewer than two values, or of nothing but zeros."""
+    values = np.array(list(tokens), float)
+    return float(values.std() / values.mean()) if len(values) > 1 and values.any() else None

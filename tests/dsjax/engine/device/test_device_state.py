@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from tiny_steps import PAGES, RANKS, G, limits_of, tiny
 
-from dsjax.engine.device import device_state
+from dsjax.engine.contract.commands import Admission, RankStep, Sampling, Step
+from dsjax.engine.device import device_state, slots
+from dsjax.engine.device.launch_rows import pack_admissions
 
 
 def filled_state(step, dtype=np.float32):
@@ -44,6 +46,24 @@ def test_marked_pages_become_zero_in_all_layers_and_no_other_page_changes(layout
         np.testing.assert_array_equal(after.cache[name], expected)
         assert after.cache[name].dtype == dtype
     np.testing.assert_array_equal(after.filled, ~np.repeat(marked.reshape(-1, 1), G, axis=1))
+
+
+def test_an_admission_sets_how_its_slot_samples_and_no_other_slot():
+    step = tiny("dp=2")
+    _, state = filled_state(step)
+    sampling = Sampling(7, 2**63 + 5, 0.5, 0.25, 3, 0.125, 1.0, -1.0, 2.0)
+    ranks = [RankStep([], [], b"", [], []), RankStep([Admission(1, 4, 9, sampling)], [], b"", [], [])]
+    (packed,) = pack_admissions(Step(ranks), [[], []])
+    after = jax.jit(partial(slots.admit, step))(state, packed).sampling
+    expected = {
+        "num_prompt_tokens": 7, "seed": 5, "seed_high": 2**31, "top_k": 3, "temperature": 0.5, "top_p": 0.25, "min_p": 0.125,
+        "presence": 1.0, "frequency": -1.0, "repetition": 2.0,
+    }  # fmt: skip
+    assert {name: getattr(after, name)[1, 1].item() for name in expected} == expected
+    assert all(
+        np.delete(np.asarray(getattr(after, name)).reshape(-1), after.top_k.shape[1] + 1).sum() == 0
+        for name in expected
+    )
 
 
 def test_pages_are_copied_within_their_rank_in_all_layers_with_what_the_mtp_module_has_of_them():

@@ -8,7 +8,7 @@ import pytest
 from published_logits import distribution
 
 from dsjax.engine.contract.sampling_params import MAX_LOGPROBS
-from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, greedy, sample, score
+from dsjax.engine.device.sampler import NONE_ALLOWED, SlotSampling, Wanted, _threshold, _uniform, greedy, sample, score
 from dsjax.model.softmax import log_softmax
 
 V = 24
@@ -26,12 +26,13 @@ class Row(NamedTuple):
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    seed_high: int = 0
     made: int = 0
 
 
 def settings(ranks: int, count: int, rows_of_ranks=()) -> tuple[SlotSampling, np.ndarray]:
     """Rows by rank, and how many tokens each has made; those without settings are greedy."""
-    dtypes = {"seed": np.uint32, "top_k": np.int32, "made": np.int32}
+    dtypes = {"seed": np.uint32, "seed_high": np.uint32, "top_k": np.int32, "made": np.int32}
     arrays = {
         name: np.full((ranks, count), default, dtypes.get(name, np.float32))
         for name, default in Row(temperature=0)._asdict().items()
@@ -119,6 +120,16 @@ def test_the_same_seed_gives_the_same_token_in_any_row_and_rank_and_company(para
         assert sampled(logits, requests)[rank, row] == alone
     elsewhere = {sampled(LOGITS[None, None], [[Row(made=m, seed=42, temperature=1.0)]])[0, 0] for m in range(9)}
     assert len(elsewhere) > 1
+
+
+def test_no_two_seeds_of_64_bits_share_their_noise_and_small_ones_fold_into_key_0():
+    seeds = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 3, 2**64 - 2, 2**64 - 1]
+    high, low = np.array([divmod(seed, 2**32) for seed in seeds], np.uint32).T[:, None]
+    noise = np.stack([jax.jit(_uniform)(high, low, np.full((1, len(seeds)), made, np.int32))[0] for made in range(4)])
+    assert len({*map(tuple, noise.T.tolist())}) == len(seeds)
+    for seed, drawn in zip(seeds[:3], noise.T, strict=False):
+        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), np.uint32(seed))
+        assert drawn.tolist() == [jax.random.uniform(jax.random.fold_in(key, made)) for made in range(4)]
 
 
 def test_every_token_can_be_drawn_where_all_are_kept_beside_a_truncated_row():

@@ -120,7 +120,8 @@ def start(case: Case, seeds: np.ndarray) -> DeviceState:
     counts = np.zeros((1, SLOTS, V), np.uint16)
     counts[..., list(PROMPT)] = 1
     integers = np.zeros((1, SLOTS), np.int32)
-    sampling = SlotSampling(num_prompt_tokens=integers + len(PROMPT), seed=seeds[None].astype(np.uint32), **values)
+    words = {"seed": seeds[None].astype(np.uint32), "seed_high": np.zeros_like(seeds[None], np.uint32)}
+    sampling = SlotSampling(num_prompt_tokens=integers + len(PROMPT), **words, **values)
     state = DeviceState(
         cache={},
         filled=None,

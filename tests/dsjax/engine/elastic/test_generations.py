@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
 from quick_compilation import FEW_SHAPES
-from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.contract.sampling_params import OutputKind
 from dsjax.engine.device.access import DevicePart
 from dsjax.engine.elastic import generations
-from dsjax.engine.engine import EngineParts, LLMEngine
+from dsjax.engine.engine import LLMEngine
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.schedule.attachment import Attachment
 from dsjax.engine.schedule.mesh_changer import Generation
@@ -93,7 +92,7 @@ class Serving:
     def __init__(self, *executors: FakeExecutor):
         first, *others = executors
         self.generations = FakeGenerations(others)
-        parts = EngineParts(first, tiny_tokenizer(), first.config, generations=self.generations)
+        parts = first.parts(generations=self.generations)
         self.engine = LLMEngine(parts)
         self.token_ids: dict[str, list[int]] = {}
         params = SamplingParams(temperature=0, max_tokens=20, output_kind=OutputKind.DELTA)
@@ -179,7 +178,7 @@ def test_tokens_that_were_entered_before_something_behind_them_failed_are_given(
 def test_an_error_that_nothing_survives_is_raised_as_it_was():
     executor = FakeExecutor()
     executor.fail_at_step = 1
-    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), executor.config))
+    engine = LLMEngine(executor.parts())
     engine.add_request("0", PROMPTS["0"], SamplingParams(temperature=0, max_tokens=20))
     engine.step()
     with pytest.raises(RuntimeError, match="the fake device is lost"):
@@ -189,7 +188,7 @@ def test_an_error_that_nothing_survives_is_raised_as_it_was():
 def test_a_request_that_the_smaller_cache_cannot_hold_ends_with_that_error_and_one_without_max_tokens_is_shortened():
     executor = FakeExecutor(pages_per_rank=33)
     generations = FakeGenerations([FakeExecutor(pages_per_rank=5)])
-    engine = LLMEngine(EngineParts(executor, tiny_tokenizer(), executor.config, generations=generations))
+    engine = LLMEngine(executor.parts(generations=generations))
     params = {"temperature": 0, "ignore_eos": True, "output_kind": OutputKind.FINAL_ONLY}
     engine.add_request("long", [1] * 10, SamplingParams(max_tokens=40, **params))
     engine.add_request("open", [2] * 3, SamplingParams(max_tokens=None, **params))

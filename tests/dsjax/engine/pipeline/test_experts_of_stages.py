@@ -1,17 +1,9 @@
 """Experts that follow the load at each stage: tokens are those of one device, and what a server shows describes all stages together.
 
-Then, with experts that stay, the stages are shared out to two processes, here two threads: process 0 is a step ahead of the other, and
-both make what one makes.
-Real processes: `test_stages_of_processes.py` in `tests/dsjax/hosts`.
-
-These are the tests of `pipeline/stages_of_process.py`, and of `ExpertsOfStages` in `pipeline/pipeline_executor.py`.
+These are the tests of `ExpertsOfStages` in `pipeline/pipeline_executor.py`.
 """
 
 import dataclasses
-import queue
-import threading
-from collections import deque
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,17 +19,12 @@ from balanced_model import (
     slots_of,
 )
 from layouts import TINY, answer, prompts
-from links_in_threads import links_of
 from staged_model import assert_same_answer, follow_load, load_stages
 
 from dsjax import SamplingParams
-from dsjax.engine.contract.commands import Step
-from dsjax.engine.contract.executor import ExecutorWrapper
 from dsjax.engine.experts.eplb import ExpertMover
 from dsjax.engine.experts.expert_balancer import ExpertBalancer
 from dsjax.engine.experts.expert_part import expert_share
-from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
-from dsjax.engine.stream.leader import is_collected
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -151,138 +138,3 @@ def test_warm_up_compiles_all_that_requests_can_ask_for_and_times_an_exchange_at
     sampled = dataclasses.replace(greedy, temperature=1.0, logprobs=1, prompt_logprobs=1)
     llm.generate(prompts()[:2], [greedy, sampled])
     assert llm.executor.counts().compilations_after_warm_up == 0
-
-
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False),
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1, prompt_logprobs=1),
-    SamplingParams(temperature=1, seed=3, max_tokens=6, ignore_eos=True, detokenize=False),
-]
-
-
-class Leading(ExecutorWrapper):
-    """Tells another process what it is told, as `LeaderExecutor` does, and counts the steps under way."""
-
-    def __init__(self, inner, other, link):
-        super().__init__(inner)
-        self.hears, self.done_at_wait, hear = 0, [], link.hear
-
-        def counting(number):
-            found = hear(number)
-            self.hears += 1
-            return found
-
-        link.hear = counting
-        self.told, self.collected, self.under_way, self.most = queue.SimpleQueue(), 0, 0, 0
-        self._thread = threading.Thread(target=self._follow, args=(other,), daemon=True)
-        self._thread.start()
-
-    def launch(self, command):
-        self.told.put((self.collected, lambda other: other.launch(command)))
-        self.under_way += isinstance(command, Step)
-        self.most = max(self.most, self.under_way)
-        return self.inner.launch(command)
-
-    def wait(self, pending):
-        before = self.hears
-        self.inner.wait(pending)
-        self.done_at_wait.append(self.hears - before)
-
-    def collect(self, pending):
-        found = self.inner.collect(pending)
-        self.collected += is_collected(pending.command)
-        self.under_way -= isinstance(pending.command, Step)
-        return found
-
-    def set_recording(self, on):
-        self.inner.set_recording(on)
-        self.told.put((self.collected, lambda other: other.set_recording(on)))
-
-    def expert_counts(self):
-        self.told.put((self.collected, lambda other: other.expert_counts()))
-        return self.inner.expert_counts()
-
-    def end(self):
-        self.told.put(None)
-        self._thread.join(60)
-
-    def _follow(self, other):
-        launched, collected = deque(), 0
-        while (message := self.told.get()) is not None:
-            wanted, carry_out = message
-            while collected < wanted:
-                other.collect(launched.popleft())
-                collected += 1
-            pending = carry_out(other)
-            if pending is not None and is_collected(getattr(pending, "command", None)):
-                launched.append(pending)
-
-
-def made(llm):
-    outputs = llm.generate(prompts()[3:6], PARAMS)
-    return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs]
-
-
-def recorded(llm):
-    """(The experts' loads of a few requests, what metrics show of them, what is there when the record has ended.)"""
-    llm.engine.flush_prefix_cache()
-    executor = llm.engine.core.executor
-    executor.set_recording(True)
-    made(llm)
-    loads, shown = executor.expert_counts(), executor.counts().experts
-    executor.set_recording(False)
-    after = executor.counts().experts
-    llm.engine.flush_prefix_cache()
-    return loads, shown, after
-
-
-@pytest.fixture(scope="module")
-def found(llm):
-    """What one process and then two processes make of the same requests.
-
-    leading: the executor of process 0, with the first stage, as its engine sees it; process 1 has all others.
-    """
-    core, sequence = llm.engine.core, prompts()[-1]["prompt_token_ids"]
-    while llm.engine.has_unfinished():  # an exchange that was begun
-        llm.engine.step()
-    llm.engine.flush_prefix_cache()
-    whole, (first, *others), links = core.executor, llm.executor.stages, links_of([0, 1])
-    with experts_stay(llm):
-        expected, logits, loads = made(llm), llm.logits([sequence])[0], recorded(llm)
-        ends = [StagesOfProcess(stages, link) for stages, link in zip(([first], others), links, strict=True)]
-        core.executor = leading = Leading(*ends, links[0])
-        found = SimpleNamespace(leading=leading, expected=expected, two=[made(llm)])
-        found.logits = logits, llm.logits([sequence])[0]
-        llm.engine.flush_prefix_cache()
-        found.two.append(made(llm))
-        found.loads = loads, recorded(llm)
-        yield found
-    leading.end()
-    core.executor = whole
-    for link in links:
-        link.close()
-
-
-def test_two_make_what_one_makes_to_the_bit(found):
-    assert found.two == [found.expected] * 2
-    np.testing.assert_array_equal(*found.logits)
-
-
-def test_process_0_begins_a_step_while_the_one_before_is_at_the_next_stage(found):
-    assert found.leading.most == 2
-
-
-def test_a_step_that_process_0_has_waited_for_is_done_at_the_last_stage(found):
-    assert len(found.leading.done_at_wait) > 10
-    assert set(found.leading.done_at_wait) == {1}
-
-
-def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_and_begins_anew_each_time(found):
-    (loads, _, after), (loads_of_two, shown_of_two, after_of_two) = found.loads
-    for name in ("tokens_per_expert", "logical_load", "physical_to_logical", "rows_sent"):
-        np.testing.assert_array_equal(getattr(loads_of_two, name), getattr(loads, name))
-    assert loads.tokens_per_expert.sum(1).min() > 0
-    assert (loads_of_two.rounds, loads_of_two.dispatch_bytes) == (loads.rounds, loads.dispatch_bytes)
-    assert loads_of_two.padding_share == pytest.approx(loads.padding_share)
-    np.testing.assert_array_equal(shown_of_two.tokens_per_expert, loads.tokens_per_expert)
-    assert (after, after_of_two) == (None, None)

@@ -1,22 +1,31 @@
-"""What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`."""
+"""What passes between the processes of stages, here between threads: the tests of `pipeline/process_links.py`.
+
+These are the tests of `pipeline/stages_of_process.py` too. Real processes: `test_stages_of_processes.py` in `tests/dsjax/hosts`.
+"""
 
 import contextlib
 import socket
 import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import zmq
+from jax.sharding import SingleDeviceSharding
 from links_in_threads import Links, group_of, links_of
 
-from dsjax.engine.contract.executor import ErrorKind, ExpertCounts, RankResults, RowResult
+from dsjax.engine.contract.commands import Score, Step, int32s
+from dsjax.engine.contract.executor import ErrorKind, ExecutorCounts, ExpertCounts, RankResults, RowResult
 from dsjax.engine.pipeline import process_links
 from dsjax.engine.pipeline.process_links import HIDDEN, RESULTS
 from dsjax.engine.pipeline.stage_executor import Made
+from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.hosts.group import GroupError
 from dsjax.messaging import Link, NotAMemberError
 
@@ -102,6 +111,84 @@ def test_process_0_has_the_loads_of_all_processes_in_the_order_of_their_stages(l
             assert getattr(getattr(found, name), "dtype", None) == getattr(value, "dtype", None)
     assert others[0] == [None]
     assert others[1][0].rounds == 2, "its own alone"
+
+
+class Stage:
+    """A stage of three without a model: its hidden states, tokens and logits are one more than what arrives."""
+
+    def __init__(self, number):
+        mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]))
+        self.model = SimpleNamespace(mesh=mesh, stage=SimpleNamespace(count=3), begins=number == 0)
+        self.limits, self.programs = None, SimpleNamespace(rows=SingleDeviceSharding(jax.devices()[0]))
+        self.number, self.steps, self.leaving, self.entered, self.recording = number, 0, deque(), [], False
+
+    def launch(self, command):
+        self.steps += 1
+        value = 10 * self.steps if self.model.begins else self.arriving.popleft()[0] + 1
+        self.leaving.append(jnp.full(3, value))
+        return SimpleNamespace(value=int(value), kept=[np.full((2, 4), value), np.full((1, 4), value)])
+
+    def read(self, part):
+        return [RankResults([RowResult([part.value])], [])]
+
+    def made(self, part):
+        return [Made(np.full(2, part.value), None)]
+
+    def enter(self, part, results, made):
+        self.entered += results[0].decodes[0].token_ids
+
+    def wait(self, part):
+        pass
+
+    forget = lambda self: None  # noqa: E731
+
+    def set_recording(self, on):
+        self.recording = on
+
+    def expert_counts(self):
+        return counts_of(self.number)
+
+    def counts(self):
+        return ExecutorCounts(0)
+
+
+@pytest.fixture
+def processes(links):
+    """The executors of three processes with a stage each."""
+    return [StagesOfProcess([Stage(number)], link) for number, link in enumerate(links)]
+
+
+def test_process_0_goes_a_step_ahead_and_a_step_that_it_has_waited_for_is_done_at_the_last_stage(processes):
+    first, middle, last = processes
+    heard, hear = [], first._links.hear
+    first._links.hear = lambda number: heard.append(number) or hear(number)
+    steps = [first.launch(Step([])) for _ in range(2)]
+    behind = [middle.launch(Step([])) for _ in range(2)]
+    assert heard == []
+    for _ in range(2):
+        last.launch(Step([]))
+    first.wait(steps[0])
+    assert heard == [0]
+    for process, own in ((first, steps), (middle, behind)):
+        assert [process.collect(step)[0].decodes[0].token_ids for step in own] == [[12], [22]]
+        assert process.stages[0].entered == [12, 22]
+    scored, *_ = [process.launch(Score(int32s([5, 6]), int32s([2]))) for process in processes]
+    np.testing.assert_array_equal(first.collect(scored), np.full((2, 4), 32))
+    assert heard == [0, 1, 2]
+
+
+def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_until_it_ends(processes):
+    for process in processes:
+        process.set_recording(True)
+    with ThreadPoolExecutor(3) as pool:
+        found, *_ = pool.map(StagesOfProcess.expert_counts, processes)
+    each = [counts_of(number) for number in range(3)]
+    for name in ("tokens_per_expert", "rows_sent", "logical_load", "physical_to_logical"):
+        np.testing.assert_array_equal(getattr(found, name), np.concatenate([getattr(one, name) for one in each]))
+    assert (found.rounds, found.dispatch_bytes, found.padding_share) == (3, 6, 0.25)
+    assert processes[0].counts().experts is found
+    processes[0].set_recording(False)
+    assert processes[0].expert_counts() is processes[0].counts().experts is None
 
 
 def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):

@@ -15,17 +15,12 @@ from dsjax.engine.program_cache.library import ProgramLibrary, Shelf
 
 
 @pytest.fixture
-def jax_cache(tmp_path):
+def jax_cache(tmp_path, cache_settings):
     """JAX's own cache of compiled programs, empty, for programs of any size."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path), 0), strict=True):
-        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    return tmp_path
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1], [4, 5, 6, 7]])

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from fake_executor import FakeExecutor, expected_tokens
-from tiny_tokenizer import tiny_tokenizer
 
 from dsjax import SamplingParams
 from dsjax.engine.contract.executor import ErrorKind
-from dsjax.engine.engine import EngineParts
 from dsjax.engine.engine_thread import EngineThread
 from dsjax.engine.schedule.page_source import PageSource
 from dsjax.engine.schedule.request import FinishReason, Request
@@ -35,7 +33,7 @@ class Engine:
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
         monkeypatch.setattr("dsjax.engine.core.time", clock)
         executor = FakeExecutor(pages_per_rank=SIZES[size])
-        parts = EngineParts(executor, tiny_tokenizer(), executor.config)
+        parts = executor.parts()
         self.core, self.inputs = parts.core, parts.inputs
         self.core.parked.seconds = seconds
         self.thread = EngineThread(self.core, on_done=lambda updates, stats: self.updates.extend(updates))

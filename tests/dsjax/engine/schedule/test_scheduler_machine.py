@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(takes=st.sampled_from([0, 1, 5, None]), fails=st.booleans())
     def change_the_disk(self, takes, fails):
         """It becomes fast or slow, hangs until the next change, or fails."""
-        self.executor.disk_takes, self.executor.disk_fails = takes, fails
+        self.executor.disk_takes, self.executor.reads_fail, self.executor.writes_fail = takes, fails, fails
 
     @rule(data=st.data())
     def evict(self, data):

@@ -35,6 +35,7 @@ MADE = {
     "--enable-shared-experts-fusion": {"enable_shared_experts_fusion": True},
     "--batch-invariant": {"batch_invariant": True},
     "--compile-ahead": {"compile_ahead": 2},
+    "--tokenizer-mode with an encoder": {"tokenizer_mode": "deepseek_v4"},
 }
 """Options that make a choice, where it is no text or number of its own."""
 ALONE = {
@@ -65,8 +66,6 @@ def making(choice: Choice) -> dict:
 @pytest.mark.parametrize("pair", EXCLUSIONS, ids=lambda pair: f"{pair.one} and {pair.other}")
 def test_choices_that_exclude_each_other_are_refused_with_the_reason(pair, monkeypatch):
     monkeypatch.setattr(combinations, "EXCLUSIONS", (pair,))  # options for one pair may break another row too
-    if pair.one is combinations.EVENTS:
-        pytest.importorskip("zmq")
     options = making(pair.other) | making(pair.one)
     if pair.one is combinations.EXPERTS_HERE:
         options |= {"afd_role": "both"}

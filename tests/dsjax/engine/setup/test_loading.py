@@ -10,14 +10,15 @@ import time
 import jax
 import pytest
 from layouts import TINY, write_checkpoint
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import CONFIG, tiny_tokenizer, write_tokenizer
 
 from dsjax import LLM
 from dsjax.config import ModelConfig
 from dsjax.engine.device.mesh_executor import MeshExecutor
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.setup.fitting import check_layout
-from dsjax.engine.setup.loading import load_model, read_eos_token_ids
+from dsjax.engine.setup.loading import load_model, read_eos_token_ids, read_tokenizer
+from dsjax.engine.text.prompt_encoder import V4Encoder, V32Encoder
 from dsjax.engine.text.tokenizer import TokenizerError
 from dsjax.errors import UserError
 from dsjax.hosts import options
@@ -30,6 +31,24 @@ def test_generation_config_adds_to_the_tokenizer_and_comes_before_config(tmp_pat
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     assert read_eos_token_ids(tmp_path, tiny_tokenizer()) == (1, 7, 8)
     assert read_eos_token_ids(tmp_path, None) == (7, 8)
+
+
+def test_options_name_another_tokenizer_template_or_encoder_than_the_model_s(tmp_path):
+    model, other = tmp_path / "model", tmp_path / "other"
+    for directory in (model, other):
+        directory.mkdir()
+    (model / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    assert read_tokenizer(EngineArgs(), model) is None
+    write_tokenizer(other)
+    read = lambda **options: read_tokenizer(EngineArgs(tokenizer=str(other), **options), model).chat_template  # noqa: E731
+    assert read().source == CONFIG["chat_template"]
+    assert isinstance(read(tokenizer_mode="deepseek_v4"), V4Encoder)
+    (other / "tokenizer_config.json").unlink()
+    assert isinstance(read(), V32Encoder)
+    (tmp_path / "mine.jinja").write_text("{{ 1 }}")
+    assert read(chat_template=str(tmp_path / "mine.jinja")).source == "{{ 1 }}"
+    with pytest.raises(UserError, match=r"missing.jinja cannot be read"):
+        read(chat_template="missing.jinja")
 
 
 def test_a_wrong_eos_token_id_is_named(tmp_path):

@@ -25,6 +25,13 @@ def test_pieces_are_the_whole_with_the_real_vocabulary(r1, ids, skip):
     assert in_pieces(r1, ids, skip) == r1.decode(ids, skip)
 
 
+def test_kept_special_tokens_stay_where_others_are_skipped():
+    tokenizer = tiny_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer, True, (tokenizer.eos_id,))
+    pieces = [detokenizer.push(token) for token in (tokenizer.bos_id, *tokenizer.encode("a", False), tokenizer.eos_id)]
+    assert pieces == ["", "a", tokenizer.special_tokens["eos_token"]]
+
+
 @given(text=st.text(max_size=30))
 def test_no_piece_ever_shows_half_a_character(text):
     tokenizer = tiny_tokenizer()

@@ -1,5 +1,6 @@
 """What a request's parameters become on their way in: its rules, made of words and tokens, with what cannot be refused."""
 
+import numpy as np
 import pytest
 from fake_executor import FakeExecutor
 from tiny_tokenizer import tiny_tokenizer
@@ -48,6 +49,41 @@ def test_token_ids_of_the_model_s_tokenizer_are_taken_as_they_are_unless_the_mod
     assert prepared.prompt_token_ids is ids
     assert prepared.completions[0].token_ids == ids
     assert prepared.completions[0].token_ids is not ids, "to which the tokens that are made are added"
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([3, 4]), [np.int64(3), np.uint8(4)], {"prompt_token_ids": np.array([3, 4])}]
+)
+def test_token_ids_may_be_numpy_s(prompt):
+    prepared = InputProcessor(None, FakeExecutor().config, V).prepare("a", prompt, SamplingParams())
+    assert prepared.prompt_token_ids == [3, 4]
+    assert {type(token) for token in prepared.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("wrong", [np.bool_(True), np.float64(3), True])
+def test_what_is_no_integer_is_no_token_id(wrong):
+    with pytest.raises(PromptError, match="token 1 is"):
+        InputProcessor(None, FakeExecutor().config, V).prepare("a", [3, wrong], SamplingParams())
+
+
+def test_a_request_keeps_the_parameters_that_it_was_given():
+    params = SamplingParams(max_tokens=3)
+    prepared = InputProcessor(None, FakeExecutor().config, V).prepare("a", [3], params)
+    params.max_tokens = 9
+    assert prepared.completions[0].params.max_tokens == prepared.params.max_tokens == 3
+
+
+def test_a_seed_is_taken_whole_and_completions_count_on_from_it():
+    inputs = InputProcessor(None, FakeExecutor().config, V)
+
+    def seeds(seed, n=1):
+        prepared = inputs.prepare("a", {"prompt_token_ids": [1]}, SamplingParams(seed=seed, n=n))
+        return [one.seed for one in prepared.completions]
+
+    collided = [1, -2, 2**32, 2**32 - 2, -(2**63), 2**63 - 1, 5, ~5]
+    assert [seeds(seed) for seed in collided] == [[seed % 2**64] for seed in collided]
+    assert seeds(-3, n=4) == [2**64 - 3, 2**64 - 2, 2**64 - 1, 0]
+    assert seeds(-2, n=1) == seeds(-3, n=2)[1:]
 
 
 def test_a_request_without_rules_has_none_and_completions_do_not_share_theirs():

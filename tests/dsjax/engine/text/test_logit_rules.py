@@ -6,7 +6,7 @@ from tiny_tokenizer import tiny_tokenizer
 from dsjax.engine.contract.sampling_params import SamplingParams
 from dsjax.engine.contract.structured_params import StructuredOutputs
 from dsjax.engine.device.sampler import allowed
-from dsjax.engine.text.logit_rules import LogitRules
+from dsjax.engine.text.logit_rules import LogitRules, ThinkingBudget
 from dsjax.engine.text.structured import GrammarCompiler
 
 V = 70  # no multiple of 32
@@ -48,3 +48,21 @@ def test_rules_follow_tokens_until_the_grammar_cannot_go_on():
     assert count == 1
     assert "cannot go on" in error
     assert not rules.masks([a], []).any()
+
+
+def test_reasoning_ends_when_its_budget_is_used_also_behind_drafts():
+    begin, end = 5, 6
+    rules = LogitRules(SamplingParams(), V, thinking=ThinkingBudget(3, (begin, end), [1, begin, 2, end, begin]))
+    assert rules.needs_tokens
+    only_end = lambda drafts: [np.flatnonzero(allowed(mask, V)).tolist() == [end] for mask in rules.masks([], drafts)]  # noqa: E731
+    assert only_end([7, 8, 9, 9]) == [False, False, False, True, True]
+    assert only_end([7, end, 8, 9, 9]) == [False] * 6
+    assert rules.follow([7, 8]) == (2, None)
+    assert only_end([9, end, 9]) == [False, True, False, False]
+    assert rules.follow([9, end]) == (2, None)
+    assert only_end([begin, 7, 7, 7]) == [False, False, False, False, True]
+
+
+def test_a_budget_of_none_at_all_lets_no_reasoning_begin():
+    rules = LogitRules(SamplingParams(), V, thinking=ThinkingBudget(0, (5, 6), [5]))
+    assert [np.flatnonzero(allowed(mask, V)).tolist() for mask in rules.masks([], [])] == [[6]]

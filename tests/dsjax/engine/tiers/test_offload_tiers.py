@@ -250,7 +250,7 @@ def test_an_end_does_not_wait_for_a_disk_that_hangs(monkeypatch):
 def test_a_disk_that_fails_costs_the_hits_and_nothing_else():
     engine = core(disk_pages=200, host_pages_per_rank=3)
     for turn in range(8):
-        engine.executor.disk_fails = turn % 2 == 1
+        engine.executor.reads_fail = engine.executor.writes_fail = turn % 2 == 1
         prompts = begin_alike(turn)
         assert list(run(engine, prompts).values()) == [expected_tokens(tokens, 6) for _, tokens in prompts]
     counts = tiers(engine).disk.counts()

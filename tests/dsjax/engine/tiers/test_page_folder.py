@@ -120,41 +120,7 @@ def test_what_is_not_of_our_form_is_neither_counted_nor_deleted(tmp_path):
     }
 
 
-def test_nothing_is_read_or_written_through_a_link(tmp_path):
-    files, elsewhere = written(tmp_path / "pages", FIRST), tmp_path / "elsewhere"
-    fill(elsewhere, {"victim": "whole"})
-    path = path_of(files, FIRST)
-    path.rename(elsewhere / "page")
-    path.symlink_to(elsewhere / "page")
-    with pytest.raises(OSError, match=r"symbolic links|Too many"):
-        files.read(FIRST)
-    path.with_suffix(".writing").symlink_to(elsewhere / "victim")
-    files.write(FIRST, PAGE)
-    assert not path.is_symlink()
-    assert (elsewhere / "victim").read_text() == "whole"
-    (tmp_path / "pages" / "lock").symlink_to(elsewhere / "victim")
-    with pytest.raises(UserError, match="cannot be used"):
-        PageFolder(tmp_path / "pages").lock()
-    assert (elsewhere / "victim").read_text() == "whole"
-
-
-def test_a_pipe_in_the_place_of_a_page_keeps_nobody_waiting(tmp_path):
-    files = written(tmp_path, FIRST)
-    path_of(files, FIRST).unlink()
-    os.mkfifo(path_of(files, FIRST))
-    with pytest.raises(OSError, match="it is no regular file"):
-        files.read(FIRST)
-    assert files.list().names == []
-
-
-def give_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() == 0:
-        os.chown(path, 12345, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda user=os.geteuid(): user + 1)
-
-
-def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, monkeypatch):
+def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, give_away):
     PageFolder(tmp_path / "pages").lock().close()
     for mode in (0o770, 0o702, 0o1777):
         (tmp_path / "pages").chmod(mode)
@@ -162,21 +128,21 @@ def test_a_folder_of_another_user_or_that_others_can_write_is_refused(tmp_path, 
             PageFolder(tmp_path / "pages").lock()
     (tmp_path / "pages").chmod(0o755)
     PageFolder(tmp_path / "pages").lock().close()
-    give_to_another_user(tmp_path / "pages", monkeypatch)
+    give_away(tmp_path / "pages")
     with pytest.raises(
         UserError, match=r"belongs to another user .*give one that this user, and nobody else, can write"
     ):
         PageFolder(tmp_path / "pages").lock()
 
 
-def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_believed(tmp_path, monkeypatch):
+def test_a_page_of_another_user_or_in_a_folder_that_others_can_write_is_not_believed(tmp_path, give_away):
     files = written(tmp_path, FIRST)
     path_of(files, FIRST).parent.chmod(0o777)
     with pytest.raises(PermissionError):
         files.read(FIRST)
     path_of(files, FIRST).parent.chmod(0o700)
     assert (files.read(FIRST)["latent"] == PAGE["latent"]).all()
-    give_to_another_user(path_of(files, FIRST), monkeypatch)
+    give_away(path_of(files, FIRST))
     with pytest.raises(PermissionError):
         files.read(FIRST)
     assert files.list().names == []

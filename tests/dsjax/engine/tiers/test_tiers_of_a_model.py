@@ -3,19 +3,21 @@
 These are the tests of `tiers/offloaded_pages.py`, `setup/sizes.py` and `setup/spaces.py` too.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drafting_checkpoint import write_drafting_checkpoint
-from kept_programs import kept_in
 from layouts import MODELS
 
 from dsjax import LLM, SamplingParams
 from dsjax.config import load_config
+from dsjax.engine.program_cache import library as program_library
 from dsjax.engine.program_cache.library import ProgramLibrary
 from dsjax.engine.setup.args import INDEX_SCORES, EngineArgs
 from dsjax.engine.setup.assembly import make_step
@@ -77,6 +79,15 @@ def expected_of(checkpoints, kernels):
         return outputs
 
     return functools.cache(made)
+
+
+@contextlib.contextmanager
+def kept_in(library: ProgramLibrary) -> Iterator[None]:
+    """Engines that are made meanwhile take their programs from this library and keep them there; their options must be equal but for what
+    no program depends on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_library, "ProgramLibrary", lambda: library)
+        yield
 
 
 @pytest.mark.slow

@@ -5,10 +5,8 @@ what prefill said of it, and their tokens come back. A request of nothing gives 
 keeps on that mesh. A process that is not the first of its side follows that one, and answers nothing.
 """
 
-import itertools
 import json
 import sys
-from collections.abc import Callable
 
 from dsjax import LLM, SamplingParams
 from dsjax.engine.core import EngineCore
@@ -41,7 +39,7 @@ def prefill(args: EngineArgs) -> None:
     for line in sys.stdin:
         request, engine = json.loads(line), server.engine
         if "tokens" in request:
-            tell(**server.prefill(request["tokens"], room=request.get("room")))
+            tell(**server.prefill(request["tokens"]))
             continue
         pages = sum(rank.pool.num_used for rank in engine.core.scheduler.ranks)
         kept = {"jobs": engine.num_jobs, "chunks": engine.buffers.num_kept, "pages": pages}
@@ -71,18 +69,16 @@ def changes_of(core: EngineCore) -> dict[str, int]:
     return {} if core.generations is None else dict(core.generations.counts.changes)
 
 
-def run(llm: LLM, requests: list, between: Callable[[int], None] = lambda step: None) -> dict[str, list[int]]:
-    """Tokens of (name, prompt, what prefill said). between: called before each step with its number."""
+def run(llm: LLM, requests: list) -> dict[str, list[int]]:
+    """Tokens of (name, prompt, what prefill said)."""
     for name, tokens, said in requests:
         llm.engine.add_request(name, {"prompt_token_ids": tokens}, GREEDY, RequestOptions(prefill=said))
     token_ids = {}
-    for step in itertools.count():
-        if not llm.engine.has_unfinished():
-            return token_ids
-        between(step)
+    while llm.engine.has_unfinished():
         for output in llm.engine.step():
             if output.finished:
                 token_ids[output.request_id] = list(output.outputs[0].token_ids)
+    return token_ids
 
 
 def tell(**fields) -> None:

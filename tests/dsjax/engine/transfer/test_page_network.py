@@ -1,4 +1,4 @@
-"""Prompts that another process computes make the tokens of one plain engine, and a process that dies costs no request and no page.
+"""What a prefill and a decode side say to each other over real connections, and that nothing is kept of a side that goes.
 
 These are the tests of `transfer/messages.py` and `transfer/send_buffers.py` too.
 """
@@ -15,24 +15,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from drafting_checkpoint import write_drafting_checkpoint
 from engine_pair import prefill_request
 from fake_executor import FakeExecutor
-from listening_sockets import all_loopback, listening_addresses
-from side_process import run
-from sides import Side
-from transports import EACH_BACKEND
 from waits import until
 
-from dsjax import LLM
 from dsjax.engine.elastic.joining import join_group
-from dsjax.engine.elastic.transfer_processes import endpoint_of, host_of
+from dsjax.engine.elastic.transfer_processes import endpoint_of, host_of, space_of
 from dsjax.engine.prefill_engine import PrefillEngine
 from dsjax.engine.setup.args import EngineArgs
 from dsjax.engine.transfer.chunk_network import ChunkServer, RemoteChunks
 from dsjax.engine.transfer.messages import (
+    VERSION,
     CancelTransfer,
     ChunkGoneError,
     ChunkReady,
@@ -45,102 +39,11 @@ from dsjax.engine.transfer.messages import (
     TransferFailed,
     TransfersUnderWay,
 )
-from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks, handoff
-from dsjax.engine.transfer.prefill_links import PrefillLinks
+from dsjax.engine.transfer.page_network import PrefillServer, RemoteLinks
 from dsjax.engine.transfer.send_buffers import Keeper
 from dsjax.errors import UserError
 from dsjax.messaging import Endpoint, RefusedError
 from dsjax.messaging.cluster_key import ClusterKey, Credentials, local_credentials
-
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "prefill_chunk": 16,
-    "page_size": 4,
-    "max_model_len": 96,
-    "dtype": "float32",
-    "transfer_host": "127.0.0.1",
-    "transfer_timeout": 60,
-    "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return str(write_drafting_checkpoint(tmp_path_factory.mktemp("network")))
-
-
-@pytest.fixture(scope="module", params=EACH_BACKEND)
-def backend(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def decode(checkpoint, backend):
-    given = OPTIONS | {"disaggregation_transfer_backend": backend}
-    llm = LLM(checkpoint, mesh="dp=2", disaggregation_mode="decode", local_prefill_tokens=1, **given)
-    # One program for decodes instead of two.
-    llm.executor.buckets = replace(llm.executor.buckets, decode=(OPTIONS["max_num_seqs"],))
-    yield llm
-    llm.shutdown()
-
-
-def prompts(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(2, 290, size=int(rng.integers(20, 70))).tolist() for _ in range(count)]
-
-
-def alone(llm, given):
-    llm.engine.flush_prefix_cache()
-    expected = run(llm, [(f"{i}", tokens, None) for i, tokens in enumerate(given)])
-    llm.engine.flush_prefix_cache()
-    return expected
-
-
-@pytest.mark.slow
-def test_tokens_are_those_of_one_engine_whichever_side_hears_of_a_request_first_and_whoever_dies(
-    checkpoint, decode, backend
-):
-    given = prompts(5)
-    expected = alone(decode, given)
-    incoming = decode.engine.core.part(PrefillLinks).source
-    given_options = OPTIONS | {"model": checkpoint, "disaggregation_transfer_backend": backend}
-    process = Side(1, mesh="tp=2", disaggregation_mode="prefill", **given_options)
-    try:
-        address = process.wait().began["address"]
-        # Prefill first: what it answers goes with the request.
-        requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
-        assert run(decode, requests) == expected
-        assert incoming.transfer_counts.completed == len(given)
-        assert incoming.transfer_counts.given_up == 0
-        assert process.is_empty() is True
-        if backend == "jax":  # NIXL's UCX listens at all addresses of this host
-            for addresses in map(listening_addresses, (process.processes[0].pid, os.getpid())):
-                assert addresses
-                assert all_loopback(addresses), addresses
-
-        # Both at once, each side told of the same room: decode asks first, then prefill does.
-        decode.engine.flush_prefix_cache()
-        rooms = [(f"{i}", tokens, handoff(address, 100 + i)) for i, tokens in enumerate(given)]
-
-        def tell(step):
-            if step in range(2, 7):
-                assert process.ask(tokens=given[step - 2], room=98 + step) == rooms[step - 2][2]
-
-        assert run(decode, rooms, tell) == expected
-        assert incoming.transfer_counts.completed == 2 * len(given)
-        assert process.is_empty() is True
-
-        # It dies in the middle: decode computes what has not come.
-        decode.engine.flush_prefix_cache()
-        requests = [(f"{i}", tokens, process.ask(tokens=tokens)) for i, tokens in enumerate(given)]
-        assert run(decode, requests, lambda step: step == 3 and process.kill()) == expected
-        assert all(rank.pool.num_used == 0 for rank in decode.engine.core.scheduler.ranks)
-        assert incoming.num_under_way == 0
-        decode.engine.flush_prefix_cache()
-        assert run(decode, [("0", given[0], handoff(address))])["0"] == expected["0"]
-    finally:
-        process.kill()
 
 
 class FakeTransport:
@@ -235,13 +138,10 @@ def linked():
         yield make
 
 
-def test_sides_that_move_pages_by_different_transports_are_told_so(decode, backend, caplog):
-    server, _ = served(disaggregation_transfer_backend="mooncake")
-    [tokens] = prompts(1)
-    expected = alone(decode, [tokens])
-    assert run(decode, [("0", tokens, handoff(server.address))]) == expected
-    assert f"disaggregation_transfer_backend ('mooncake' here, '{backend}' there)" in caplog.text
-    server.shutdown()
+def test_the_transport_and_the_version_of_messages_are_of_what_both_sides_have_alike():
+    args, loaded = EngineArgs(disaggregation_mode="decode"), SimpleNamespace(page_space={"page_size": 4})
+    own = {"disaggregation_transfer_backend": "jax", "transfer_messages": VERSION}
+    assert space_of(args, loaded) == {"page_size": 4} | own
 
 
 def test_sides_whose_pages_differ_are_told_in_what(linked):

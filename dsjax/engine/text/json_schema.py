@@ -1,0 +1,154 @@
+"""JSON schemas as llguidance enforces them: what constrains nothing is taken out, and what could go wrong unnoticed is refused."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dsjax.errors import UserError
+
+FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+"""Formats of strings that are enforced. Any other is an annotation, as JSON Schema has it."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value maps names of the user's to schemas."""
+_INSTANCES = ("const", "enum", "default", "example", "examples")
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    "propertyNames": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+}
+_NEEDS = {
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+}
+"""Keywords that constrain nothing without one of these."""
+_MOST_REFERENCES = 8
+"""Of a chain of references to references."""
+
+
+def each_schema(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Change every schema inside a schema, the inner ones first. Values (`const`, `enum`) are no schemas."""
+    if isinstance(schema, list):
+        return [each_schema(each, change) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            changed[name] = {key: each_schema(each, change) for key, each in value.items()}
+        else:
+            changed[name] = value if name in _INSTANCES else each_schema(value, change)
+    return change(changed)
+
+
+def enforceable(schema: Any) -> Any:
+    """Return a schema that llguidance takes, and that accepts the same texts or fewer.
+
+    Raises:
+        UserError: a text that the grammar allows could break the schema.
+    """
+
+    def change(inner: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in inner.items() if not _says_nothing(name, value, inner)}
+        least, named = kept.get("minProperties"), _texts(kept.get("required"))
+        if isinstance(least, int) and least > len(named) + 1:
+            raise UserError(
+                f"minProperties is {least}, and {len(named)} properties are required by name; a grammar cannot keep the others from having "
+                "the same name, so require all but one by name"
+            )
+        names = _only_texts(_resolved(kept.get("propertyNames"), schema))
+        if names and not kept.keys() & {"properties", "patternProperties"}:
+            kept["patternProperties"] = {
+                f"^({'|'.join(map(re.escape, sorted(names)))})$": kept.get("additionalProperties", True)
+            }
+            del kept["propertyNames"]
+            kept["additionalProperties"] = False
+        return _as_any_of(kept, schema) if isinstance(kept.get("oneOf"), list) and "anyOf" not in kept else kept
+
+    return each_schema(schema, change)
+
+
+def explained(reason: str) -> str:
+    """Say what llguidance says of a schema in the words of JSON Schema."""
+    if keys := re.search(r"Unimplemented keys: (\[.*\])", reason):
+        return (
+            f"these keywords of JSON Schema cannot be enforced here: {', '.join(json.loads(keys[1]))}; leave them out"
+        )
+    if "oneOf constraints are not supported" in reason:
+        return "oneOf: a text could fit two of its schemas; tell them apart by a required property with a const, or use anyOf"
+    return reason
+
+
+def _says_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a keyword constrains nothing."""
+    if name == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return value in _WITHOUT_EFFECT.get(name, ()) or (name in _NEEDS and not any(one in schema for one in _NEEDS[name]))
+
+
+def _as_any_of(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """Write `oneOf` as `anyOf` where no value can fit two of its schemas: their types differ, or the text of a required property does.
+
+    OpenAPI's `discriminator` (pydantic writes it) names a property that every object has.
+    """
+    named = schema.get("discriminator")
+    tag = named.get("propertyName") if isinstance(named, dict) else None
+    tag = tag if isinstance(tag, str) else None
+    seen: list[tuple[set[str], dict[str, set[str]]]] = []
+    for branch in schema["oneOf"]:
+        found = _resolved(branch, root)
+        kinds = {"number" if kind == "integer" else kind for kind in _texts(found.get("type"))}
+        texts = _required_texts(found, tag) if kinds == {"object"} else {}
+        for others, other_texts in seen:
+            shared = texts.keys() & other_texts.keys()
+            if not kinds or not others or (kinds & others and all(texts[name] & other_texts[name] for name in shared)):
+                return schema
+        seen.append((kinds, texts))
+    branches = [
+        {**branch, "required": [*sorted(_texts(branch.get("required"))), tag]} if tag in texts else branch
+        for branch, (_, texts) in zip(schema["oneOf"], seen, strict=True)
+    ]
+    return {name: value for name, value in schema.items() if name != "oneOf"} | {"anyOf": branches}
+
+
+def _required_texts(schema: dict[str, Any], tag: Any) -> dict[str, set[str]]:
+    """Return the texts that each required property may be, of those that may be nothing else. tag: a property that is required too."""
+    properties, texts = schema.get("properties"), {}
+    for name in _texts(schema.get("required")) | _texts(tag):
+        one = properties.get(name) if isinstance(properties, dict) else None
+        if isinstance(one, dict) and _only_texts(one):
+            texts[name] = _only_texts(one)
+    return texts
+
+
+def _only_texts(schema: dict[str, Any]) -> set[str]:
+    """Return the texts that alone fit a schema; none where others may, or what is no text."""
+    values = schema.get("enum", [schema.get("const")])
+    texts = _texts(values)
+    return texts if isinstance(values, list) and len(texts) == len(values) else set()
+
+
+def _texts(value: Any) -> set[str]:
+    """Return the texts of a text or a list; a schema may be malformed, of which llguidance tells."""
+    return {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)}
+
+
+def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """Return the schema that a reference within `root` leads to; one that says nothing where it leads nowhere."""
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str):
+            break
+        schema = root
+        for step in reference.removeprefix("#/").split("/"):
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}

@@ -1,0 +1,143 @@
+"""Anthropic's `/v1/messages`: a chat answer as a message of content blocks, or as the events that build it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dsjax.engine.text.outputs import RequestOutput
+from dsjax.serve.anthropic_request import MessagesRequest
+from dsjax.serve.chat import RetoldAnswer
+from dsjax.serve.errors import ApiError, anthropic_body
+from dsjax.serve.serving import Serving
+
+Event = dict[str, Any]
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_EMPTY_BLOCKS = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": "", "citations": None},
+}
+_NAMES = {"reasoning_effort": "output_config.effort"}
+
+
+class ContentBlocks:
+    """The content of one message, made from a chat message's deltas; each delta gives the events that tell of it."""
+
+    def __init__(self):
+        self.blocks: list[dict[str, Any]] = []
+        self._is_open = False
+        self._arguments = ""
+        self._call = -1
+
+    def push(self, delta: Mapping[str, Any]) -> list[Event]:
+        """Enter a delta."""
+        events = []
+        for kind, text in (("thinking", delta.get("reasoning_content")), ("text", delta.get("content"))):
+            if text:
+                if not self._is_open or self.blocks[-1]["type"] != kind:
+                    events += self._begin(dict(_EMPTY_BLOCKS[kind]))
+                self.blocks[-1][kind] += text
+                events.append(self._delta({"type": f"{kind}_delta", kind: text}))
+        for call in delta.get("tool_calls") or ():
+            if call["index"] != self._call:
+                self._call = call["index"]
+                block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                events += self._begin({**block, "caller": {"type": "direct"}})
+            if arguments := call["function"].get("arguments"):
+                self._arguments += arguments
+                events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        return events
+
+    def finish(self) -> list[Event]:
+        """Close what is open."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        if self.blocks[-1]["type"] == "tool_use":
+            self.blocks[-1]["input"] = _object(self._arguments)
+            self._arguments = ""
+        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+
+    def _begin(self, block: dict[str, Any]) -> list[Event]:
+        events = self.finish()
+        self.blocks.append(block)
+        self._is_open = True
+        return [*events, {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}]
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+class MessagesAnswer(RetoldAnswer):
+    """One request on its way: a chat answer, told in the words of this API."""
+
+    def __init__(self, serving: Serving, body: MessagesRequest, request_id: str):
+        super().__init__(serving, body, f"msg_{request_id}", request_id)
+        self._content = ContentBlocks()
+        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
+
+    def without_effect(self) -> list[str]:
+        """Fields of the request that change nothing here."""
+        return self._body.without_effect() + [_NAMES.get(name, name) for name in self._chat.without_effect()]
+
+    def first_chunks(self) -> list[Event]:
+        """Give the message without its content."""
+        self._chat.first_chunks()
+        return [{"type": "message_start", "message": self._built()}]
+
+    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
+        """Give the events of one output.
+
+        Raises:
+            ApiError: the completion failed.
+        """
+        events: list[Event] = []
+        for chunk in self._chat.chunks_of(prompt_index, output, as_events=False):
+            (choice,) = chunk["choices"]
+            events += self._content.push(choice["delta"])
+            self._note_end(choice)
+        return events
+
+    def last_chunks(self) -> list[Event]:
+        """Close the content, and say how the message ended."""
+        ended = {"type": "message_delta", "delta": self._end, "usage": self._usage()}
+        return [*self._content.finish(), ended, {"type": "message_stop"}]
+
+    def failure(self, error: ApiError) -> Event:
+        """Make an event for an error after the stream has begun."""
+        return anthropic_body(error)
+
+    def _note_end(self, choice: Mapping[str, Any]) -> None:
+        if choice["finish_reason"] is not None:
+            self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
+            if isinstance(choice.get("stop_reason"), str):
+                self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+
+    def _built(self) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "container": None}
+        return {**head, "content": self._content.blocks, **self._end, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        """Count tokens as this API does: `input_tokens` are those that no cache held."""
+        usage = self._chat.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation": None,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "inference_geo": None,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+            "server_tool_use": None,
+            "service_tier": "standard",
+        }
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Read a call's arguments; what is no JSON object, because it was cut off, stands under `arguments`."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -1,0 +1,195 @@
+"""The bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, and the chat request that means the same."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from dsjax.serve import bounds
+from dsjax.serve.chat_fields import ChatRequest, FunctionName, ThinkingSwitch, as_chat, refuse_other_kinds, text_or_list
+from dsjax.serve.sampling_fields import Count, Effort, Name, Stop, StrictModel, for_header
+
+_NEEDED = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""Fields of each kind of block."""
+
+
+class Part(StrictModel):
+    """A part of a request. Fields that say nothing to the model are passed over, such as `cache_control`: all prompts are cached."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Block(Part):
+    """A part of a message's content: text, reasoning, a call of an earlier answer, or what a called tool gave."""
+
+    type: Literal["text", "thinking", "tool_use", "tool_result"]
+    text: str = ""
+    thinking: str = ""
+    id: Name = ""
+    name: FunctionName = "unnamed"
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: Name = ""
+    content: "Content" = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_fields(cls, block: Any) -> Any:
+        kind = block.get("type") if isinstance(block, dict) else None
+        refuse_other_kinds(kind, _NEEDED)
+        if missing := [name for name in _NEEDED.get(kind, ()) if name not in block]:
+            raise PydanticCustomError(
+                "block", "a block of type {kind} needs {name}", {"kind": kind, "name": missing[0]}
+            )
+        return block
+
+
+Content = text_or_list(Block, bounds.MAX_PARTS)
+
+
+class Message(Part):
+    """One turn, or what tools gave."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class MessagesTool(Part):
+    """A tool that the client runs; there are no others."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class MessagesToolChoice(StrictModel):
+    """Which tools must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(ThinkingSwitch):
+    """`thinking`; `display: omitted` leaves the reasoning out of the answer."""
+
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(StrictModel):
+    """A schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    """`output_config`."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class TokenCountRequest(StrictModel):
+    """Body of `/v1/messages/count_tokens`. Fields that are not listed are without effect."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Name
+    messages: list[Message] = Field(min_length=1, max_length=bounds.MAX_MESSAGES)
+    system: Content | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=bounds.MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def without_effect(self) -> list[str]:
+        """Name the fields that change nothing here."""
+        given = [name for name, value in self.model_extra.items() if value not in (None, "auto", "standard")]
+        return for_header([name for name in given if name not in ("cache_control", "metadata")])
+
+    def to_chat(self, **more: Any) -> ChatRequest:
+        """Make the chat request that means the same. more: its other fields.
+
+        Raises:
+            ApiError: more messages, or calls in one turn, than a conversation may have.
+        """
+        choice, config, thinking = self.tool_choice, self.output_config or OutputConfig(), self.thinking
+        if choice is not None and choice.type == "tool":
+            more["tool_choice"] = {"type": "function", "function": {"name": choice.name or "unnamed"}}
+        elif choice is not None:
+            more["tool_choice"] = "required" if choice.type == "any" else choice.type
+        if config.format is not None:
+            more["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+        if thinking is not None:
+            more |= {"thinking": {"type": thinking.type}, "thinking_token_budget": thinking.budget_tokens}
+            more["include_reasoning"] = thinking.display != "omitted"
+        messages = self._messages()
+        last = messages[-1]
+        chat = {
+            "model": self.model,
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "reasoning_effort": config.effort,
+            "continue_final_message": last["role"] == "assistant"
+            and bool(last["content"])
+            and "tool_calls" not in last,
+            **more,
+        }
+        return as_chat(chat, "messages")
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
+        for message in self.messages:
+            blocks = message.content if isinstance(message.content, list) else []
+            results = [block for block in blocks if block.type == "tool_result"]
+            messages += [
+                {"role": "tool", "tool_call_id": each.tool_use_id, "content": _text(each.content)} for each in results
+            ]
+            turn: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+            if thought := "\n".join(block.thinking for block in blocks if block.type == "thinking"):
+                turn["reasoning_content"] = thought
+            if calls := [_chat_call(block) for block in blocks if block.type == "tool_use"]:
+                turn["tool_calls"] = calls
+            if turn["content"] or not results:
+                messages.append(turn)
+        return messages
+
+
+class MessagesRequest(TokenCountRequest):
+    """Body of `/v1/messages`. Fields that are not listed are without effect."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=bounds.MAX_INTEGER)]
+    stream: bool | None = False
+    stop_sequences: Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: Count | None = 0
+
+    def to_chat(self, **more: Any) -> ChatRequest:
+        """Make the chat request that means the same. more: its other fields."""
+        sampling = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        return super().to_chat(**sampling, stop=self.stop_sequences, **more)
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content if block.type == "text")
+
+
+def _chat_call(block: Block) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {"strict": tool.strict}}

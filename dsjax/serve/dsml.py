@@ -1,0 +1,246 @@
+"""Tool calls in DSML, DeepSeek-V3.2's and V4's markup: how they are written, the grammar of an answer that must be some, and their parser.
+
+::
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+V4's block is named ``tool_calls``. A parameter with ``string="true"`` is text as it is; any other is JSON.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.text.detokenizer import find_first, num_undecided
+from dsjax.engine.text.prompt_encoder import DSML, PromptEncoder, V4Encoder, V32Encoder
+from dsjax.engine.text.structured import COMPACT_JSON_OPTIONS, JSON_OPTIONS
+from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.serve.tool_calls import CallParser, MessagePiece, closed_schema, head_rules
+
+_INVOKE, _INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
+_PARAMETER, _PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
+_TAGS = (f"<{DSML}", f"</{DSML}")
+_HEAD = re.compile(r'(.*?)"\s+string="(true|false)"\s*>', re.DOTALL)
+_NOTES = frozenset({"type", "title", "description", "default", "examples"})
+"""Fields of a schema that leave a string's text free."""
+_LISTED = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+"""Fields of an object's schema that is a list of properties."""
+
+
+class DsmlFormat:
+    """Tool calls as the prompts of an encoder have them."""
+
+    markers = (DSML,)
+
+    def __init__(self, name: str, encoder: PromptEncoder):
+        self.name, self._encoder = name, encoder
+        self.calls, self.describe = encoder.calls, encoder.describe
+        self.openings = (f"<{DSML}{encoder.block}>", _INVOKE)
+
+    def parser(self, most: int) -> "DsmlParser":
+        """Return a parser of one answer, which gives so many calls at most."""
+        return DsmlParser(self._encoder.block, most)
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        several: bool,
+        compact: bool = False,
+        instead: StructuredOutputs | None = None,
+    ) -> str:
+        """Write the grammar of calls, as `tool_grammar` does.
+
+        Each property of a function's schema is a parameter, in the schema's order. A string whose schema says more than its type is written
+        as JSON, so that the schema binds. A schema that is more than a list of properties takes all arguments as one JSON object.
+        """
+        token = tokenizer.token_id(DSML)
+        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
+        if token is None:
+            rules = [f'text[suffix="</{DSML}parameter>\\n"]: /(?s:.*)/']
+        else:
+            rules = [f'text: TEXT <[{token}]> "parameter>\\n"', r"TEXT: /(?s:.*)<\//"]
+
+        def written(text: str) -> str:
+            """A text that may have one tag, as terminals."""
+            before, _, after = text.partition(DSML)
+            return json.dumps(text) if token is None else f"{json.dumps(before)} <[{token}]> {json.dumps(after)}"
+
+        def as_json(schema: Any) -> str:
+            return f"%json {json.dumps(closed_schema(schema) | {'x-guidance': options})}"
+
+        parameter_end, invoke_end = written(f"{_PARAMETER_END}\n"), written(f"{_INVOKE_END}\n")
+
+        def value(schema: Any, definitions: Mapping[str, Any]) -> str:
+            """A parameter's attribute, its value and its end."""
+            if isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= _NOTES | {"enum"}:
+                if "enum" not in schema:
+                    return r'" string=\"true\">" text'
+                choices = " | ".join(map(json.dumps, schema["enum"]))
+                return rf'" string=\"true\">" ({choices}) {parameter_end}'
+            schema = (schema if isinstance(schema, dict) else {}) | definitions
+            return rf'" string=\"false\">" {as_json(schema)} {parameter_end}'
+
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            schema = function.get("parameters") or {}
+            parts = [written(f'{_INVOKE}{function["name"]}">\n')]
+            if schema.keys() <= _LISTED and not schema.get("additionalProperties"):
+                definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                for place, (name, one) in enumerate((schema.get("properties") or {}).items()):
+                    rule, head = f"parameter_{index}_{place}", written(f'{_PARAMETER}{name}"')
+                    rules.append(f"{rule}: {head} {value(one, definitions)}")
+                    parts.append(rule if name in (schema.get("required") or ()) else f"{rule}?")
+            else:
+                parts.append(as_json(schema) + r' "\n"')
+            rules.append(f"call_{index}: {' '.join(parts)} {invoke_end}")
+        begin, end = written(f"\n\n<{DSML}{self._encoder.block}>\n"), written(f"</{DSML}{self._encoder.block}>")
+        head = head_rules(f"{begin} call{'+' if several else ''} {end}", len(tools), instead)
+        return "\n".join([*head, *rules]) + "\n"
+
+
+DSML_FORMATS = {
+    form.name: form for form in (DsmlFormat("deepseek_v32", V32Encoder()), DsmlFormat("deepseek_v4", V4Encoder()))
+}
+
+
+class DsmlParser(CallParser):
+    """Takes an answer's text piece by piece. However it is cut, the pieces put together are the same.
+
+    Arguments become one JSON object. Text parameters are given as they come, JSON ones when they are whole: what a model marks as JSON
+    and is none becomes a string. A call whose body is a JSON object instead of parameters is read too. What is cut off inside a tag is
+    dropped; a parameter whose tag cannot be read is left out. block: name of the tag around all calls.
+    """
+
+    def __init__(self, block: str, most: int):
+        super().__init__(most)
+        begin, self._end = f"<{DSML}{block}>", f"</{DSML}{block}>"
+        self._openings = (f"\n\n{begin}", begin, f"\n\n{_INVOKE}", _INVOKE)
+        self._ends = (_PARAMETER_END, _INVOKE_END, self._end)  # of a value; models leave some out
+        self._num_parameters = 0
+
+    def _text(self, piece: MessagePiece, finished: bool) -> bool:
+        markers = (*self._openings, *self._ends)
+        found = find_first(self._held, markers)
+        piece.content += self._take(found[0] if found else len(self._held) - self._num_undecided(markers, finished))
+        if found and found[1] in self._openings:
+            self._step = self._between
+        elif found:  # it belongs to no call
+            self._take(len(found[1]))
+        return found is not None
+
+    def _between(self, piece: MessagePiece, finished: bool) -> bool:
+        found = find_first(self._held, (_INVOKE, self._end))
+        if found:
+            self._take(found[0] + len(found[1]))
+            self._step = self._name if found[1] == _INVOKE else self._text
+        return found is not None
+
+    def _name(self, piece: MessagePiece, finished: bool) -> bool:
+        at = self._held.find(">")
+        if at < 0:
+            return False
+        tag = self._take(at + 1)
+        self.num_calls += 1
+        self._num_parameters = 0
+        function = {"name": tag.partition('"')[0].strip(), "arguments": ""}
+        self._emit(piece, {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        self._step = self._body
+        if tag.endswith("/>"):
+            self._finish_call(piece)
+        return True
+
+    def _body(self, piece: MessagePiece, finished: bool) -> bool:
+        self._held = self._held.lstrip()
+        if self._held.startswith("{") and not self._num_parameters:
+            self._step = self._whole_arguments
+            return True
+        found = find_first(self._held, (_PARAMETER, _INVOKE_END, _INVOKE, self._end))
+        if not found:
+            return False
+        at, tag = found
+        if tag == _PARAMETER:
+            self._take(at + len(tag))
+            self._step = self._parameter
+        else:
+            self._take(at)
+            self._finish_call(piece)
+        return True
+
+    def _whole_arguments(self, piece: MessagePiece, finished: bool) -> bool:
+        end = find_first(self._held, (_INVOKE_END, _INVOKE, self._end))
+        undecided = self._num_undecided((_INVOKE_END, _INVOKE, self._end), finished)
+        text = self._held[: end[0] if end else len(self._held) - undecided]
+        arguments = text.rstrip()
+        self._take(len(text) if end else len(arguments))
+        self._add(piece, arguments)
+        if end:
+            self._step = self._between
+        return end is not None
+
+    def _parameter(self, piece: MessagePiece, finished: bool) -> bool:
+        """Read a parameter's tag behind its name's opening quote."""
+        end = find_first(self._held, _TAGS)
+        head = _HEAD.match(self._held[: end[0] if end else len(self._held)])
+        if head:
+            self._take(head.end())
+            self._add(piece, f"{', ' if self._num_parameters else '{'}{_json(head[1])}: ")
+            self._num_parameters += 1
+            self._step = self._json_value
+            if head[2] == "true":
+                self._add(piece, '"')
+                self._step = self._text_value
+        elif end:
+            self._step = self._body
+        return bool(head or end)
+
+    def _text_value(self, piece: MessagePiece, finished: bool) -> bool:
+        end = find_first(self._held, self._ends)
+        text = self._take(end[0] if end else len(self._held) - self._num_undecided(self._ends, finished))
+        self._add(piece, _json(text)[1:-1] + ('"' if end else ""))
+        return self._end_value(end)
+
+    def _json_value(self, piece: MessagePiece, finished: bool) -> bool:
+        end = find_first(self._held, self._ends)
+        if end:
+            text = self._take(end[0])
+            self._add(piece, text.strip() if _is_json(text) else _json(text))
+        elif finished:
+            self._add(piece, self._take(len(self._held) - num_undecided(self._held, self._ends)))
+        return self._end_value(end)
+
+    def _end_value(self, end: tuple[int, str] | None) -> bool:
+        if end:
+            self._take(len(end[1]) if end[1] == _PARAMETER_END else 0)
+            self._step = self._body
+        return end is not None
+
+    def _finish_call(self, piece: MessagePiece) -> None:
+        self._add(piece, "}" if self._num_parameters else "{}")
+        self._step = self._between
+
+    def _add(self, piece: MessagePiece, arguments: str) -> None:
+        if arguments:
+            self._emit(piece, {"function": {"arguments": arguments}})
+
+
+def _json(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, which has no NaN and no infinities."""
+    try:
+        json.loads(text, parse_constant=lambda name: float(f"no {name}"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,292 @@
+"""DSML calls are read out of the text in the same way, however it is cut, and the grammar of forced calls takes what is read."""
+
+import itertools
+import json
+import re
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import LiveServer
+from scripted_executor import ScriptedExecutor
+from tiny_tokenizer import CONFIG, tiny_backend
+
+from dsjax.engine.contract.structured_params import StructuredOutputs
+from dsjax.engine.text.prompt_encoder import DSML, ENCODERS
+from dsjax.engine.text.structured import GrammarCompiler
+from dsjax.engine.text.tokenizer import Tokenizer
+from dsjax.serve.chat_prompt import conversation_prompt
+from dsjax.serve.dsml import DSML_FORMATS, DsmlParser
+from dsjax.serve.message_parser import MessageParser, ReasoningSplitter, Section
+from dsjax.serve.tool_calls import MessagePiece
+
+V32, V4 = DSML_FORMATS["deepseek_v32"], DSML_FORMATS["deepseek_v4"]
+WEATHER = ("get_weather", {"city": 'Kö"ln\n<b></b>', "days": 3, "where": {"a": [1, None]}, "ok": True})
+TIME = ("get_time", {})
+END = f"</{DSML}function_calls>"
+
+
+def invoke(name: str, *parameters: str) -> str:
+    return f'<{DSML}invoke name="{name}">\n' + "\n".join(parameters) + f"\n</{DSML}invoke>\n"
+
+
+def parameter(name: str, value: str, string: str = "true") -> str:
+    return f'<{DSML}parameter name="{name}" string="{string}">{value}</{DSML}parameter>'
+
+
+def block(*calls: str) -> str:
+    return f"<{DSML}function_calls>\n{''.join(calls)}{END}"
+
+
+def parse(text: str, cuts=(), form=V32) -> dict:
+    """The message that the pieces make, without ids, which are new each time."""
+    parser = MessageParser(None, form.parser(128), True)
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)] + [parser.push("", finished=True)]
+    whole = MessagePiece(
+        content="".join(piece.content for piece in pieces),
+        tool_calls=[delta for piece in pieces for delta in piece.tool_calls],
+    ).message()
+    for call in whole.get("tool_calls", ()):
+        assert call.pop("id").startswith("call_")
+    return whole
+
+
+def calls_of(message: dict) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize("form", [V32, V4], ids=lambda form: form.name)
+def test_what_the_encoder_writes_the_parser_reads_at_every_cut(form):
+    text = "I look." + form.calls([WEATHER, TIME])
+    expected = parse(text, form=form)
+    assert (expected["content"], [name for name, _ in calls_of(expected)]) == ("I look.", ["get_weather", "get_time"])
+    assert [json.loads(arguments) for _, arguments in calls_of(expected)] == [WEATHER[1], {}]
+    for cut in range(len(text)):
+        assert parse(text, [cut], form) == expected
+    assert parse(text, range(len(text)), form) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("no call", "no call", []),
+        ("a < b, <｜DS", "a < b, <｜DS", []),
+        (block(), "", []),
+        (f"a{END}b</{DSML}invoke>", "ab", []),
+        ("x\n\n" + block(invoke("f")) + "\n\ny", "x\n\ny", [("f", "{}")]),
+        (block(f'<{DSML}invoke name="f"/>\n', invoke("g")), None, [("f", "{}"), ("g", "{}")]),
+        (invoke("f", parameter("a", "1")), None, [("f", '{"a": "1"}')]),
+        (block(invoke("f", '{"a": [1]}')), None, [("f", '{"a": [1]}')]),
+        (block(invoke("f", parameter("a", "it's so", "false"))), None, [("f", '{"a": "it\'s so"}')]),
+        (block(invoke("f", parameter("a", "NaN", "false"))), None, [("f", '{"a": "NaN"}')]),
+        (
+            block(invoke("f", f'<{DSML}parameter name="a">1</{DSML}parameter>', parameter("b", "2"))),
+            None,
+            [("f", '{"b": "2"}')],
+        ),
+        (
+            f'<{DSML}invoke name="f">{parameter("a", "1")[:-18]}</{DSML}invoke>' + invoke("g"),
+            None,
+            [("f", '{"a": "1"}'), ("g", "{}")],
+        ),
+        (f'<{DSML}invoke name="f">\n<{DSML}invoke name="g">\n{END}', None, [("f", "{}"), ("g", "{}")]),
+    ],
+)
+def test_models_do_not_always_write_what_they_should(text, content, calls):
+    message = parse(text)
+    assert (message["content"], calls_of(message)) == (content, calls)
+    assert parse(text, range(len(text))) == message
+
+
+@pytest.mark.parametrize(
+    ("cut_off", "arguments"),
+    [
+        (f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="true">Kö', '{"a": "Kö'),
+        (f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">[1, ', '{"a": [1, '),
+        (f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" str', ""),
+        (f'<{DSML}invoke name="f', None),
+    ],
+)
+def test_a_call_that_is_cut_off_keeps_the_arguments_so_far(cut_off, arguments):
+    message = parse(block()[: -len(END)] + cut_off)
+    assert calls_of(message) == ([] if arguments is None else [("f", arguments)])
+
+
+PIECES = [f"<{DSML}function_calls>", END, f'<{DSML}invoke name="', 'f">', "\n", f"</{DSML}invoke>", "/>", "{}"]
+PIECES += [
+    f'<{DSML}parameter name="',
+    'a" string="true">',
+    'b" string="false">',
+    f"</{DSML}parameter>",
+    "1",
+    " x",
+    '"',
+    "<｜",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), st.lists(st.integers(0, 400), max_size=6))
+def test_cuts_change_nothing(text, cuts):
+    assert parse(text, cuts) == parse(text)
+
+
+def test_text_parameters_come_as_they_are_made():
+    parser = DsmlParser("function_calls", 8)
+    text = block(invoke("f", parameter("a", "one two"), parameter("b", "[1, 2]", "false")))
+    deltas = [delta["function"] for character in text for delta in parser.push(character).tool_calls]
+    assert deltas[0] == {"name": "f", "arguments": ""}
+    assert [delta["arguments"] for delta in deltas[1:]] == ['{"a": "', *"one two", '"', ', "b": ', "[1, 2]", "}"]
+
+
+def test_later_calls_than_the_most_are_dropped():
+    parser = DsmlParser("function_calls", 1)
+    assert {delta["index"] for delta in parser.push(block(invoke("f"), invoke("g"))).tool_calls} == {0}
+
+
+def test_reasoning_and_the_blank_line_before_the_calls_are_no_content():
+    splitter = ReasoningSplitter(Section.REASONING, None, dict.fromkeys(V32.openings))
+    parser = MessageParser(splitter, V32.parser(8), True)
+    piece = parser.push("I must look.</think>" + V32.calls([TIME]), finished=True)
+    assert (piece.reasoning, piece.content, len(piece.tool_calls)) == ("I must look.", "", 1)
+
+
+def dsml_tokenizer(special: bool | None) -> Tokenizer:
+    """The tiny tokenizer, with the markup's token special, as an ordinary one, or (None) without it."""
+    backend = tokenizers.Tokenizer.from_str(tiny_backend().to_str())
+    token = tokenizers.AddedToken(DSML, special=bool(special), normalized=False)
+    if special is not None:
+        backend.add_special_tokens([token]) if special else backend.add_tokens([token])
+    return Tokenizer(backend, CONFIG)
+
+
+TOOL = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "any"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "day": {"type": "string", "pattern": "^[a-z]+$"},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["text"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    },
+}
+OPEN = {"name": "g", "parameters": {"type": "object", "additionalProperties": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+@pytest.mark.parametrize(
+    ("call", "taken"),
+    [
+        (invoke("f", parameter("text", "a</b>\n<c"), parameter("unit", "F")), True),
+        (
+            invoke(
+                "f", parameter("text", ""), parameter("day", '"mon"', "false"), parameter("place", '{"x": 1}', "false")
+            ),
+            True,
+        ),
+        (invoke("f", parameter("unit", "F")), False),
+        (invoke("f", parameter("text", "a"), parameter("unit", "K")), False),
+        (invoke("f", parameter("text", "a"), parameter("day", '"1"', "false")), False),
+        (invoke("f", parameter("text", "a"), parameter("place", '{"y": 1}', "false")), False),
+        (invoke("f", parameter("text", "a"), parameter("other", "a")), False),
+        (invoke("g", '{"any": 3}'), True),
+        (invoke("g", '{"any": "3"}'), False),
+        (invoke("h", parameter("text", "a")), False),
+    ],
+)
+def test_the_grammar_binds_the_schema(special, call, taken):
+    tokenizer = dsml_tokenizer(special)
+    grammar = V32.grammar([{"function": TOOL}, {"function": OPEN}], tokenizer, several=True)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+    text = "\n\n" + block(call)
+    complete = all(constraint.take(token) is None for token in tokenizer.encode(text, add_special_tokens=False))
+    assert (complete and constraint.take(tokenizer.eos_id) is None) is taken
+    if taken:
+        assert len(calls_of(parse(text))) == 1
+
+
+def test_an_answer_in_the_form_asked_for_may_come_instead_of_a_call():
+    tokenizer, instead = dsml_tokenizer(special=True), StructuredOutputs(json={"type": "array"})
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    for text, taken in (("[1]", True), ("\n\n" + block(invoke("g", '{"a": 1}')), True), ("{}", False)):
+        grammar = V32.grammar([{"function": OPEN}], tokenizer, several=True, instead=instead)
+        constraint = compiler.compile(StructuredOutputs(grammar=grammar))
+        assert all(constraint.take(id) is None for id in tokenizer.encode(text, add_special_tokens=False)) is taken
+
+
+@pytest.fixture(scope="module", params=DSML_FORMATS)
+def chat(request):
+    """A server of a model without a template, whose answers are scripted, a client of it, and the model's format."""
+    made = dsml_tokenizer(special=True)
+    tokenizer = Tokenizer(made._backend, {**CONFIG, "chat_template": None, "prompt_encoder": request.param})
+    executor = ScriptedExecutor(tokenizer, max_model_len=4096, pages_per_rank=1025)
+    with LiveServer(tokenizer=tokenizer, executor=executor, eos=(tokenizer.eos_id,)) as live:
+        yield live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none"), DSML_FORMATS[request.param]
+
+
+def prompt_of(live: LiveServer, asked: dict) -> str:
+    tokens = httpx.post(f"{live.url}/tokenize", json=asked).json()["tokens"]
+    return httpx.post(f"{live.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+
+
+MESSAGES = [{"role": "user", "content": "Weather?"}]
+WEATHER_TOOL = {"name": WEATHER[0], "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+
+
+def test_a_model_without_a_template_chats_with_tools_in_its_own_format(chat):
+    live, client, form = chat
+    live.executor.script = "Look it up.</think>One moment." + form.calls([WEATHER])
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER_TOOL}]}
+    asked |= {"max_tokens": 1000, "temperature": 0, "extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Look it up.", "One moment.")
+    (called,) = message.tool_calls
+    assert (called.function.name, json.loads(called.function.arguments)) == WEATHER
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == "One moment."
+    pieces = [delta.tool_calls[0].function.arguments for delta in deltas if delta.tool_calls]
+    assert "".join(pieces) == called.function.arguments
+
+    history = [*MESSAGES, message.model_dump(exclude_none=True, exclude={"refusal", "annotations", "reasoning"})]
+    history.append({"role": "tool", "tool_call_id": called.id, "content": "18 °C"})
+    prompt = prompt_of(live, {"messages": history, "tools": asked["tools"], **asked["extra_body"]})
+    assert f"<think>Look it up.</think>One moment.{form.calls([WEATHER])}<｜end▁of▁sentence｜>" in prompt
+    assert re.search(
+        r"<(tool_)?result>18 °C</(tool_)?result>(\n</function_results>\n\n|<｜Assistant｜>)<think>$", prompt
+    )
+
+
+def test_the_prompt_is_the_encoder_s(chat):
+    live, _, _ = chat
+    asked = {"messages": [{"role": "developer", "content": "Be brief."}, *MESSAGES], "model": "tiny"}
+    asked["chat_template_kwargs"] = {"enable_thinking": True}
+    assert prompt_of(live, asked) == "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Weather?<｜Assistant｜><think>"
+    assert httpx.get(f"{live.url}/tokenizer_info").json()["chat_template"] is None
+
+
+def test_a_forced_call_is_one(chat):
+    live, client, form = chat
+    live.executor.script = form.calls([("get_weather", {"city": "Köln"})])
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER_TOOL}]}
+    choice = client.chat.completions.create(**asked, tool_choice="required", max_tokens=300, temperature=0).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize("name", DSML_FORMATS)
+def test_a_conversation_given_in_python_has_the_same_prompt(name):
+    tokenizer = Tokenizer(
+        dsml_tokenizer(special=True)._backend, {**CONFIG, "chat_template": None, "prompt_encoder": name}
+    )
+    tools = [{"type": "function", "function": WEATHER_TOOL}]
+    given = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"thinking": True}}
+    prompt = tokenizer.decode(conversation_prompt(tokenizer, **given).token_ids, skip_special_tokens=False)
+    assert prompt == ENCODERS[name]().render(MESSAGES, tools=tools, thinking=True)
