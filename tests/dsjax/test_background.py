@@ -81,7 +81,9 @@ def rows() -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_every_thread_and_task_is_listed_with_what_its_failure_costs():
     listed = {(row["file"], name) for row in rows() for name in row["started in"].split(", ")}
-    assert listed == started(), "list it in docs/background-work.csv, say what its failure costs, and have it fail below"
+    assert listed == started(), (
+        "list it in docs/background-work.csv, say what its failure costs, and have it fail below"
+    )
 
 
 def test_every_named_work_is_in_that_list():
