@@ -1,4 +1,4 @@
-"""`ApartReport`: what a dry run of attention and experts apart found, and its JSON, whose fields `docs/dryrun.md` documents."""
+"""`ApartReport`: what a dry run of disaggregated attention and experts found, and the fields of its JSON."""
 
 from __future__ import annotations
 
@@ -102,7 +102,19 @@ class ApartReport:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, ready for `json.dumps`."""
+        """Fields of `dsjax dryrun --attention-mesh … --expert-mesh … --json`.
+
+        The options come first, as resolved: `dispatch` is `apart`; `processes` is 1, or the number on both sides; `micro_batches`;
+        `capacity` is the rows of an attention device to an expert device in a round, `answers_of_a_row` the answers of an expert device
+        to a row. Then:
+
+        - `parameters`, `cache_tokens`, `assumptions`, `notes`, `seconds`: as in `DryRunReport.to_json`
+        - `device_bytes`: `attention` and `experts`, each with the fields of `SideMemory`, `weights_total`, `total` and `memory`
+        - `programs`: `SideProgram.to_json`
+        - `links`: `Links`; each format in `wires` has the bytes of a step that a device of either side sends and receives, and those of
+          each connection, `connection_there` and `connection_back`
+        - `timeline`: `ApartTimeline.to_json`, or null
+        """
         sides = zip(("attention", "experts"), (self.attention, self.experts), self.hardware, strict=True)
         return {
             **self.request,

@@ -66,7 +66,10 @@ class ApartTimeline:
         return {name: sum(one.busy[name] for one in self.played) for name in THREADS}
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields, which `docs/dryrun.md` documents."""
+        """Seconds: `step_seconds`, `step` (with its interval), `outside_layers` and `in_layers` with experts, `busy` by thread.
+
+        `assumed`: each assumption with its range and source.
+        """
         return {
             "step_seconds": self.step.value,
             "step": self.step.to_json(),

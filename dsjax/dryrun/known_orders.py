@@ -1,7 +1,7 @@
 """The list of sums whose order is known to depend on the layout or the batch: why that is so, and what would end it.
 
 `dsjax dryrun --reductions` fails for a sum that could depend on them and that no entry explains. An entry names places as narrowly as it
-can, so that a new sum is not covered by an old reason. docs/exactness.md shows what the list comes to today.
+can, so that a new sum is not covered by an old reason. docs/measurements/exactness-open-sums.csv shows the list for DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -51,7 +51,13 @@ class OrderedSum:
         return self.could_depend and self.known is None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Fields of a sum.
+
+        `program`: `step` or `drafts`. `place`: scopes of the model and the traced operation. `carrier`, `what`: what makes the sum.
+        `axes`: mesh axes of a collective. `depth`: terms of an element, null where unknown. `times`: in a step; 0 where only another
+        compilation has the sum. `depends`: `mesh`, `rows`, `compiler`, `library`, `timing`, `values`, and `why`. `otherwise`: label of
+        another compilation → how it makes the sum, where that differs. `known`: the entry of the list that explains it, or null.
+        """
         one = self.sum
         return {
             "program": self.program,
@@ -96,7 +102,7 @@ class OrderReport:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """`against`: labels of other compilations; `could_depend`, `unexplained`: numbers of sums; `sums`: `OrderedSum.to_json`."""
         return {
             "against": list(self.against),
             "could_depend": sum(one.could_depend for one in self.sums),

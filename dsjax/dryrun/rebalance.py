@@ -70,7 +70,10 @@ class ExpertMoves:
         return round(self.layers * (moves.exchanges + 1))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `docs/dryrun.md` documents the fields."""
+        """The fields of `ExpertMoves`; `first` and `next` have the fields of `Moves`.
+
+        Each has also `received_bytes` of the rank that gets most in a layer, `layer_seconds`, and `steps` that all layers take.
+        """
         body = {name: value for name, value in vars(self).items() if not isinstance(value, Moves)}
         for name in ("first", "next"):
             moves: Moves = getattr(self, name)

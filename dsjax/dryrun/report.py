@@ -1,4 +1,4 @@
-"""`DryRunReport`: what a dry run found, and its JSON, whose fields `docs/dryrun.md` documents."""
+"""`DryRunReport`: what a dry run found, and the fields of its JSON (`dsjax dryrun --json`)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,23 @@ class DryRunReport(ProgramReport):
     compiled: CompiledStep = dataclasses.field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, ready for `json.dumps`."""
+        """Fields of `dsjax dryrun --json`. Bytes and operations are one device's, in one run of the step.
+
+        The options come first, as resolved: `groups` has `rows`, `chunk` and `mla` of each row group, of which `batch`, `chunk` and `mla`
+        repeat the first; `halves` is whether the step is computed in two; `dispatch` is what `auto` came to (`local`: one device holds all
+        experts); `kernels` maps operation to implementation. Then:
+
+        - `parameters`: component → numbers, and `total`
+        - `device_bytes`: the fields of `DeviceMemory`, with `weights_total`, `total`, and `memory` of the hardware file (null: CPU target)
+        - `cache_tokens`: usable slots of a DP rank's cache, without page 0
+        - `collectives`, `costs`: `ProgramCollective`, `ProgramCosts`; `expert_flops` is what routed experts must compute
+        - `timeline`: `Timeline.to_json`, null without `--timeline`
+        - `drafts`: `collectives`, `costs` and `timeline` of the program that drafts, or null
+        - `rebalance`: `ExpertMoves.to_json`, null without `--enable-eplb`
+        - `reductions`: `OrderReport.to_json`, null without `--reductions`
+        - `fit`: `Fit`, null without `--fit`
+        - `assumptions`, `notes`: words; `seconds`: of `lower`, `compile` and `read`
+        """
         memory = self.memory
         return {
             **self.request,
@@ -100,7 +116,11 @@ class StagesReport:
     stages: tuple[DryRunReport, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, ready for `json.dumps`."""
+        """`mesh`, `devices` and `stages`: `DryRunReport.to_json` of each stage.
+
+        Each stage also has `stage`, `layers` (its first and last layer, numbered in the whole model), and `hidden_bytes`, which a DP rank
+        sends to the next stage in a step.
+        """
         return {"mesh": self.mesh, "devices": self.devices, "stages": [stage.to_json() for stage in self.stages]}
 
 

@@ -223,7 +223,17 @@ class Timeline:
         return next(t for t in self.schedule.turns if t.loop.name == longest and t.index == t.times // 2)
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields, which `docs/dryrun.md` documents."""
+        """Fields of `timeline` in `dsjax dryrun --json`; times in seconds.
+
+        - `step_seconds`, `step`: the time of the step, and with its interval
+        - `compute`, `exposed_network`, `exposed_copies`: computing, waiting for links, waiting for copies of memory and the host; their sum
+          is the step
+        - `network`: link → busy seconds; `layer_seconds`: one layer in the middle of the longest loop
+        - `exchanges`: `Exchange` of each collective, longest first
+        - `critical_path`: its `spans`, and seconds `by_bound`
+        - `by_scope`: part of the model → `Share`
+        - `assumed`: each assumption with its range and source
+        """
         layer = self.layer()
         return {
             "cluster": self.cluster.name,

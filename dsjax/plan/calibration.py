@@ -191,7 +191,7 @@ def ends(known: Calibration, predicted: float) -> dict[str, Any]:
 
 
 def calibrated(candidate: Candidate) -> dict[str, Any]:
-    """Stable fields for the winner: its rate and TPOT as `ends` has them, and what it has that no blind prediction had.
+    """Fields for the winner: its rate and TPOT as `ends` has them, the interval's `level`, and `unseen`: what no blind prediction had.
 
     Blind rounds played their loops, whose rate and TPOT the mean-value answer has within a few percent. Its TTFT is that of steady state,
     which no benchmark reports and no blind prediction was of: `simulation/outcome.py` has those that are.

@@ -116,7 +116,11 @@ class Candidate:
         return " | ".join(sides[::-1]) if self.mode == "separated" else f"{self.count} × {self.decode.layout}"
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields; figures as `Figure.to_json`."""
+        """Fields of a deployment; figures as `Figure.to_json`, times in seconds.
+
+        `expert_mesh` is null where `mesh` has the experts, `cost_per_million_output_tokens` without a price; `prefill` is of a separated
+        deployment. `batch_per_dp_rank` is running requests, `cache_tokens_per_dp_rank` usable slots.
+        """
         decode, layout = self.decode, self.decode.layout
         fields: dict[str, Any] = {
             "mode": self.mode,

@@ -158,6 +158,12 @@ def recipe(model: str, question: Question, candidate: Candidate) -> dict[str, An
     """Everything needed to run and to check the winner again: the question, the services, the expected figures.
 
     Commands are dsjax's, or those of the engine that was planned for; of `published` each service has those of all engines beside them.
+
+    - `services`: `role`, `instances`, `command` and `options` of each; `weight_bytes_per_host`, `cold_start_s` (without compiling) and
+      `recovery` (`Recovery`, null where the loss of a host ends the instance); of other engines `launches`
+    - `one_process`: a `dsjax serve` that runs a separated winner on one host, or null
+    - `expected`: `Candidate.to_json`; `calibrated`: as `calibration.calibrated`
+    - `notes`: what the commands cannot express
     """
     engine, work, objective = question.options.engine.name, question.workload, question.objective
     services = [_service(model, *service) for service in _roles(candidate)]

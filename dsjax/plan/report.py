@@ -34,7 +34,19 @@ _COMMAND = "green"
 def to_json(
     plan: Plan, model: str, rows: int, sweeps: list[Sweep], outcomes: Sequence[SimulationOutcome] = ()
 ) -> dict[str, Any]:
-    """Stable fields of a plan, which `docs/plan.md` lists."""
+    """Fields of `dsjax plan --json`; a figure is `Figure.to_json`.
+
+    - `model`, `cluster`, `devices`; `layouts_considered`, `layouts_too_large`: numbers of layouts
+    - `ranked`: deployments that meet the objectives, `Candidate.to_json` with `bottleneck`
+    - `missed`: where none does, the nearest, with `misses`: objective → how many times too slow
+    - `frontier`, `frontier_late`: the Pareto front, and those that would be on it but break the TTFT
+    - `forbidden`: `Forbidden`; `with_64_times_everything` is its `floor`
+    - `winner`: `recipe`, or null; `calibrated`: `calibrated` of the winner, or null
+    - `sweeps`: `Sweep.to_json`; `simulation`: `SimulationOutcome.to_json` of each load; `compiled`: `DryRunUsage.to_json`
+
+    The command adds `percentiles` (`Kept.to_json`, with `--slo`), `reuse` (`Reuse.to_json`, with `--working-set`) and `published`
+    (what published kernels would give, in words). `dsjax plan step` writes `model`, `cluster`, `mode`, `ranked` and `compiled`.
+    """
     question, shared, winner = plan.question, {}, plan.winner
 
     def row(candidate: Candidate) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ChatAnswer(Answer):
         self._parsers: list[MessageParser] = []  # of a stream's choices
         self._prompt_is_sent = False
         self._only_text_changes = not (body.logprobs or body.return_token_ids or body.continuous_usage)
-        self._text_events: dict[tuple[int, str], TextEvent] = {}  # by choice, and what its text is
+        self._text_events: dict[tuple[int, tuple[str, ...]], TextEvent] = {}  # by choice, and what its text is
 
     def without_effect(self) -> list[str]:
         """Fields of the request that change nothing here."""
@@ -170,10 +170,15 @@ class ChatAnswer(Answer):
             num_before = parser.reasoning_tokens
             piece = parser.push(completion.text, completion.finished, completion.token_ids)
             self._counter.count_reasoning(completion.index, parser.reasoning_tokens)
-            if as_events and self._only_text_changes and not completion.finished and piece.is_one_text:
-                chunks.append(self._text_event(completion.index, piece))
-                continue
             for part, delta in _by_delta(completion, piece, parser.reasoning_tokens - num_before):
+                if (
+                    as_events
+                    and self._only_text_changes
+                    and not part.finished
+                    and ("content" in delta or "reasoning" in delta)
+                ):
+                    chunks.append(self._text_event(part.index, delta))
+                    continue
                 choice = self._chunk(part, parser, delta)
                 if choice is None:
                     continue
@@ -183,14 +188,14 @@ class ChatAnswer(Answer):
                     self._prompt_is_sent = True
         return chunks
 
-    def _text_event(self, index: int, piece: MessagePiece) -> bytes:
+    def _text_event(self, index: int, delta: dict[str, str]) -> bytes:
         """Make the event of a choice's text, which is content or reasoning."""
-        names = ("content",) if piece.content else ("reasoning_content", "reasoning")
-        event = self._text_events.get((index, names[0]))
+        names = tuple(delta)
+        event = self._text_events.get((index, names))
         if event is None:
             chunk = self._chunk_of(_delta(index, dict.fromkeys(names, "")))
-            event = self._text_events[index, names[0]] = TextEvent(chunk, *names)
-        return event.with_text(piece.content or piece.reasoning)
+            event = self._text_events[index, names] = TextEvent(chunk, *names)
+        return event.with_text(delta[names[0]])
 
     def _chunk(self, completion: CompletionOutput, parser: MessageParser, delta: dict[str, Any]) -> ChatChoice | None:
         """Make what a chunk says of a completion; None where there is nothing to say."""

@@ -5,7 +5,6 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from dsjax.engine.text.detokenizer import find_first, num_undecided
 from dsjax.engine.text.tokenizer import Tokenizer
@@ -20,13 +19,6 @@ class Section(enum.Enum):
     UNDECIDED = "undecided"  # the first characters show it: an opening tag, or the answer
     REASONING = "reasoning"
     CONTENT = "content"
-
-
-class SplitText(NamedTuple):
-    """New text of each kind."""
-
-    reasoning: str
-    content: str
 
 
 class ReasoningSplitter:
@@ -55,7 +47,7 @@ class ReasoningSplitter:
         self._num_before_call: int | None = None
         self.num_tokens = 0
 
-    def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> SplitText:
+    def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
         """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
         before = self._section
         split = self._split(text, finished)
@@ -74,16 +66,17 @@ class ReasoningSplitter:
             ends_before = self._ended_by_call and self._num_before_call is not None
             self.num_tokens = self._num_before_call if ends_before else self._num_read
 
-    def _split(self, text: str, finished: bool) -> SplitText:
+    def _split(self, text: str, finished: bool) -> MessagePiece:
         self._held += text
+        piece = MessagePiece()
         if self._may_open:
             self._take_opening_tag(finished)
-        reasoning = content = ""
         if self._section is Section.REASONING and not self._may_open:
-            reasoning = self._take_reasoning(finished)
+            piece.reasoning = self._take_reasoning(finished)
         if self._section is Section.CONTENT:
-            content = self._take_content()
-        return SplitText(reasoning, content)
+            self._drop_leading_breaks()
+            piece.content, self._held = self._held, ""
+        return piece
 
     def _take_opening_tag(self, finished: bool) -> None:
         text = self._held.lstrip()
@@ -110,11 +103,6 @@ class ReasoningSplitter:
         if begun and finished:
             self._section, self._ended_by_call, self._at_start = Section.CONTENT, True, True
         return ready
-
-    def _take_content(self) -> str:
-        self._drop_leading_breaks()
-        content, self._held = self._held, ""
-        return content
 
     def _drop_leading_breaks(self) -> None:
         if self._at_start:
@@ -180,10 +168,9 @@ class MessageParser:
 
     def push(self, text: str, finished: bool = False, token_ids: Sequence[int] = ()) -> MessagePiece:
         """Add text, and the tokens that it comes from; with `finished` nothing is held back any more."""
-        piece = MessagePiece(content=text)
-        if self._reasoning is not None:
-            reasoning, piece.content = self._reasoning.push(text, finished, token_ids)
-            piece.reasoning = reasoning if self._include_reasoning else ""
+        piece = self._reasoning.push(text, finished, token_ids) if self._reasoning else MessagePiece(content=text)
+        if not self._include_reasoning:
+            piece.reasoning = ""
         if self._tools is not None:
             parsed = self._tools.push(piece.content, finished)
             piece.content, piece.tool_calls = parsed.content, parsed.tool_calls

@@ -204,11 +204,6 @@ class MessagePiece:
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def is_one_text(self) -> bool:
-        """Whether it is content or reasoning, and nothing else."""
-        return not self.tool_calls and bool(self.content) != bool(self.reasoning)
-
     def deltas(self) -> list[dict[str, Any]]:
         """Make the deltas of chunks, one for each kind of text and each call: some clients read no more of one. At least one."""
         deltas: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """In which order one call of a kernel adds, written into the call, so that whoever reads a compiled program can judge it.
 
 `dsjax/dryrun/program/reductions.py` reads it: two calls that name the same sizes add alike, and a kernel that names nothing is taken for
-one whose order depends on everything. docs/exactness.md explains each kernel's.
+one whose order depends on everything. docs/measurements/exactness-kernels.csv has each kernel's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What an engine is credited with: each credit names an option that the engine has, or a file; what a
 compiled step of ours overlaps is held in tests/dsjax/dryrun/test_timeline.py."""
 
+import csv
 import dataclasses
 import json
 import re
@@ -92,28 +93,27 @@ QUESTION = """
 """
 """Options of `dsjax plan` that say what is asked, on which grounds, and how the answer is given."""
 RUNNING = """
-    model revision dtype router page_source kv_events_config scheduling_policy stream_interval seed record_steps
-    record_steps_bytes transfer_timeout transfer_host coordinator_address num_processes process_id host_address
-    start_timeout link_monitor_interval cluster_key_file encrypt_bulk index_scores
+    model revision tokenizer tokenizer_mode chat_template dtype router page_source kv_events_config
+    scheduling_policy stream_interval seed record_steps record_steps_bytes transfer_timeout transfer_host
+    coordinator_address num_processes process_id host_address start_timeout link_monitor_interval cluster_key_file
+    encrypt_bulk index_scores
 """
 """Options of `dsjax serve` that say what is served, between whom, and what is recorded: no plan's figure depends on them."""
 
 
 def sides():
-    """Rows of the page's table: part, who has it, options of the planner, options of the engine."""
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    table = page.split("## What only one side has")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
-    for part, who, *columns in rows:
-        planner, engine = (
-            {name.removeprefix("--").replace("-", "_") for name in re.findall(r"`([^`]+)`", column)}
-            for column in columns[:2]
-        )
-        yield part, who, planner, engine
+    """Rows of the table of options: part, who has it, options of the planner, options of the engine."""
+    with (ROOT / "docs" / "plan" / "options.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            planner, engine = (
+                {name.removeprefix("--").replace("-", "_") for name in row[side].split("; ") if name}
+                for side in ("planner", "engine")
+            )
+            yield row["part"], row["who"], planner, engine
 
 
-def test_the_table_of_sides_says_who_has_each_option_of_the_planner_and_of_the_engine():
-    """A new option says in docs/plan.md whether the other side has it: priced by a plan, or done by the engine."""
+def test_the_table_of_options_says_who_has_each_option_of_the_planner_and_of_the_engine():
+    """A new option says in docs/plan/options.csv whether the other side has it: priced by a plan, or done by the engine."""
     rows, commands = list(sides()), {"plan fit", "plan recipe"}
     words = {(True, True): "both", (True, False): "planner only", (False, True): "engine only"}
     for part, who, planner, engine in rows:
@@ -122,7 +122,7 @@ def test_the_table_of_sides_says_who_has_each_option_of_the_planner_and_of_the_e
     engine = {field.name for field in dataclasses.fields(EngineArgs)}
     for fields, at, apart in ((PLANNER, 2, QUESTION), (engine, 3, RUNNING)):
         named, apart = {name for row in rows for name in row[at]} - commands, set(apart.split())
-        assert named | apart == fields, "options that the page does not name, or names that are no options"
+        assert named | apart == fields, "options that the table does not name, or names that are no options"
         assert not named & apart
 
 
