@@ -1,7 +1,7 @@
 """Background work: the threads and tasks beside those that answer requests. What fails there costs that work alone.
 
 `start_thread` and `contained` log what fails and count it, by the name of the work; `/metrics` shows the counts as
-`dsjax_background_failures_total`. docs/architecture.md lists every thread and task there is, with what its failure costs, and
+`dsjax_background_failures_total`. docs/background-work.csv lists every thread and task, with what its failure costs, and
 `tests/dsjax/test_background.py` holds that list to the code.
 
 The counts are the process's, as its log is: threads start before there is an engine, and before anybody asks for metrics.

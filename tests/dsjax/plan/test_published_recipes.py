@@ -1,14 +1,18 @@
 """The published recipes for DeepSeek-R1 and V3: `dsjax plan` and `deploy/dynamo` write each option, or there is a reason why not.
 
 The recipes are `configs/recipes/*.toml`: their options, names that the engine has since changed, the arguments of the `dsjax plan` that
-writes them, and the reason wherever ours differ. docs/recipes.md shows them.
+writes them, and the reason wherever ours differ. docs/recipes.csv shows them:
+
+    python -m tests.dsjax.plan.test_published_recipes > docs/recipes.csv
 """
 
+import csv
 import dataclasses
 import functools
 import json
 import re
 import shlex
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +30,7 @@ from sharding import MeshSpec
 from tools.make_deploy import published, sides_of
 
 ROOT = Path(__file__).parents[3]
-RECIPES, PAGE = ROOT / "configs" / "recipes", ROOT / "docs" / "recipes.md"
+RECIPES, PAGE, TABLE = ROOT / "configs" / "recipes", ROOT / "docs" / "recipes.md", ROOT / "docs" / "recipes.csv"
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,40 @@ def problems() -> list[str]:
     return found
 
 
+def table() -> list[dict[str, str]]:
+    """The rows of docs/recipes.csv: every option of every recipe, with its value in the recipe, in `dsjax plan` and in deploy/dynamo."""
+    return [
+        {
+            "recipe": name,
+            "side": row.side,
+            "option": row.option,
+            "where": row.where,
+            "there": _shown(row.there),
+            "dsjax plan": _shown(row.ours),
+            "passed on from": row.passed,
+            "why dsjax plan differs": row.why,
+            "dsjax dynamo": _shown(row.own),
+            "why dsjax dynamo differs": row.why_own,
+        }
+        for name, recipe in recipes().items()
+        for row in rows(recipe)
+    ]
+
+
+def _shown(value: str | None) -> str:
+    """A value for a reader: "given" for an option without one, nothing for an option that is not written."""
+    return {None: "", "": "given", "?": "named, without a value"}.get(value, value or "")
+
+
+def test_the_table_has_every_option_with_its_reasons():
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        written_rows = list(csv.DictReader(file))
+    # The planner's own values change with its tables; whether they need a reason is tested below.
+    for row in (expected := table()) + written_rows:
+        del row["dsjax plan"]
+    assert written_rows == expected
+
+
 def test_every_option_that_differs_has_a_reason_and_no_reason_is_left_over():
     assert problems() == []
 
@@ -249,3 +287,10 @@ def test_no_reason_denies_an_option_that_the_engine_has():
     reasons = [reason for recipe in recipes().values() for reason in recipe["why_dsjax"].values()]
     denied = [reason.partition(" is no option")[0].split() for reason in reasons if " is no option" in reason]
     assert not fields & {word for words in denied for word in words}
+
+
+if __name__ == "__main__":
+    every = table()
+    writer = csv.DictWriter(sys.stdout, list(every[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(every)
