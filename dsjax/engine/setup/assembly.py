@@ -188,7 +188,11 @@ def _dispatch(args: EngineArgs, config: ModelConfig, mesh: Mesh, placement: Laye
 
 
 def _check_v4(args: EngineArgs, mtp: bool) -> None:
-    """Refuse what engines cannot do with a DeepSeek-V4 yet."""
+    """Refuse what engines cannot do with a DeepSeek-V4 yet, and the choice of an MLA form."""
+    forms = EngineArgs(batch_invariant=args.batch_invariant)
+    chosen = (args.mla_prefill, args.mla_decode) != (forms.mla_prefill, forms.mla_decode)
+    if chosen:
+        raise UserError("--mla-prefill or --mla-decode is given, but a deepseek_v4 model has no MLA; leave them out")
     missing = {
         "--speculative-config": (mtp, "its MTP module reads four streams, which the step does not give it"),
         "--prefill-mesh": (args.prefill_mesh is not None, "its window pages have not been sent to another engine"),
@@ -198,6 +202,7 @@ def _check_v4(args: EngineArgs, mtp: bool) -> None:
         ),
         "--enable-dbo": (args.enable_dbo, "halves of a step go through layers of one kind, and its kinds take turns"),
         "--enable-eplb": (args.enable_eplb, "experts are exchanged by stacks of layers that follow one another"),
+        "--batch-invariant": (args.batch_invariant, "its attention has no kernels"),
         "--index-scores": (args.index_scores != "float", "its index keys are neither rotated nor rounded"),
         "--disaggregation-mode": (
             args.disaggregation_mode != "agg",
