@@ -19,6 +19,8 @@ from dsjax.model.parameters import blocks
 _FLOATS = ("float32", "bfloat16", "float16")
 _SCALES = ("float32", "float8_e8m0fnu")
 _INTEGERS = ("int64", "int32")
+_OF_MTP = {"eh_proj.weight", "e_proj.weight"}
+"""Tensors that an MTP module alone has; the second is DeepSeek-V4's."""
 _NAMED = 20
 
 
@@ -162,7 +164,7 @@ def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -
     for name in present:
         if (match := re.match(r"model\.layers\.(\d+)\.(.+)", name)) and name not in copies:
             layers.setdefault(int(match.group(1)), set()).add(match.group(2))
-    modules = {layer for layer, parts in layers.items() if "eh_proj.weight" in parts}
+    modules = {layer for layer, parts in layers.items() if parts & _OF_MTP}
     if ordinary := {layer for layer in layers if layer >= last} - modules:
         problems.append(
             f"config.json has num_hidden_layers={last}, but there are tensors of layer {max(ordinary)}, "

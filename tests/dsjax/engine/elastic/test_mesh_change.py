@@ -25,6 +25,7 @@ def config(experts=32, heads=8):
         num_dense_layers=0,
         n_shared_experts=0,
         moe_intermediate_size=16,
+        v4=None,
     )
 
 

@@ -53,7 +53,8 @@ class Layer:
             p: jax.device_put(v, self.rules.sharding(self.mesh, infos[p].logical_axes, v.shape))
             for p, v in params.items()
         }
-        pages = {"context": requests * CONTEXT, "window": requests * self.windows}
+        # Page 0 of either kind is nobody's: what is written nowhere may be written there.
+        pages = {"context": requests * CONTEXT + 1, "window": requests * self.windows + 1}
         own = P(None, spec.batch_axes)
         self.cache = {
             name: jax.device_put(
@@ -64,8 +65,11 @@ class Layer:
             for name, (shape, dtype) in group.arrays.items()
         }
         numbers = np.arange(requests)[:, None]
-        tables = np.concatenate(
-            [numbers * CONTEXT + np.arange(CONTEXT), numbers * self.windows + np.arange(self.windows)], axis=1
+        tables = (
+            np.concatenate(
+                [numbers * CONTEXT + np.arange(CONTEXT), numbers * self.windows + np.arange(self.windows)], axis=1
+            )
+            + 1
         )
         self.tables = np.broadcast_to(tables[:, ::1], (self.ranks, *tables.shape))
         self._programs = {}
