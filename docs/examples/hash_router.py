@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dsjax.model.transformer import ExpertRouter, Routing
+from dsjax.model.router import ExpertRouter, Routing
 from sharding.sums import add_in_order
 
 

@@ -26,7 +26,7 @@ from dsjax.fp4.formats import INT4, MXFP4, NVFP4, UNQUANTISED, PackedFormat, wit
 
 _PACKED = ("uint8", "int8")
 _WORD = np.dtype(np.int32)
-"""Of INT4: eight values, the first in the lowest bits, so that its bytes are those of other formats."""
+"""A word of packed INT4: eight values, the first in the lowest bits. Its bytes are laid out as in the other formats."""
 _E8M0 = ("uint8", "float8_e8m0fnu")
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 # A part of a matrix: what ModelOpt and Quark call it, what compressed-tensors does, and DeepSeek-V4 in transformers.

@@ -38,7 +38,7 @@ class ModelConfig:
     """Everything about a model's shape and arithmetic that `config.json` says. Names are Hugging Face's.
 
     `n_routed_experts = 0` is a model without experts: every layer is dense, and the expert and router fields mean
-    nothing. `router`: a class that inherits `dsjax.model.transformer.ExpertRouter` and replaces it; no `config.json` has one.
+    nothing. `router`: a class that inherits `dsjax.model.router.ExpertRouter` and replaces it; no `config.json` has one.
     `q_lora_rank = None`: queries are projected in one step. `index_topk`: tokens that a query attends to, of
     families with sparse attention only (docs/sparse-attention.md), or compressed entries, of `deepseek_v4`; None: all. `v4`: what only
     `deepseek_v4` has (docs/deepseek-v4.md); a head's width there is `v_head_dim` and `kv_lora_rank`. Raises `ConfigError`, naming the

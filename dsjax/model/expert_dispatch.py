@@ -19,8 +19,9 @@ from dsjax.model.experts import ExpertProduct
 from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_values import Layer
 from dsjax.model.parameters import ParameterInfo
+from dsjax.model.router import Routing
 from dsjax.model.token_sharding import TokenSharding
-from dsjax.model.transformer import RoutedExperts, Routing
+from dsjax.model.transformer import RoutedExperts
 from sharding import MeshSpec
 from sharding.dispatch import DispatchConfig, Exchange, ExpertsOfMesh
 from sharding.layer_placement import LayerPlacements

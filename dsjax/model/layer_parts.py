@@ -25,9 +25,10 @@ from dsjax.model.in_place import MatricesInPlace
 from dsjax.model.layer_values import Computed, Layer, Projected, Sent
 from dsjax.model.native_router import native_choice
 from dsjax.model.paging import Cache, Rows
+from dsjax.model.router import Routing
 from dsjax.model.rows import RowGroup
 from dsjax.model.token_sharding import TokenSharding
-from dsjax.model.transformer import Projections, Routing
+from dsjax.model.transformer import Projections
 from sharding.dispatch import Transit
 from sharding.on_ranks import if_any
 

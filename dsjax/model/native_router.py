@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from dsjax.kernels.native_calls import NativeKernels
 from dsjax.kernels.table import Kernels
 from dsjax.model.parameters import value_of
-from dsjax.model.transformer import ExpertRouter, Routing
+from dsjax.model.router import ExpertRouter, Routing
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 """Values of ``topk_method`` that the kernel knows. XLA computes others, and routers that override ``choose``."""

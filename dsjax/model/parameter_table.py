@@ -9,7 +9,8 @@ import numpy as np
 from dsjax.config import ModelConfig
 from dsjax.errors import ConfigError
 from dsjax.model.parameters import Declaration, ParameterInfo, ParameterTable, Weights
-from dsjax.model.transformer import ExpertRouter, Transformer
+from dsjax.model.router import ExpertRouter
+from dsjax.model.transformer import Transformer
 
 
 def parameter_table(
@@ -40,7 +41,7 @@ def parameter_table(
         config = dataclasses.replace(config, n_shared_experts=0)
     router = config.router or ExpertRouter
     if not (isinstance(router, type) and issubclass(router, ExpertRouter)):
-        raise ConfigError(f"router is {router!r}, expected a class that inherits dsjax.model.transformer.ExpertRouter")
+        raise ConfigError(f"router is {router!r}, expected a class that inherits dsjax.model.router.ExpertRouter")
     num_physical = config.n_routed_experts if num_physical is None else num_physical
     declare = Declaration(
         weights, platform, num_physical=num_physical, materialise=materialise, derived_dtype=derived_dtype

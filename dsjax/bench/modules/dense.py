@@ -19,7 +19,8 @@ from dsjax.bench.modules.timing import PreparedCase, call_in_turn, device_loop, 
 from dsjax.engine.device.sampler import greedy
 from dsjax.model.norm import RMSNorm
 from dsjax.model.parameters import Declaration, Matrix, reinterpret
-from dsjax.model.transformer import MLP, Embedding, ExpertRouter
+from dsjax.model.router import ExpertRouter
+from dsjax.model.transformer import MLP, Embedding
 from sharding import MeshSpec
 from sharding.dispatch.wire import WireFormat
 from sharding.host_memory import host_sharding, rows_from_host

@@ -154,7 +154,7 @@ class AnswerReader:
         """Complete the record: the connection has nothing more. Raises `AnswerError`: the answer broke off, or never began."""
         record = self._record
         if not self.done and record.finish_reason is None:
-            raise AnswerError("the stream ended before the answer did: neither [DONE] nor a finish reason came")
+            raise AnswerError("the stream ended without [DONE] and without a finish reason")
         if not record.end:
             raise AnswerError("the answer has no choice")
         if not record.chunk_times:  # the first token ended the answer, and has no text

@@ -103,7 +103,7 @@ class BasicOptions:
     )
     router: type | None = option(
         None,
-        "class of the routers, which inherits dsjax.model.transformer.ExpertRouter; default: the model's",
+        "class of the routers, which inherits dsjax.model.router.ExpertRouter; default: the model's",
         classes=True,
     )
     devices_per_host: int | None = option(

@@ -29,10 +29,10 @@ from dsjax.model.fp8_product import WIDEN, ActivationScheme
 from dsjax.model.micro_batches import TwoBatchOverlap
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import ParameterInfo, Weights
+from dsjax.model.router import ExpertRouter
 from dsjax.model.sparse import IndexScores
 from dsjax.model.stage import Stage
 from dsjax.model.step import ModelStep
-from dsjax.model.transformer import ExpertRouter
 from sharding import MeshError, MeshSpec, Rules, fp8
 from sharding.balancing import rebalance
 from sharding.dispatch import DispatchConfig, resolved_method
@@ -77,7 +77,7 @@ def make_step(
     if args.router is not None:
         if not issubclass(args.router, ExpertRouter):
             raise UserError(
-                f"router is {args.router.__name__}; expected a class that inherits dsjax.model.transformer.ExpertRouter"
+                f"router is {args.router.__name__}; expected a class that inherits dsjax.model.router.ExpertRouter"
             )
         config = dataclasses.replace(config, router=args.router)
     platform = mesh.devices.flat[0].platform
@@ -203,7 +203,7 @@ def _check_v4(args: EngineArgs, mtp: bool) -> None:
         "--enable-dbo": (args.enable_dbo, "halves of a step go through layers of one kind, and its kinds take turns"),
         "--enable-eplb": (args.enable_eplb, "experts are exchanged by stacks of layers that follow one another"),
         "--batch-invariant": (args.batch_invariant, "its attention has no kernels"),
-        "--index-scores": (args.index_scores != "float", "its index keys are neither rotated nor rounded"),
+        "--index-scores": (args.index_scores != "float", "its index keys are scored in the dtype of computation only"),
         "--disaggregation-mode": (
             args.disaggregation_mode != "agg",
             "its window pages have not been sent to another engine",

@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance enforces them: what constrains nothing is taken out, and what could go wrong unnoticed is refused."""
+"""JSON schemas for llguidance: keywords without effect are removed, and schemas that it could not enforce are refused."""
 
 import json
 import re
@@ -30,9 +30,9 @@ _NEEDS = {
     "then": ("if",),
     "else": ("if",),
 }
-"""Keywords that constrain nothing without one of these."""
+"""Keywords that have an effect only beside one of the keywords listed for them."""
 _MOST_REFERENCES = 8
-"""Of a chain of references to references."""
+"""Longest chain of references to references."""
 
 
 def each_schema(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -89,7 +89,7 @@ def explained(reason: str) -> str:
 
 
 def _says_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a keyword constrains nothing."""
+    """Whether a keyword has no effect."""
     if name == "format":
         return isinstance(value, str) and value not in FORMATS
     return value in _WITHOUT_EFFECT.get(name, ()) or (name in _NEEDS and not any(one in schema for one in _NEEDS[name]))

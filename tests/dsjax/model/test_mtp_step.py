@@ -21,8 +21,8 @@ from dsjax.engine.setup.assembly import make_step
 from dsjax.errors import UserError
 from dsjax.model import mtp
 from dsjax.model.parameter_table import parameter_table
+from dsjax.model.router import ExpertRouter, Routing
 from dsjax.model.rows import GroupShape, unpack
-from dsjax.model.transformer import ExpertRouter, Routing
 from sharding import MeshSpec
 from sharding.placement import CopyTables
 

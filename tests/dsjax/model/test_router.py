@@ -14,7 +14,7 @@ from dsjax.kernels.table import Kernels
 from dsjax.model.native_router import native_choice
 from dsjax.model.parameter_table import parameter_table
 from dsjax.model.parameters import Declaration, ParameterTable
-from dsjax.model.transformer import ExpertRouter
+from dsjax.model.router import ExpertRouter
 
 E, GROUPS = 24, 6
 
