@@ -168,12 +168,12 @@ def _contradictions(names: TensorNames, present: list[str], extras: list[str]) -
     if ordinary := {layer for layer in layers if layer >= last} - modules:
         problems.append(
             f"config.json has num_hidden_layers={last}, but there are tensors of layer {max(ordinary)}, "
-            "which is no multi-token prediction module (it has no eh_proj)"
+            "which is no multi-token prediction module (it has no eh_proj or e_proj)"
         )
     if modules and min(modules) < last:
         problems.append(
             f"config.json has num_hidden_layers={last}, but layer {min(modules)} is a multi-token prediction "
-            f"module (it has an eh_proj), which follows the last layer; the model has {min(modules)}"
+            f"module (it has an eh_proj or e_proj), which follows the last layer; the model has {min(modules)}"
         )
     if config.num_nextn_predict_layers and modules and max(modules) >= names.end_of_mtp:
         problems.append(

@@ -117,7 +117,10 @@ def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
         raise reject("num_key_value_heads", "several", "1: all heads share one key, which is the value, too")
     if raw.get("norm_topk_prob", True) is not True:
         raise reject("norm_topk_prob", raw["norm_topk_prob"], "true: the weights of the chosen experts are normalised")
-    given = raw.pop("compress_rates", None) or {}
+    given = dict(check_mapping("compress_rates", raw.pop("compress_rates", None) or {}))
+    given |= {
+        KINDS[name]: raw.pop(f"compress_rate_{name}") for name in ("csa", "hca") if f"compress_rate_{name}" in raw
+    }
     rates = tuple(given.get(KINDS[name], rate) for name, rate in zip(("csa", "hca"), RATES, strict=True))
     main, compress = _ropes(raw)
     experts = raw.pop("expert_dtype", None)
@@ -148,7 +151,11 @@ def _attention(raw: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     types = required(raw, named)
     if named == "compress_ratios" and isinstance(types, Sequence) and any(types[layers:]):
         raise reject(named, list(types[layers:]), "0 behind the model's own layers: the MTP module has a window alone")
-    if not isinstance(types, Sequence) or len(types) < layers or any(kind not in names for kind in types[:layers]):
+    if (
+        not isinstance(types, Sequence)
+        or len(types) < layers
+        or any(kind not in tuple(names) for kind in types[:layers])
+    ):
         raise reject(named, types, f"{layers} of {', '.join(map(str, names))}")
     return tuple(names[kind] for kind in types[:layers])
 
@@ -158,8 +165,8 @@ def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
     types = raw.get("mlp_layer_types")
     if types is None:
         return min(check_integer("num_hash_layers", required(raw, "num_hash_layers"), least=0), layers)
-    hashed = list(types).count("hash_moe")
-    if list(types) != ["hash_moe"] * hashed + ["moe"] * (layers - hashed):
+    hashed = list(types).count("hash_moe") if isinstance(types, Sequence) else 0
+    if not isinstance(types, Sequence) or list(types) != ["hash_moe"] * hashed + ["moe"] * (layers - hashed):
         raise reject("mlp_layer_types", types, f'{layers} layers, "hash_moe" ones first and then "moe" ones')
     return hashed
 

@@ -226,7 +226,7 @@ def _write_v4(config: Any, written: Mapping[str, Any]) -> dict[str, Any]:
     kept = {
         name: value
         for name, value in written.items()
-        if name not in (*of_mla, "intermediate_size") and "rope_" not in name[:5]
+        if name not in (*of_mla, "intermediate_size") and not name.startswith("rope_")
     }
     ropes = {"main": config.rope, "compress": config.v4.compress_rope}
     spelt = {

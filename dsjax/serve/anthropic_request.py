@@ -76,6 +76,12 @@ class MessagesToolChoice(StrictModel):
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> "MessagesToolChoice":
+        if self.type == "tool" and self.name is None:
+            raise PydanticCustomError("tool_choice", "a choice of type tool needs a name")
+        return self
+
 
 class Thinking(ThinkingSwitch):
     """`thinking`; `display: omitted` leaves the reasoning out of the answer."""
@@ -124,7 +130,7 @@ class TokenCountRequest(StrictModel):
         """
         choice, config, thinking = self.tool_choice, self.output_config or OutputConfig(), self.thinking
         if choice is not None and choice.type == "tool":
-            more["tool_choice"] = {"type": "function", "function": {"name": choice.name or "unnamed"}}
+            more["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         elif choice is not None:
             more["tool_choice"] = "required" if choice.type == "any" else choice.type
         if config.format is not None:

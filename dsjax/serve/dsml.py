@@ -83,10 +83,11 @@ class DsmlFormat:
         def value(schema: Any, definitions: Mapping[str, Any]) -> str:
             """A parameter's attribute, its value and its end."""
             if isinstance(schema, dict) and schema.get("type") == "string" and schema.keys() <= _NOTES | {"enum"}:
-                if "enum" not in schema:
+                choices = schema.get("enum")
+                if choices is None:
                     return r'" string=\"true\">" text'
-                choices = " | ".join(map(json.dumps, schema["enum"]))
-                return rf'" string=\"true\">" ({choices}) {parameter_end}'
+                if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+                    return rf'" string=\"true\">" ({" | ".join(map(json.dumps, choices))}) {parameter_end}'
             schema = (schema if isinstance(schema, dict) else {}) | definitions
             return rf'" string=\"false\">" {as_json(schema)} {parameter_end}'
 
@@ -94,12 +95,14 @@ class DsmlFormat:
             function = tool["function"]
             schema = function.get("parameters") or {}
             parts = [written(f'{_INVOKE}{function["name"]}">\n')]
-            if schema.keys() <= _LISTED and not schema.get("additionalProperties"):
+            fields, needed = schema.get("properties") or {}, schema.get("required") or ()
+            is_listed = isinstance(fields, dict) and isinstance(needed, list | tuple) and schema.keys() <= _LISTED
+            if is_listed and not schema.get("additionalProperties"):
                 definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-                for place, (name, one) in enumerate((schema.get("properties") or {}).items()):
+                for place, (name, one) in enumerate(fields.items()):
                     rule, head = f"parameter_{index}_{place}", written(f'{_PARAMETER}{name}"')
                     rules.append(f"{rule}: {head} {value(one, definitions)}")
-                    parts.append(rule if name in (schema.get("required") or ()) else f"{rule}?")
+                    parts.append(rule if name in needed else f"{rule}?")
             else:
                 parts.append(as_json(schema) + r' "\n"')
             rules.append(f"call_{index}: {' '.join(parts)} {invoke_end}")

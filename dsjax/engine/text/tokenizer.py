@@ -98,7 +98,9 @@ class Tokenizer:
         if mode in ENCODERS:
             config["prompt_encoder"] = mode
             code = model_directory / "encoding" / "encoding_dsv4.py"  # read, never run
-            if code.is_file() and BEYOND_EFFORT.partition("\n")[0] not in code.read_text(encoding="utf-8"):
+            if code.is_file() and BEYOND_EFFORT.partition("\n")[0] not in code.read_text(
+                encoding="utf-8", errors="replace"
+            ):
                 config["effort_prompts"] = FIRST_EFFORTS
         return cls(backend, config)
 

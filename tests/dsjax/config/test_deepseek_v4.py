@@ -58,6 +58,13 @@ def test_experts_in_fp4_are_said_at_the_top_or_with_the_quantisation():
     assert FLASH.quantization.expert_dtype == PRO.quantization.expert_dtype == "fp4"
 
 
+def test_rates_are_read_in_the_spelling_of_transformers_too():
+    raw = v4_config("wch")
+    apart = {name: value for name, value in raw.items() if name != "compress_rates"}
+    rates = {f"compress_rate_{name}": raw["compress_rates"][KINDS[name]] for name in ("csa", "hca")}
+    assert ModelConfig.from_dict(apart | rates) == ModelConfig.from_dict(raw)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -72,6 +79,9 @@ def test_experts_in_fp4_are_said_at_the_top_or_with_the_quantisation():
         ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "`mlp_layer_types`"),
         ({"mlp_layer_types": None}, "`num_hash_layers`"),
         ({"compress_rates": {KINDS["csa"]: 3}}, "`compress_rates`"),
+        ({"compress_rates": [4, 128]}, "`compress_rates`"),
+        ({"layer_types": [["sliding_attention"]] * 3}, "`layer_types`"),
+        ({"mlp_layer_types": 3}, "`mlp_layer_types`"),
         ({"o_groups": 3}, "`o_groups`"),
         ({"scoring_func": "sigmoid"}, "`scoring_func`"),
         ({"norm_topk_prob": False}, "`norm_topk_prob`"),

@@ -215,6 +215,7 @@ def test_fields_without_effect_are_named_in_a_warning(start):
         ({"messages": HISTORY[:1] + HISTORY[2:]}, 400, "which no message before it calls"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "custom"),
         ({"tool_choice": {"type": "any"}}, 400, "tool_choice wants tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, "needs a name"),
         ({"messages": [{"role": "assistant", "content": [USE] * 200}, HELLO]}, 400, "at most 128 items"),
     ],
 )

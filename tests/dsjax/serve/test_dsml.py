@@ -272,6 +272,22 @@ def test_the_prompt_is_the_encoder_s(chat):
     assert httpx.get(f"{live.url}/tokenizer_info").json()["chat_template"] is None
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": ["a"]},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+    ],
+)
+def test_a_forced_call_of_a_function_with_a_broken_schema_is_refused(chat, parameters):
+    live, _, _ = chat
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
+    answer = live.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+
+
 def test_a_forced_call_is_one(chat):
     live, client, form = chat
     live.executor.script = form.calls([("get_weather", {"city": "Köln"})])
