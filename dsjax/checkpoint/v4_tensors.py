@@ -7,7 +7,7 @@ MTP module's layer behind the model's, as V3 has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,20 +95,20 @@ def renamed(name: str, layers: int) -> str:
 class V4Tensors(Mapping):
     """A checkpoint's tensors under the names that they have here: scales as of V3, and experts one by one.
 
-    kept: the checkpoint's own names, and of which part of a tensor. An FP8 matrix's scales in ``F8_E8M0`` are given as float32.
+    kept: the checkpoint's own name of each, and where it is a part of a tensor ``[E, rows, columns]``: expert, first row, rows.
     """
 
     tensors: Mapping[str, object]
     specs: Mapping[str, TensorSpec]
-    kept: Mapping[str, tuple[str, slice | int | None, bool]]
+    kept: Mapping[str, tuple[str, tuple[int, int, int] | None]]
 
     @classmethod
     def of(cls, tensors: Mapping[str, object], specs: Mapping[str, TensorSpec], layers: int) -> V4Tensors:
         """The tensors of a checkpoint of a model with ``layers`` layers."""
         found, kept = {}, {}
 
-        def keep(name: str, original: str, spec: TensorSpec, part=None, widened: bool = False) -> None:
-            found[name], kept[name] = spec, (original, part, widened)
+        def keep(name: str, original: str, spec: TensorSpec, part=None) -> None:
+            found[name], kept[name] = spec, (original, part)
 
         for original, spec in specs.items():
             name = renamed(original, layers)
@@ -125,26 +125,13 @@ class V4Tensors(Mapping):
                 keep(name, original, spec)
                 continue
             fp8 = specs.get(original.removesuffix("scale") + "weight")
-            if fp8 is not None and fp8.dtype.name == "float8_e4m3fn":
-                widened = spec.dtype.name == "float8_e8m0fnu"
-                keep(
-                    matrix + "_scale_inv",
-                    original,
-                    TensorSpec(np.dtype(np.float32), spec.shape) if widened else spec,
-                    None,
-                    widened,
-                )
-            else:
-                keep(matrix + "_scale", original, spec)
+            is_fp8 = fp8 is not None and fp8.dtype.name == "float8_e4m3fn"
+            keep(matrix + ("_scale_inv" if is_fp8 else "_scale"), original, spec)
         return cls(tensors, found, kept)
 
     def __getitem__(self, name: str):
-        original, part, widened = self.kept[name]
-        tensor = self.tensors[original]
-        if part is not None:
-            expert, first, rows = part
-            return _Part(tensor, expert, first, rows)
-        return _Read(tensor, lambda values: values.astype(np.float32), np.dtype(np.float32)) if widened else tensor
+        original, part = self.kept[name]
+        return self.tensors[original] if part is None else _Part(self.tensors[original], *part)
 
     def __iter__(self):
         return iter(self.kept)
@@ -173,19 +160,3 @@ class _Part:
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         start, stop, _ = index[0].indices(self.rows)
         return self.tensor[self.expert : self.expert + 1, self.first + start : self.first + stop, index[1]][0]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A tensor whose values go through a function when they are read."""
-
-    tensor: object
-    through: Callable[[np.ndarray], np.ndarray]
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.through(np.asarray(self.tensor[index]))

@@ -19,7 +19,6 @@ beside it all entries without overlap."""
 RATES = (4, 128)
 _LATER = ("dspark_", "engram_", "kv_source_layer", "index_source_layer", "candidate_", "text_config", "vision_config")
 """How the names of fields begin that later releases of the family have, and that would change the arithmetic."""
-_WITHOUT_EFFECT = ("router_aux_loss_coef", "router_jitter_noise")
 _INTEGERS = ("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters")
 _READ_HERE = ("head_dim", "intermediate_size", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers")
 _OWN = (*_INTEGERS, "hc_eps", "swiglu_limit")
@@ -104,7 +103,7 @@ def read_v4(raw: Mapping[str, Any]) -> tuple[dict[str, Any], DeepseekV4]:
             f"config fields {', '.join(f'`{key}`' for key in later)}: of a later release than DeepSeek-V4; DSpark blocks, Engram, shared "
             "compression and images are not supported"
         )
-    raw = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT}
+    raw = dict(raw)
     layers = check_integer("num_hidden_layers", required(raw, "num_hidden_layers"), least=1)
     width = check_integer("head_dim", required(raw, "head_dim"), least=2)
     rotated = raw.pop("qk_rope_head_dim", None)

@@ -10,8 +10,9 @@ class Family:
     """How the models of one `model_type` differ from DeepSeek-V3. Transformers' class of the family is the standard.
 
     architecture: written into `config.json`. routers: topk_method -> scoring_func, all that the family's router computes.
-    sparse: each layer chooses the tokens to attend to by an indexer (docs/sparse-attention.md). index_interleave: the indexer rotates
-    pairs (0, 1), (2, 3), …, else (0, O/2), …. only_interleaved: MLA rotates interleaved pairs, whatever `rope_interleave` says.
+    sparse: layers choose what to attend to by an indexer: tokens (docs/sparse-attention.md), or compressed entries.
+    index_interleave: the indexer rotates pairs (0, 1), (2, 3), …, else (0, O/2), ….
+    only_interleaved: MLA rotates interleaved pairs, whatever `rope_interleave` says.
     lists_mlps: transformers' class reads `mlp_layer_types` alone, and ignores `first_k_dense_replace`.
     defaults: values of fields that `config.json` leaves out, where they are not `ModelConfig`'s.
     """
@@ -38,6 +39,7 @@ FAMILIES = {
         "DeepseekV4ForCausalLM",
         routers={"noaux_tc": "sqrtsoftplus"},
         sparse=True,
+        index_interleave=True,
         only_interleaved=True,
         defaults={"scoring_func": "sqrtsoftplus"},
     ),

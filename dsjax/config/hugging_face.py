@@ -32,6 +32,7 @@ _KNOWN_OTHERS = (
     "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
     "mlp_layer_types", "pretraining_tp", "problem_type", "return_dict", "seq_aux", "transformers_version",
     "unsloth_fixed", "use_cache", "index_skip_topk_offset", "embedding_dropout", "output_dropout",
+    "router_aux_loss_coef", "router_jitter_noise",
     # What transformers 4 writes of every model, and its settings of generation.
     "add_cross_attention", "is_decoder", "pruned_heads", "tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16",
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length",

@@ -118,7 +118,7 @@ class PagePool:
         """Take pages that `find` gave, beside whoever holds them."""
         for page in pages:
             if not self._holders[page]:
-                del self._by_kind[page >= self.num_pages][1][page]
+                del self._by_kind[self.is_window(page)][1][page]
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -128,12 +128,12 @@ class PagePool:
                 raise ValueError(f"page {page} is given back but was not allocated")
             self._holders[page] -= 1
             if not self._holders[page]:
-                free, idle = self._by_kind[page >= self.num_pages]
+                free, idle = self._by_kind[self.is_window(page)]
                 if self._hash_of[page] is None:
                     free.append(page)
                 else:
                     idle[page] = None
-                    if page >= self.num_pages and page not in self._kept:
+                    if self.is_window(page) and page not in self._kept:
                         idle.move_to_end(page, last=False)
 
     def keep(self, name: bytes) -> None:
@@ -203,7 +203,7 @@ class PagePool:
     def _lose(self, page: int) -> None:
         self._unname(page)
         if not self._holders[page]:
-            free, idle = self._by_kind[page >= self.num_pages]
+            free, idle = self._by_kind[self.is_window(page)]
             del idle[page]
             free.append(page)
 
