@@ -17,7 +17,7 @@ from dsjax.checkpoint.orbax_form import MANIFEST_NAME, PARAMS_NAME, OrbaxTensors
 from dsjax.checkpoint.quantise import FP8
 from dsjax.checkpoint.safetensors import Tensor, TensorSpec
 from dsjax.checkpoint.shards import INDEX_NAME, SINGLE_NAME, SafetensorsFolder
-from dsjax.checkpoint.v4_tensors import V4Tensors
+from dsjax.checkpoint.v4_tensors import V4Tensors, lost_names
 from dsjax.config import ModelConfig, load_config
 from dsjax.model.parameters import Weights
 
@@ -122,6 +122,7 @@ def _open_hf(directory: Path) -> Checkpoint:
     config, tensors, unreadable = load_config(directory), _TextPart(folder), _text_names(folder.unreadable)
     if config.v4 is not None:
         tensors = V4Tensors.of(folder, folder.specs, config.num_hidden_layers)
+        unreadable = lost_names(folder.unreadable, config.num_hidden_layers, config.n_routed_experts)
     vision = [name for name in folder if name.startswith(_VISION)]
     if vision:
         parts = sorted({name.split(".")[0] for name in vision})

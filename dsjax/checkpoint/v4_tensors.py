@@ -7,7 +7,7 @@ MTP module's layer behind the model's, as V3 has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +77,7 @@ _RENAMED = [
     )
 ]
 _MODULE = re.compile(r"^model\.mtp\.(\d+)\.")
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
@@ -89,6 +90,24 @@ def renamed(name: str, layers: int) -> str:
         name = f"model.layers.{layers + int(module[1])}.{name[module.end() :]}"
         name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.shared_head.norm.", name)
     return name
+
+
+def lost_names(names: Iterable[str], layers: int, experts: int) -> set[str]:
+    """The names here of tensors that a damaged file has lost. A scale's name follows from its matrix's dtype: a lost one has both."""
+    found = set()
+    for name in (renamed(name, layers) for name in names):
+        if fused := _EXPERTS.fullmatch(name):
+            found |= {f"{fused[1]}.{expert}.{part}.weight" for expert in range(experts) for part in _FUSED[fused[2]]}
+        elif matrix := _matrix_of(name):
+            found |= {f"{matrix}_scale_inv", f"{matrix}_scale"}
+        else:
+            found.add(name)
+    return found
+
+
+def _matrix_of(name: str) -> str | None:
+    """The matrix that a tensor has the scales of; None: of none."""
+    return name.removesuffix(".scale") + ".weight" if name.endswith(".scale") and "_hc." not in name else None
 
 
 @dataclass(frozen=True)
@@ -112,7 +131,7 @@ class V4Tensors(Mapping):
 
         for original, spec in specs.items():
             name = renamed(original, layers)
-            experts = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)", name)
+            experts = _EXPERTS.fullmatch(name)
             if experts:
                 for expert in range(spec.shape[0]):
                     parts, rows = _FUSED[experts[2]], spec.shape[1] // len(_FUSED[experts[2]])
@@ -120,8 +139,8 @@ class V4Tensors(Mapping):
                         own = TensorSpec(spec.dtype, (rows, spec.shape[2]))
                         keep(f"{experts[1]}.{expert}.{part}.weight", original, own, (expert, place * rows, rows))
                 continue
-            matrix = name.removesuffix(".scale") + ".weight"
-            if not name.endswith(".scale") or "_hc." in name:
+            matrix = _matrix_of(name)
+            if matrix is None:
                 keep(name, original, spec)
                 continue
             fp8 = specs.get(original.removesuffix("scale") + "weight")

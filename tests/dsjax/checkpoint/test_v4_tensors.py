@@ -10,6 +10,7 @@ import pytest
 from fp4_weights import encoded
 from v4_models import v4_config, v4_tensors
 
+from dsjax.checkpoint.errors import CheckpointError
 from dsjax.checkpoint.load import from_hf_tensors, load
 from dsjax.checkpoint.safetensors import TensorSpec, write_file
 from dsjax.checkpoint.source import open_checkpoint
@@ -177,6 +178,20 @@ def test_it_is_kept_as_it_is_stored(folder):
     np.testing.assert_array_equal(query[0], stored["layers.1.attn.wq_b.scale"].astype(np.float32).T)
     assert np.all(np.exp2(np.round(np.log2(query))) == query)
     assert params["csa_moe_1.attn.compressor.kv.weight"].dtype == np.uint16, "what compresses stays in bfloat16"
+
+
+def test_tensors_of_a_lost_file_are_not_called_missing_on_top(tmp_path):
+    stored, _ = released()
+    files = {name: "lost" if name.startswith(("mtp.", "layers.1.")) else "kept" for name in stored}
+    kept = {name: TensorSpec(stored[name].dtype, stored[name].shape) for name, file in files.items() if file == "kept"}
+    write_file(tmp_path / "kept.safetensors", kept, stored.__getitem__)
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in files.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    assert open_checkpoint(tmp_path).config.num_nextn_predict_layers == 1
+    with pytest.raises(CheckpointError, match=r"lost\.safetensors") as error:
+        loaded(tmp_path, "f32")
+    assert "1 problem" in str(error.value)
 
 
 def test_transformers_own_names_with_experts_in_one_tensor_are_read():
