@@ -102,8 +102,8 @@ def test_without_usage_the_tokenizer_counts_and_without_that_chunks_do():
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([text("a")], "ended before the answer did"),
-        ([], "ended before the answer did"),
+        ([text("a")], "without \\[DONE\\]"),
+        ([], "without \\[DONE\\]"),
         ([DONE], "no choice"),
         ([text("a"), event({"error": {"message": "the engine\nfailed"}})], "error event: the engine failed"),
         ([event(b"<html>")], "not JSON"),
