@@ -206,6 +206,11 @@ class ModelConfig:
         return self.num_hidden_layers - self.num_dense_layers
 
     @property
+    def streams(self) -> tuple[int, ...]:
+        """The axis between tokens and width of what passes from layer to layer: the residual's streams, if it has several."""
+        return () if self.v4 is None else (self.v4.hc_mult,)
+
+    @property
     def residual(self) -> str:
         """How layers add to what passes through them: a name in `dsjax.model.residual.RESIDUALS`."""
         return "addition" if self.v4 is None else "streams"
@@ -219,11 +224,6 @@ class ModelConfig:
     def head_groups(self) -> int:
         """Groups of heads of which none is divided over devices: each head by itself, or those of a grouped output projection."""
         return self.num_attention_heads if self.v4 is None else self.v4.o_groups
-
-    @property
-    def streams(self) -> int:
-        """Vectors of a token that pass from layer to layer."""
-        return 1 if self.v4 is None else self.v4.hc_mult
 
     @property
     def swiglu_limit(self) -> float | None:

@@ -27,5 +27,4 @@ def values_beside(config: ModelConfig, kind: LayerKind, tp: int = 1) -> int:
 
 def residual_values(config: ModelConfig) -> int:
     """Multiply-adds of a token in one block's residual connection: hyper-connections' projection, and the mixture of streams."""
-    n = config.streams
-    return n * config.hidden_size * (n * (n + 2) + n) if n > 1 else 0
+    return sum(n * config.hidden_size * (n * (n + 2) + n) for n in config.streams)

@@ -56,6 +56,6 @@ def compressed_attention(
 
 def hyper_connections(chip: Chip, config: ModelConfig, tokens: float) -> float:
     """Seconds of one layer's hyper-connections: two blocks that project all streams, read them twice, and write them once."""
-    streams, width = config.streams, config.hidden_size
+    (streams,), width = config.streams, config.hidden_size
     projected = chip.bf16_product(tokens, streams * (streams + 2), streams * width)
     return 2 * (projected + chip.stream(BF16 * tokens * width * (3 * streams + 2)))

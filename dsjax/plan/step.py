@@ -264,10 +264,10 @@ class StepModel(StepBasis):
             seconds_of = {"projections": projections, "element-wise": chip.stream(streamed)}
             if decode:
                 # On Blackwell the sums over tp were timed with the two norms that follow them.
-                count = (6 if fused else 8) + (4 if config.streams > 1 else 0)
+                count = (6 if fused else 8) + (4 if config.streams else 0)
                 count -= 2 if tp > 1 and self.cluster.hardware.is_blackwell else 0
                 seconds_of["small kernels"] = assumption("small kernels of a layer") * count * layers
-            if config.streams > 1:
+            if config.streams:
                 seconds_of["hyper-connections"] = hyper_connections(chip, config, tokens) * layers
             if tp > 1:
                 each = all_reduce(self.cluster, tp, tokens * config.hidden_size * BF16)

@@ -63,7 +63,6 @@ def test_layouts_divide_the_groups_of_the_output_projection():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--mtp", "1"), "deepseek_v4 model does not draft"),
         (("--mode", "separated"), "deepseek_v4 model does not move caches"),
         (("--two-batch-overlap", "on"), "deepseek_v4 model does not overlap"),
         (("--kv-cache-dtype", "fp8"), "an FP8 cache is asked for"),
@@ -78,7 +77,7 @@ def test_what_dsjax_lacks_with_these_models_is_refused_by_name(options, named):
 
 
 def test_other_engines_are_credited_with_what_they_publish():
-    assert find_engine("published").serving(FLASH).drafts
+    assert find_engine("published").serving(FLASH).balances
     assert not find_engine("dsjax").serving(FLASH).balances
     assert find_engine("dsjax").serving(V32) == find_engine("dsjax")
 
