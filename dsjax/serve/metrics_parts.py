@@ -375,7 +375,7 @@ class DraftMetrics:
         registry.gauge(
             "dsjax_draft_tokens_chosen",
             "Tokens that each row drafts now, where the engine chooses by measurement.",
-            lambda: state.parts.get("drafts"),
+            lambda: state.parts.get("draft_choice"),
         )
         name = "vllm:spec_decode_num"
         self._rows = registry.counter(f"{name}_drafts", "Rows that had drafts to verify.")

@@ -40,7 +40,7 @@ class DraftChoice(Attachment):
     at the nearest one. After that other numbers are tried now and then, so seldom that trials cost at most `SHARE` of the time.
     """
 
-    statistics_name = "drafts"
+    statistics_name = "draft_choice"
 
     def __init__(self, most: int):
         super().__init__()

@@ -284,5 +284,5 @@ def test_a_measured_number_of_drafts_changes_no_text(checkpoint, greedy):
         watch.assert_both()
         assert set(watch.widths) == {0, 1, 2}
         assert choice.statistics() in (0, 1, 2)
-    assert llm.engine.core.statistics()["drafts"] == choice.statistics()
+    assert llm.engine.core.statistics()["draft_choice"] == choice.statistics()
     llm.shutdown()
