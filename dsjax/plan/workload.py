@@ -256,10 +256,11 @@ class PlanOptions:
                 raise UserError(f"{flag} is {value}, expected at least {least}")
         apart, not_separated = self.afd != "off", self.pins and "separated" not in self.modes
         unreleased = apart and not self.engine.apart
+        name = self.engine.name + self.engine.of_models
         of_one_mesh = f"is of one mesh, and --afd {self.afd} looks at two; leave one of the two out"
         _refuse(
             {
-                f"--afd {self.afd} is attention and experts on devices of their own, for which {self.engine.name}{self.engine.of_models} has no released option; "
+                f"--afd {self.afd} is attention and experts on devices of their own, for which {name} has no released option; "
                 "give --engine dsjax, or --engine published for moves as papers have them": unreleased,
                 f"--measured {of_one_mesh}": apart and self.measured,
                 f"--enable-shared-experts-fusion {of_one_mesh}": apart and self.fused,
