@@ -6,12 +6,16 @@ from typer.testing import CliRunner
 
 from dsjax.cli import app
 from dsjax.config import load_config
+from dsjax.engine.setup.args import EngineArgs
+from dsjax.engine.setup.assembly import make_step
+from dsjax.errors import UserError
 from dsjax.plan.cluster import load_cluster
 from dsjax.plan.engine import find_engine
 from dsjax.plan.layout import layouts, parse_layout
 from dsjax.plan.memory import memory
 from dsjax.plan.own_cluster import choose_precision
 from dsjax.plan.precision import PRECISIONS
+from sharding import MeshSpec
 
 V32, FLASH, PRO = map(load_config, ("deepseek-v3.2", "deepseek-v4-flash", "deepseek-v4-pro"))
 MXFP4 = find_engine("dsjax").precision(choose_precision("auto", "auto", FLASH, None))
@@ -63,6 +67,7 @@ def test_layouts_divide_the_groups_of_the_output_projection():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        (("--mtp", "1"), "deepseek_v4 model does not draft"),
         (("--mode", "separated"), "deepseek_v4 model does not move caches"),
         (("--two-batch-overlap", "on"), "deepseek_v4 model does not overlap"),
         (("--kv-cache-dtype", "fp8"), "an FP8 cache is asked for"),
@@ -74,6 +79,30 @@ def test_what_dsjax_lacks_with_these_models_is_refused_by_name(options, named):
     found = CliRunner().invoke(app, ["plan", "--model", "deepseek-v4-flash", "--cluster", "h200-8", *options])
     assert found.exit_code != 0
     assert named in " ".join(str(found.exception or found.output).split())
+
+
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [
+        ("balances", {"enable_eplb": True}),
+        ("overlaps", {"enable_dbo": True}),
+        ("transfers", {"disaggregation_mode": "decode"}),
+        ("drafts", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}),
+        ("fp8_cache", {"kv_cache_dtype": "fp8"}),
+        ("apart", {"attention_mesh": "dp=2", "expert_mesh": "ep=2"}),
+    ],
+)
+def test_what_a_plan_does_not_credit_is_what_an_engine_refuses(capability, options):
+    args, spec = (
+        EngineArgs(model="deepseek-v4-flash", page_size=128, **{"mesh": "dp=2"} | options),
+        MeshSpec.parse("dp=2"),
+    )
+    try:
+        refused = make_step(args, FLASH, spec, spec.build(), mtp=args.speculation is not None).attention is None
+    except UserError:
+        refused = True
+    credited = getattr(find_engine("dsjax").serving(FLASH), capability)
+    assert bool(credited) == (not refused)
 
 
 def test_other_engines_are_credited_with_what_they_publish():
