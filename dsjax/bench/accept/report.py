@@ -1,4 +1,4 @@
-"""The report of a run: Markdown, JSON, JUnit XML, and the table on the console. Fields of the JSON: `docs/accept.md`."""
+"""The report of a run: Markdown, JSON, JUnit XML, and the table on the console. `Report.to_json` explains the JSON."""
 
 import datetime
 import json
@@ -54,7 +54,10 @@ class Report:
         return f"{self.command} --only {name} --fresh"
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields."""
+        """Stable fields, and of the criteria those of `Judged` and `Criterion`: `verdict` is met, missed or not tested, `grade` warning, failing
+        or None, `command` measures that criterion alone. A measurement has `kind`, `title`, `fingerprint` (of its definition, server and
+        hooks), `started`, `seconds`, `samples`, `values`, `absent` (value to [verdict, reason]) and `notes`.
+        """
         judged = self.judged
         return {
             "format": FORMAT,
