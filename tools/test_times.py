@@ -37,7 +37,10 @@ def table(run: dict, machine: str) -> list[list]:
     parts = {("run", f"{machine}, {run['date']}, {run['seconds']:.0f} s"): list(cpu)}
     parts |= {("folder", folder): paths for folder, paths in folders.items()}
     parts |= {("file", path): [path] for path in sorted(cpu, key=cpu.__getitem__, reverse=True)[:MOST_FILES]}
-    rows = [[*name, sum(tests[path] for path in paths), round(sum(cpu[path] for path in paths))] for name, paths in parts.items()]
+    rows = [
+        [*name, sum(tests[path] for path in paths), round(sum(cpu[path] for path in paths))]
+        for name, paths in parts.items()
+    ]
     return sorted(rows, key=lambda row: (["run", "folder", "file"].index(row[0]), -row[3]))
 
 

@@ -4,7 +4,7 @@ Kinds of measurements (fields in a criteria file: values that criteria bound). O
 
 - `server`: `max_model_len`, `devices`, from `/v1/models` and `/server_info`
 - `ttft` (`input_tokens`, `requests`): `ttft_p50`, `ttft_p95`, `ttft_p99`, `ttft_mean`, `error_share`. One request at a time, one token each
-- `load` (`sessions` or `request_rate`, `seconds`, `input_tokens`, `output_tokens`, `spread`: lengths within mean × (1 ± spread), `windows`):
+- `load` (`sessions` or `request_rate`, `seconds`, `input_tokens`, `output_tokens`, `spread`: lengths are mean × (1 ± spread), `windows`):
   `output_tokens_per_s`, `total_tokens_per_s` (with prompts whose first token came in the measured time), `sessions_at_once`, `error_share`,
   `ttft_p50`, `ttft_p99`, `ttft_mean`, `tpot_p50`, `tpot_p99`, `itl_p99`, `generation_p99` (first to last token), `ttft_drift` and
   `tpot_drift` (Theil–Sen slope over the windows' medians × length ÷ median), `outages` (of `/v1/models`), `restarts` (counters began anew),

@@ -54,9 +54,10 @@ class Report:
         return f"{self.command} --only {name} --fresh"
 
     def to_json(self) -> dict[str, Any]:
-        """Stable fields, and of the criteria those of `Judged` and `Criterion`: `verdict` is met, missed or not tested, `grade` warning, failing
-        or None, `command` measures that criterion alone. A measurement has `kind`, `title`, `fingerprint` (of its definition, server and
-        hooks), `started`, `seconds`, `samples`, `values`, `absent` (value to [verdict, reason]) and `notes`.
+        """Stable fields.
+
+        Of a criterion `verdict` is met, missed or not tested, `grade` warning, failing or None, and `command` measures it alone. Of a
+        measurement `fingerprint` changes with its definition, server and hooks, and `absent` has [verdict, reason] for missing values.
         """
         judged = self.judged
         return {

@@ -1,6 +1,6 @@
 """Whoever types an option of vLLM's or SGLang's is told what it is called here. docs/other-engines.csv has all of them:
 
-    python tests/dsjax/cli/test_other_engines.py > docs/other-engines.csv
+python tests/dsjax/cli/test_other_engines.py > docs/other-engines.csv
 """
 
 import csv
@@ -91,12 +91,20 @@ def test_a_command_warns_of_a_variable_before_it_runs(monkeypatch: pytest.Monkey
 def answers() -> list[dict[str, str]]:
     """The rows of docs/other-engines.csv: each option of another engine, what it is here, and why."""
     tables = ((HERE, ""), (NEEDLESS, "not needed"), (ABSENT, "no counterpart"))
-    rows = [(name, verdict, text) for table, verdict in tables for names, text in table.items() for name in names.split()]
+    rows = [
+        (name, verdict, text) for table, verdict in tables for names, text in table.items() for name in names.split()
+    ]
     made = [
-        {"option": name, "here": verdict or text.partition(": ")[0], "note": text if verdict else text.partition(": ")[2]}
+        {
+            "option": name,
+            "here": verdict or text.partition(": ")[0],
+            "note": text if verdict else text.partition(": ")[2],
+        }
         for name, verdict, text in rows
     ]
-    return made + [{"option": name, "here": option, "note": "not read: give the option"} for name, option in VARIABLES.items()]
+    return made + [
+        {"option": name, "here": option, "note": "not read: give the option"} for name, option in VARIABLES.items()
+    ]
 
 
 def test_the_table_in_the_docs_has_every_option() -> None:

@@ -1,6 +1,7 @@
-"""Every name and label in the dashboard and the alerts is one that a server shows; promtool agrees with the rest. docs/metrics.csv lists them:
+"""Every name and label in the dashboard and the alerts is one that a server shows; promtool agrees with the rest.
+docs/metrics.csv lists all metrics:
 
-    PYTHONPATH=tests python tests/dsjax/serve/test_dashboards.py > docs/metrics.csv
+PYTHONPATH=tests python tests/dsjax/serve/test_dashboards.py > docs/metrics.csv
 """
 
 import csv

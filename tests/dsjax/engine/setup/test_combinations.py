@@ -1,6 +1,6 @@
 """Which options exclude or need others: every row of the tables of `setup/combinations.py` is refused. docs/option-conflicts.csv has them:
 
-    python tests/dsjax/engine/setup/test_combinations.py > docs/option-conflicts.csv
+python tests/dsjax/engine/setup/test_combinations.py > docs/option-conflicts.csv
 """
 
 import csv
