@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsjax.config import ModelConfig
-from dsjax.model.cache_groups import BF16, CacheGroup
+from dsjax.model.cache_groups import BF16
 from dsjax.model.compressed.groups import compressed_groups
 from dsjax.model.mla_costs import AttentionCost
 from dsjax.model.parameter_counts import attention_matrices, compressor_columns
@@ -47,13 +47,6 @@ def _mean(rate: int, most: float, before: float, chunk: float) -> float:
     return (total(before + chunk) - total(before)) / chunk
 
 
-def layer_groups(config: ModelConfig, attention: str, cache_dtype: np.dtype = BF16) -> dict[str, CacheGroup]:
-    """The cache groups of one layer of this kind, by name, with pages of the smallest size."""
-    kinds = (*config.v4.attention, "window")  # the MTP module's stands behind the model's own
-    groups = compressed_groups(config, (kinds.index(attention),), np.dtype(cache_dtype), config.page_tokens)
-    return {group.name: group for group in groups}
-
-
 def compressed_cost(
     config: ModelConfig,
     attention: str,
@@ -78,7 +71,9 @@ def compressed_cost(
     # values, what the groups of heads give, and index queries.
     handed = config.hidden_size + config.q_lora_rank + width + columns * 4 // activation_itemsize
     handed += heads * 2 * width + config.v4.o_groups * config.v4.o_lora_rank // tp + index * config.index_head_dim
-    sizes = {name: group.entry_bytes for name, group in layer_groups(config, attention, cache_dtype).items()}
+    layer = (*config.v4.attention, "window").index(attention)  # the MTP module's stands behind the model's own
+    groups = compressed_groups(config, (layer,), np.dtype(cache_dtype), config.page_tokens)
+    sizes = {group.name: group.entry_bytes for group in groups}
     window, state = sizes["window"], sizes.get("state4", 0) + sizes.get("state128", 0)
     entry, key = sizes.get("c4", 0) + sizes.get("c128", 0), sizes.get("c4_index", 0)
     read = rows * (min(context, config.v4.sliding_window + chunk - 1) * window + state)
