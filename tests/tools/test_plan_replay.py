@@ -41,13 +41,10 @@ def test_an_engine_is_started_as_on_its_day():
     assert protocol(run(users="8")).engine.poll_steps < protocol(run(users="16")).engine.poll_steps
 
 
-def test_prompts_are_as_long_as_the_server_most_likely_got_them():
+def test_prompts_are_as_long_as_the_server_got_them_and_sglang_apart_gathers_tokens_with_drafts_alone():
     assert run().as_sent().prompt == 1024
     assert run(device="b300", ran="2026-05-01").as_sent().prompt == round(1024 * 35921 / 7140)
     assert run(device="b300", ran="2026-05-20").as_sent().prompt == 1024
-
-
-def test_sglang_apart_gathers_tokens_with_drafts_alone():
     apart = {"prefill": "1 x dp=8", "mesh": "1 x dp=8"}
     assert separated_engine(run(drafts="2", **apart)).gathers
     assert not separated_engine(run(**apart)).gathers

@@ -33,15 +33,12 @@ CONFIG = Alternating.from_dict(TINY | {"num_hidden_layers": 4, "first_k_dense_re
 TOKENS = np.random.default_rng(0).integers(2, CONFIG.vocab_size, size=6)
 
 
-def test_each_kind_has_a_stack_and_each_layer_with_experts_a_row():
+def test_each_kind_has_a_stack_each_layer_with_experts_a_row_and_stages_cut_each_stack():
     assert stacks(CONFIG.layer_runs) == {EVEN: range(0, 4, 2), ODD: range(1, 4, 2)}
     assert moe_layers(CONFIG.layer_runs) == [1, 3]
     names = set(tensors(CONFIG))
     assert "model.layers.2.mlp.gate_proj.weight" in names
     assert "model.layers.3.mlp.experts.0.gate_proj.weight" in names
-
-
-def test_stages_cut_each_stack():
     first, last = stages_of(CONFIG, 2, given="1,3")
     assert first.window(CONFIG).layers == {"even_layers": range(0, 1), "odd_layers": range(0, 0)}
     assert last.window(CONFIG).layers == {"even_layers": range(1, 2), "odd_layers": range(0, 2)}

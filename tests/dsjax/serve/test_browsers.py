@@ -98,7 +98,7 @@ def test_https_serves_answers_and_streams(start_server, files, front_ends):
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_a_certificate_that_cannot_be_is_refused_at_the_start(files, tmp_path):
+def test_a_certificate_that_cannot_be_is_refused_at_the_start_and_the_url_names_the_scheme(files, tmp_path):
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("nothing")
     for options in ({**files, "ssl_keyfile": str(wrong)}, {"ssl_certfile": str(tmp_path / "missing.pem")}):
@@ -106,8 +106,5 @@ def test_a_certificate_that_cannot_be_is_refused_at_the_start(files, tmp_path):
             HttpOptions(**options)
     with pytest.raises(UserError, match="--ssl-keyfile is given without --ssl-certfile"):
         HttpOptions(ssl_keyfile=files["ssl_keyfile"])
-
-
-def test_the_url_names_the_scheme(files):
     assert HttpOptions(**files).url("127.0.0.1", 8000) == "https://127.0.0.1:8000"
     assert HttpOptions().url("::1", 8000) == "http://[::1]:8000"
