@@ -181,7 +181,7 @@ def test_attention_and_experts_of_one_process_are_a_worker_and_experts_in_proces
     )
     assert workers.keys() == {"worker"}
     assert (engine_args(workers["worker"][1]).num_devices, devices_of(found)) == (8, 8)
-    path = tmp_path / "apart.yaml"
+    path = tmp_path / "experts-apart.yaml"
     words = f"plan recipe {path} --cluster h200-32 --attention-mesh dp=8 --expert-mesh ep=16 --mode aggregated"
     refused = CliRunner().invoke(app, words.split())
     assert isinstance(refused.exception, UserError)

@@ -119,7 +119,7 @@ def test_after_its_duration_a_point_sends_no_more_and_waits_for_what_is_under_wa
 @pytest.mark.parametrize("quantity", ["concurrency", "rate"])
 @pytest.mark.parametrize("limit", [0.4, 1, 23.7, 700])
 def test_a_search_ends_close_below_the_load_that_fails(quantity, limit):
-    unanswered = Search(quantity)
+    unanswered = Search("concurrency")
     unanswered.record(unanswered.next(), None, 0.95)
     assert (unanswered.next(), unanswered.best) == (None, None)
     search, tried = Search(quantity), []
