@@ -47,6 +47,7 @@ def test_the_compiled_exchange_sends_what_arithmetic_says(balanced):
     assert found.layers == 4
 
 
+@pytest.mark.slow
 def test_the_buffer_and_the_counters_are_all_that_is_kept_on_a_device(balanced, described):
     unmoved = dataclasses.replace(BALANCED, enable_eplb=False, eplb_config=None, redundant_experts=8)
     without = described(DryRunArgs(engine=unmoved, batch=4, context=64))

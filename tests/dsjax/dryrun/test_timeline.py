@@ -147,6 +147,7 @@ def test_of_an_exchange_that_is_hidden_which_the_device_computes_beside():
     assert [one.hidden for one in alone.exchanges()] == [0]
 
 
+@pytest.mark.slow
 def test_a_step_of_ours_shows_its_parts_and_overlaps_what_it_is_credited_with_and_no_more(step):
     exchanges = step.exchanges()
     assert sum(one.runs for one in exchanges) > len(exchanges), "a layer's are one row"

@@ -85,7 +85,7 @@ def test_head_of_what_is_not_there_is_404_and_of_a_post_405(server):
     assert httpx.options(f"{server.url}/nowhere").status_code == 404
 
 
-@pytest.mark.parametrize("front_ends", [0, 2])
+@pytest.mark.parametrize("front_ends", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_https_serves_answers_and_streams(start_server, files, front_ends):
     server = start_server(options=ServeOptions(**files), front_ends=front_ends)
     url = server.url.replace("http:", "https:")
