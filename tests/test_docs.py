@@ -4,6 +4,7 @@ import itertools
 import re
 import shlex
 import shutil
+import string
 import subprocess
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def shown_commands(text: str) -> list[list[str]]:
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         values = dict(re.findall(r'^(?:export )?([A-Z]+)="(.*)"$', block, re.MULTILINE))
         for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(r"\$([A-Z]+)\b", lambda name: values.get(name[1], name[0]), line.removeprefix("$ "))
+            line = string.Template(line.removeprefix("$ ")).safe_substitute(values)
             if match := re.match(r"(?:.* && )?(?:dsjax |(?:\S*/)?python3? -m dsjax[. ])(?=[a-z])(.*)", line):
                 words = shlex.split(match[1], comments=True)
                 found.append(list(itertools.takewhile(lambda word: word not in ("&", "|", "&&", ">"), words)))
