@@ -1,5 +1,6 @@
 """A dry run of DeepSeek-V4: what is compiled has the bytes and the operations that arithmetic says."""
 
+import importlib.util
 import json
 
 import pytest
@@ -63,6 +64,19 @@ def test_operations_are_the_models_in_whole_pages_and_blocks(folder, report):
     experts = 3 * 8 * expected_tiles(4, default_tile(4)) * default_tile(4) * 2 * 3 * 64 * 16
     ends = 2 * ROWS * (64 * 384 + 4 * 64 * 4)
     assert report.costs.flops == pytest.approx(total + experts + ends, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "compiler", "extra"), [("h200", "jax_cuda13_plugin", "cuda"), ("tpu-v6e", "libtpu", "tpu")]
+)
+def test_a_step_compiles_for_accelerators(folder, report, target, compiler, extra):
+    if importlib.util.find_spec(compiler) is None:
+        pytest.skip(f"needs the extra [{extra}]")
+    engine = EngineArgs(model=folder, mesh="dp=4", page_size=128)
+    compiled = dry_run(DryRunArgs(engine=engine, target=target, batch=ROWS, context=CONTEXT))
+    assert compiled.memory.windows == report.memory.windows
+    assert compiled.costs.flops_assumed > 0
 
 
 def test_what_is_not_built_is_refused_by_name(folder):
