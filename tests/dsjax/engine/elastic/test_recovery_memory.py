@@ -1,7 +1,6 @@
 """The most memory that a change of mesh takes: what lay there before or will lie there afterwards, and one layer of one parameter."""
 
 import gc
-import json
 import re
 import threading
 from contextlib import contextmanager
@@ -9,13 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import pytest
+from goldens.our_model import hf_tensors
+from goldens.random_weights import RandomWeights
 from held_engines import Engine, assert_equal
+from layouts import TINY, write_model
 
 from dsjax.checkpoint import recover
 from dsjax.checkpoint.held_weights import HeldShard, HeldWeights
 from dsjax.config import ModelConfig
-from tools.random_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -27,9 +29,16 @@ SLACK = 10 << 20
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("wide")
-    write_random_checkpoint(directory, layers=LAYERS, experts=EXPERTS, width=WIDTH)
-    return directory, ModelConfig.from_dict(json.loads((directory / "config.json").read_text()))
+    sizes = {
+        "num_hidden_layers": LAYERS,
+        "n_routed_experts": EXPERTS,
+        "hidden_size": WIDTH,
+        "moe_intermediate_size": WIDTH,
+    }
+    config = ModelConfig.from_dict(TINY | sizes)
+    tensors = hf_tensors(config, RandomWeights(7))
+    stored = {name: values.astype(ml_dtypes.bfloat16) for name, values in tensors.items()}
+    return write_model(tmp_path_factory.mktemp("wide"), TINY | sizes, stored), config
 
 
 def private_bytes() -> int:
