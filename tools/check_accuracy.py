@@ -7,7 +7,7 @@
 Every format reads the same text through the paged cache of a served engine. Told of each: bits a byte; the share of positions
 at which the most likely token is float32's, and that share among the positions where float32's two largest logits
 differ by more than a 32nd of the largest; the mean divergence of float32's distribution from it (Kullback and Leibler 1951, in
-bits a token); bytes of cache a token. A format that is beyond its bound (``BOUNDS``) is named, and the exit status is 1.
+bits a token); bytes of cache a token. A format that is beyond its bounds (``FORMATS``) is named, and the exit status is 1.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,53 +23,54 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from scipy.special import log_softmax
 
 from dsjax import LLM
+from dsjax.tables import table
 from tools.demo.corpus import read_corpus
 
-FORMATS = {
-    "float32": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "FP8 weights": {"weights": "fp8"},
-    "FP8 activations": {"weights": "fp8", "activation_scheme": "dynamic"},
-    "NVFP4 experts": {"weights": "nvfp4-bf16"},
-    "MXFP4 experts": {"weights": "mxfp4-bf16"},
-    "INT4 experts": {"weights": "int4-bf16"},
-    "NVFP4 experts, others FP8": {"weights": "nvfp4"},
-    "MXFP4 experts, others FP8": {"weights": "mxfp4"},
-    "NVFP4 experts, FP8 activations": {"weights": "nvfp4-bf16", "activation_scheme": "dynamic"},
-    "MXFP4 experts, FP8 activations": {"weights": "mxfp4-bf16", "activation_scheme": "dynamic"},
-    "INT4 experts, FP8 activations": {"weights": "int4-bf16", "activation_scheme": "dynamic"},
-    "NVFP4 experts, NVFP4 rows": {"weights": "nvfp4-bf16", "activation_scheme": "nvfp4"},
-    "FP8 cache": {"kv_cache_dtype": "fp8"},
-    "FP8 wire": {"dispatch_wire": "fp8"},
-    "all four FP8": {"weights": "fp8", "activation_scheme": "dynamic", "kv_cache_dtype": "fp8", "dispatch_wire": "fp8"},
-}
-BOUNDS = {
-    "float32": (0.0, 1.0, 0.0),
-    "bfloat16": (0.003, 0.997, 0.005),
-    "FP8 weights": (0.01, 0.99, 0.03),
-    "FP8 activations": (0.02, 0.98, 0.06),
-    "NVFP4 experts": (0.01, 0.99, 0.03),
-    "MXFP4 experts": (0.02, 0.98, 0.04),
-    "INT4 experts": (0.02, 0.98, 0.04),
-    "NVFP4 experts, others FP8": (0.02, 0.98, 0.06),
-    "MXFP4 experts, others FP8": (0.02, 0.98, 0.06),
-    "NVFP4 experts, FP8 activations": (0.02, 0.98, 0.06),
-    "MXFP4 experts, FP8 activations": (0.02, 0.98, 0.06),
-    "INT4 experts, FP8 activations": (0.02, 0.98, 0.06),
-    "NVFP4 experts, NVFP4 rows": (0.03, 0.97, 0.08),
-    "FP8 cache": (0.005, 0.99, 0.01),
-    "FP8 wire": (0.005, 0.99, 0.01),
-    "all four FP8": (0.02, 0.98, 0.06),
-}
-"""What each format may cost: most bits a byte above float32's, least share of the same token where it is clear, most divergence in bits a
-token.
 
-About three times what 62,789 bytes gave: text of a few thousand bytes varies by that. What is broken is far beyond: FP8 values without
-their scales, or scales of the wrong block, cost whole bits."""
+class Format(NamedTuple):
+    """Options of an engine, and what they may cost.
+
+    most_bits: bits a byte above float32's. least_same: share of the same token where it is clear. most_divergence: bits a token.
+    """
+
+    options: dict[str, str]
+    most_bits: float
+    least_same: float
+    most_divergence: float
+
+
+FORMATS = {
+    "float32": Format({}, 0.0, 1.0, 0.0),
+    "bfloat16": Format({"dtype": "bfloat16"}, 0.003, 0.997, 0.005),
+    "FP8 weights": Format({"weights": "fp8"}, 0.01, 0.99, 0.03),
+    "FP8 activations": Format({"weights": "fp8", "activation_scheme": "dynamic"}, 0.02, 0.98, 0.06),
+    "NVFP4 experts": Format({"weights": "nvfp4-bf16"}, 0.01, 0.99, 0.03),
+    "MXFP4 experts": Format({"weights": "mxfp4-bf16"}, 0.02, 0.98, 0.04),
+    "INT4 experts": Format({"weights": "int4-bf16"}, 0.02, 0.98, 0.04),
+    "NVFP4 experts, others FP8": Format({"weights": "nvfp4"}, 0.02, 0.98, 0.06),
+    "MXFP4 experts, others FP8": Format({"weights": "mxfp4"}, 0.02, 0.98, 0.06),
+    "NVFP4 experts, FP8 activations": Format(
+        {"weights": "nvfp4-bf16", "activation_scheme": "dynamic"}, 0.02, 0.98, 0.06
+    ),
+    "MXFP4 experts, FP8 activations": Format(
+        {"weights": "mxfp4-bf16", "activation_scheme": "dynamic"}, 0.02, 0.98, 0.06
+    ),
+    "INT4 experts, FP8 activations": Format({"weights": "int4-bf16", "activation_scheme": "dynamic"}, 0.02, 0.98, 0.06),
+    "NVFP4 experts, NVFP4 rows": Format({"weights": "nvfp4-bf16", "activation_scheme": "nvfp4"}, 0.03, 0.97, 0.08),
+    "FP8 cache": Format({"kv_cache_dtype": "fp8"}, 0.005, 0.99, 0.01),
+    "FP8 wire": Format({"dispatch_wire": "fp8"}, 0.005, 0.99, 0.01),
+    "all four FP8": Format(
+        {"weights": "fp8", "activation_scheme": "dynamic", "kv_cache_dtype": "fp8", "dispatch_wire": "fp8"},
+        0.02,
+        0.98,
+        0.06,
+    ),
+}
+"""Bounds are about three times what 62,789 bytes gave: text of a few thousand bytes varies by that. What is broken is far beyond: FP8
+values without their scales, or scales of the wrong block, cost whole bits."""
 WINDOW = 1024
 """Tokens read at once; the first of each window is given and not counted."""
 CLEAR = 1 / 32
@@ -91,17 +93,14 @@ def main() -> None:
         texts.append(file.content.decode())
         size += len(file.content)
     reference, found = None, {}
-    for name, options in FORMATS.items():
+    for name, form in FORMATS.items():
         if name not in args.only and name != "float32":
             continue
-        logits, tokens, bytes_a_token = read(args.mesh, texts, name, options)
+        logits, tokens, bytes_a_token = read(args.mesh, texts, name, form.options)
         reference = logits if reference is None else reference
         found[name] = compare(logits, reference, tokens, size) | {"cache_bytes_a_token": bytes_a_token}
-    table = Table(title=f"{len(texts)} held-out files, {size:,} bytes, {args.mesh}")
-    for column in ("", "bits a byte", "same token", "where it is clear", "divergence, bits", "cache bytes a token"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, f in found.items():
-        table.add_row(
+    rows = [
+        (
             name,
             f"{f['bits_a_byte']:.4f}",
             f"{f['same_token']:.2%}",
@@ -109,7 +108,10 @@ def main() -> None:
             f"{f['divergence_bits']:.5f}",
             f"{f['cache_bytes_a_token']:,}",
         )
-    Console(width=120).print(table)
+        for name, f in found.items()
+    ]
+    names = ("<", "bits a byte", "same token", "where it is clear", "divergence, bits", "cache bytes a token")
+    Console(width=120).print(table(f"{len(texts)} held-out files, {size:,} bytes, {args.mesh}", names, rows))
     if args.json:
         args.json.write_text(json.dumps({"mesh": args.mesh, "bytes": size, "formats": found}, indent=1) + "\n")
     beyond = [f"{name}: {reason}" for name in found if (reason := refusal(name, found[name], found["float32"]))]
@@ -153,7 +155,7 @@ def compare(logits: list[np.ndarray], reference: list[np.ndarray], tokens: list[
 
 def refusal(name: str, found: dict, exact: dict) -> str | None:
     """Which bound a format's figures are beyond, or None."""
-    more, same, divergence = BOUNDS[name]
+    _, more, same, divergence = FORMATS[name]
     if not found["bits_a_byte"] - exact["bits_a_byte"] <= more:
         return f"{found['bits_a_byte']:.4f} bits a byte are more than {more} above float32's {exact['bits_a_byte']:.4f}"
     if not found["same_token_where_clear"] >= same:
