@@ -23,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from tools.serve_process import complete
+
 SIZES = ("--mesh", "dp=2", "--cache-tokens", "512", "--max-num-seqs", "2")
 GENERATE = ("generate", *SIZES, "--prompt", "def main(", "--max-tokens", "6")
 SERVE = ("serve", *SIZES, "--port", "0")
@@ -227,7 +228,7 @@ def start(command: list[str], folder: Path, environment: dict[str, str], serves:
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
                 if serves and (url := _URL.search(read(out) + read(err))):
-                    text = "def main(" + complete(url[1])
+                    text = "def main(" + complete(url[1], "demo", "def main(", 6)  # what `GENERATE` asks for
                     os.killpg(process.pid, signal.SIGTERM)
                     process.wait(30)
         finally:
@@ -241,16 +242,6 @@ def start(command: list[str], folder: Path, environment: dict[str, str], serves:
 def read(file) -> str:
     """Read all that was written to a file so far."""
     return os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")
-
-
-def complete(url: str) -> str:
-    """Ask a server for the tokens that `GENERATE` asks for."""
-    body = {"model": "demo", "prompt": "def main(", "max_tokens": 6, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["text"]
 
 
 if __name__ == "__main__":

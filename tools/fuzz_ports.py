@@ -28,10 +28,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import random
-import re
 import secrets
 import signal
 import socket
@@ -41,7 +39,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,13 +47,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), *(str(TESTS / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
+sys.path[:0] = [str(ROOT), *(str(TESTS / part) for part in ("", "dsjax/hosts", "dsjax/engine"))]
 
 import msgspec
+import psutil
 import zmq
 from listening_sockets import listening_addresses
 from quick_compilation import QUICK_COMPILATION
-from serve_process import serve_process
 from zmq.utils.monitor import recv_monitor_message
 
 from dsjax.hosts.wire import JoinRequest
@@ -65,7 +62,8 @@ from dsjax.messaging.cluster_key import VARIABLE, ClusterKey
 from dsjax.messaging.curve import ROLES, connect_with_curve
 from dsjax.messaging.endpoint import CONNECT_SECONDS, PING
 from dsjax.messaging.wire import Kind, decode, encode
-from tools.labs.servers import SideProcess
+from tools.labs.servers import MODEL, SideProcess, url_of
+from tools.serve_process import complete, serve_process
 
 PATIENCE = 20.0
 """Seconds in which a listener must have ended a connection; it gives a handshake 5."""
@@ -107,9 +105,8 @@ class Figures(NamedTuple):
         seen: list[Figures] = []
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            memory, threads = int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"])
-            seen.append(cls(memory >> 20, threads, len(os.listdir(f"/proc/{pid}/fd"))))
+            process = psutil.Process(pid)
+            seen.append(cls(process.memory_info().rss >> 20, process.num_threads(), process.num_fds()))
             if len(seen) > 12 and len(set(seen[-12:])) == 1:
                 break
             time.sleep(0.5)
@@ -434,13 +431,13 @@ def run_group(folder: Path) -> Iterator[Running]:
         _until(lambda: ports_of(pids["process 0"]))
         yield Running("a group that forms", {"process 0": pids["process 0"]}, said=said)
         group.processes[1].send_signal(signal.SIGCONT)
-        yield Running("a group", pids, functools.partial(ask_server, url_of(group)), said=said)
+        yield Running("a group", pids, functools.partial(ask_server, url_of(group, 600)), said=said)
 
 
 def run_stages(folder: Path) -> Iterator[Running]:
     """Two processes with a stage of a model each."""
     with group_of(folder, "pp=2,dp=2") as (group, pids):
-        yield Running("stages", pids, functools.partial(ask_server, url_of(group)))
+        yield Running("stages", pids, functools.partial(ask_server, url_of(group, 600)))
 
 
 @contextlib.contextmanager
@@ -461,29 +458,13 @@ def group_of(folder: Path, mesh: str) -> Iterator[tuple[Any, dict[str, int]]]:
 
 def serve_command(model: Path, mesh: str) -> list[str]:
     """Python's arguments that serve a tiny model on a mesh."""
-    named = ["--model", str(model), "--served-model-name", "tiny", "--port", "0"]
+    named = ["--model", str(model), "--served-model-name", MODEL, "--port", "0"]
     return ["-m", "dsjax.serve", *named, "--mesh", mesh, "--kernels", "plain", *SIZES.split()]
-
-
-def url_of(group: Any) -> str:
-    """Wait until a group of servers answers requests, and say where."""
-    group.wait_for(0, "serving tiny at", 600)
-    return re.search(r"serving tiny at (http://[\d.:]+)", group.output[0]).group(1)
 
 
 def ask_server(url: str, number: int) -> str:
     """Have a server of the tiny model answer a prompt, greedily."""
-    body = {
-        "model": "tiny",
-        "prompt": f"{'def the queue ' * (1 + number % 3)}{number}",
-        "max_tokens": 8,
-        "temperature": 0,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)["choices"][0]["text"]
+    return complete(url, MODEL, f"{'def the queue ' * (1 + number % 3)}{number}", 8)
 
 
 def run_sides(folder: Path) -> Iterator[Running]:
@@ -522,7 +503,7 @@ def run_experts(folder: Path) -> Iterator[Running]:
     from worded_checkpoint import write_worded_checkpoint
 
     address = "127.0.0.1", free_port()
-    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", "tiny", *SIZES.split()]
+    options = ["--model", str(write_worded_checkpoint(folder)), "--served-model-name", MODEL, *SIZES.split()]
     options += ["--attention-mesh", "dp=2", "--expert-mesh", "ep=4", "--afd-address", "{}:{}".format(*address)]
     command = [sys.executable, "-m", "dsjax.serve", *options, "--afd-role", "expert", "--port", "0"]
     experts = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr)

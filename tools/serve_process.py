@@ -1,7 +1,7 @@
-"""A server of our own in a process of its own, for the tools that measure one."""
+"""A server of our own in a process of its own, for the tools that measure one, and a completion of any server of ours."""
 
 import contextlib
-import os
+import json
 import socket
 import subprocess
 import sys
@@ -56,13 +56,12 @@ def serve_process(options: Sequence[str], ready_seconds: float = 600.0) -> Itera
             process.wait()
 
 
-def processor_seconds(pid: int) -> float:
-    """How long all threads of a process have computed until now, in user and system mode; 0 where the system has no `/proc`."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def complete(url: str, model: str, prompt: str, tokens: int) -> str:
+    """The text of at most so many greedy tokens that the server at `url` (without `/v1`) answers."""
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["text"]
 
 
 def _is_ready(url: str) -> bool:

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from processes import Group
 from worded_checkpoint import write_worded_checkpoint
 
@@ -283,5 +284,4 @@ class Hosts(Crowd):
 
     def resident(self) -> int:
         """Resident bytes of process 0."""
-        status = Path(f"/proc/{self.processes.processes[0].pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
+        return psutil.Process(self.processes.processes[0].pid).memory_info().rss

@@ -13,7 +13,6 @@ files the fewest: while the prefill process is away). A line every ten seconds s
 
 import argparse
 import json
-import os
 import random
 import tempfile
 import threading
@@ -21,6 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tools.labs.servers import SideProcess
 
@@ -147,8 +148,8 @@ class Lab:
                 if output.finished:
                     self.compare(under_way.pop(output.request_id)[0], output)
             if not self.samples or now - self.samples[-1][0] > 1:
-                resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024
-                self.samples.append((now, resident, threading.active_count(), len(os.listdir("/proc/self/fd"))))
+                own = psutil.Process()
+                self.samples.append((now, own.memory_info().rss, threading.active_count(), own.num_fds()))
             if now > next_word:
                 next_word = now + _WORD_SECONDS
                 self.say(f"{dict(self.counts)}, {len(self.wrong)} wrong, {len(under_way)} under way")

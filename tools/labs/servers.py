@@ -42,8 +42,7 @@ def serving(start: Callable[[Path], Processes], logs: Path | None = None) -> Ite
     with tempfile.TemporaryDirectory(prefix="dsjax-lab-") as folder:
         processes = start(Path(folder))
         try:
-            processes.wait_for(0, f"serving {MODEL} at", 1800)
-            yield processes, _SERVING.search(processes.output[0]).group(1)
+            yield processes, url_of(processes, 1800)
         except BaseException:
             print(processes.last_words(), file=sys.stderr)
             raise
@@ -53,6 +52,12 @@ def serving(start: Callable[[Path], Processes], logs: Path | None = None) -> Ite
                 logs.mkdir(parents=True, exist_ok=True)
                 for index, text in enumerate(processes.output):
                     (logs / f"process-{index}.log").write_text(text)
+
+
+def url_of(processes: Processes, seconds: float) -> str:
+    """Wait until process 0 serves, and give its URL."""
+    processes.wait_for(0, f"serving {MODEL} at", seconds)
+    return _SERVING.search(processes.output[0]).group(1)
 
 
 def group_on(network: Namespaces, command: list[str], **settings) -> Group:
