@@ -23,7 +23,6 @@ import dataclasses
 import json
 import os
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -150,17 +149,8 @@ def count_requests(given: list) -> Counter:
 
 def tell(seed: int, number: int, index: int, batches: int, engine, batch, wrong: list) -> None:
     """Print a mix that differs: how it is repeated, what it is, and the first of its requests that got something else."""
-    command = [
-        "python",
-        "tools/check_mixes.py",
-        "--seed",
-        str(seed),
-        "--slice",
-        f"{number + 1}/{number + 1}",
-        "--engines",
-        "1",
-    ]
-    print(f"DIFFERENT, batch {index} of {shlex.join([*command, '--batches', str(batches)])}")
+    one = f"--slice {number + 1}/{number + 1} --engines 1"
+    print(f"DIFFERENT, batch {index} of python tools/check_mixes.py --seed {seed} {one} --batches {batches}")
     print(json.dumps({"engine": dataclasses.asdict(engine), "batch": batch._asdict()}, default=dataclasses.asdict))
     for request, got, expected in wrong[:PRINTED]:
         for name in ("tokens", "logprobs", "prompt_logprobs"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import shlex
 import sys
 from typing import Any
 
@@ -70,9 +69,8 @@ def _measure(model: ModelOptions, grid: ModuleGrid, run: RunOptions, spec: Any, 
         if plan:
             show_extrapolation(console, steps, plan, setting.config)
         if run.json_file:
-            command, members = shlex.join(["dsjax", *sys.argv[1:]]), processes.members
             more = {"one_rank": {**vars(plan), "steps": [step.to_json() for step in steps]}} if plan else {}
-            body = to_json(results, setting, model.model, ceilings, device, command, processes=members, **more)
+            body = to_json(results, setting, model.model, ceilings, device, processes=processes.members, **more)
             write_json(run.json_file, body)
 
     processes.report(results, report)

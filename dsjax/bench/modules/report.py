@@ -2,6 +2,8 @@
 
 import datetime
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,7 +85,6 @@ def to_json(
     model: str,
     ceilings: Ceilings,
     device: Device,
-    command: str,
     *,
     processes: Sequence[Mapping[str, Any]] = (),
     **more: Any,
@@ -97,7 +98,7 @@ def to_json(
     """
     step = setting.step
     return {
-        **origin(FORMAT, command, device),
+        **origin(FORMAT, device),
         "ceilings": vars(ceilings),
         "model": model,
         "widths": widths(setting.config),
@@ -120,11 +121,11 @@ def to_json(
     }
 
 
-def origin(form: str, command: str, device: Device) -> dict[str, Any]:
-    """What every file of `dsjax bench` begins with."""
+def origin(form: str, device: Device) -> dict[str, Any]:
+    """What the JSON of measured parts and of measured links begins with."""
     return {
         "format": form,
-        "command": command,
+        "command": shlex.join(["dsjax", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {
             **{package: installed_version(package) for package in ("dsjax", "jax", "jaxlib")},

@@ -1,6 +1,5 @@
 """`dsjax bench network`: the command. JAX is imported when it runs."""
 
-import shlex
 import sys
 from typing import Any
 
@@ -67,8 +66,8 @@ def _measure(grid: CollectiveGrid, verdict: VerdictOptions, spec: Any, cluster: 
     def report() -> None:
         show(report_console(stderr=verdict.json_file == "-"), results, cluster)
         if verdict.json_file:
-            command, members = shlex.join(["dsjax", *sys.argv[1:]]), processes.members
-            write_json(verdict.json_file, to_json(results, grid, dtype, cluster, Device.of(first), members, command))
+            body = to_json(results, grid, dtype, cluster, Device.of(first), processes.members)
+            write_json(verdict.json_file, body)
 
     processes.report(results, report)
     if results.interrupted:

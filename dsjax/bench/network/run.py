@@ -286,7 +286,6 @@ def to_json(
     cluster: Cluster | None,
     device: Device,
     processes: list[dict[str, Any]],
-    command: str,
 ) -> dict[str, Any]:
     """Stable fields. `verdict` is as expected, warning, failing or None (nothing was expected); `skipped` has rows left out, with `reason`.
 
@@ -295,7 +294,7 @@ def to_json(
     data), `expected_s`, `warning_s`, `failing_s`, `expected_source` and `verdict`.
     """
     return {
-        **origin(NETWORK_FORMAT, command, device),
+        **origin(NETWORK_FORMAT, device),
         "mesh": options.mesh,
         "processes": processes,
         "cluster": cluster and cluster.name,
