@@ -5,7 +5,6 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import aiohttp
 from processes import Processes
 
+from dsjax.top.reading import Exposition
 from tools.labs.servers import MODEL
 
 _TEXT = "def return the queue of pages for a host that is gone and comes back ( ) : in if not"
@@ -221,16 +221,14 @@ class Crowd(ABC):
         began, ended = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])
         return began, round(ended - began, 2)
 
-    async def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric's samples that have this label, as `name="value"`."""
-        return sum(value for labels, value in await self.samples(name) if label in labels)
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        return (await self.scrape(name)).total(name, **labels)
 
-    async def samples(self, name: str) -> list[tuple[str, float]]:
-        """A metric's samples: labels and value."""
+    async def scrape(self, name: str) -> Exposition:
+        """A metric's samples."""
         async with self.http.get(f"{self.url}/metrics", params={"name[]": name}) as answer:
-            text = await answer.text()
-        rows = re.findall(rf"^{name}({{.*}})? (\S+)$", text, re.MULTILINE)
-        return [(labels, float(value)) for labels, value in rows]
+            return Exposition(await answer.text())
 
     async def until(self, condition: Callable[[], bool | Awaitable[bool]]) -> None:
         """Wait for something.

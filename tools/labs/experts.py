@@ -177,9 +177,8 @@ class Experts(Crowd):
             self.cache_lost.append(f"{pages - pages_after} of {pages} pages, when processes {ranks} were lost")
         if await self.metric("vllm:num_preemptions_total") > preempted:
             self.cache_lost.append(f"requests were preempted when processes {ranks} were lost")
-        gaps = [
-            await self.metric("dsjax_expert_process_last_gap_seconds", f'expert_process="{rank}"') for rank in ranks
-        ]
+        gap = "dsjax_expert_process_last_gap_seconds"
+        gaps = [await self.metric(gap, expert_process=str(rank)) for rank in ranks]
         return {
             "processes": ranks,
             "silence": silence,

@@ -242,9 +242,9 @@ class Hosts(Crowd):
 
     async def weight_bytes(self, before: dict[str, float] | None = None) -> dict[str, float]:
         """Bytes of changed meshes' weights by source, since `before`."""
-        samples = await self.samples("dsjax_generation_weight_bytes_total")
-        now = {re.search('source="(\\w+)"', labels).group(1): value for labels, value in samples}
-        return {source: value - (before or {}).get(source, 0.0) for source, value in now.items()}
+        name = "dsjax_generation_weight_bytes_total"
+        now = (await self.scrape(name)).by(name, "source")
+        return {source: value - (before or {}).get(source, 0.0) for (source,), value in now.items()}
 
     async def has_compiled_ahead(self) -> bool:
         """Whether all processes have the programs of the meshes that may come next."""
@@ -280,7 +280,7 @@ class Hosts(Crowd):
 
     async def changes(self, reason: str = "") -> float:
         """How often the mesh changed, for this reason or for any."""
-        return await self.metric("dsjax_generation_changes_total", f'reason="{reason}"' if reason else "")
+        return await self.metric("dsjax_generation_changes_total", **({"reason": reason} if reason else {}))
 
     def resident(self) -> int:
         """Resident bytes of process 0."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from dsjax.bench.modules.one_rank import Extrapolation, OneRankPlan
 from dsjax.bench.modules.run import ModuleRow
 from dsjax.bench.modules.setting import Ceilings, Device, Setting
+from dsjax.bench.modules.timing import spread
 from dsjax.bench.processes import Results
 from dsjax.config import ModelConfig
 from dsjax.plan.measured import FORMAT, widths
@@ -44,13 +45,13 @@ def _table(module: str, rows: list[ModuleRow], ceilings: Ceilings) -> Table:
     cells = []
     for row in rows:
         times, work = row.times, row.case.work
-        bandwidth, rate = work.bytes / times.median, work.flops / times.median
+        bandwidth, rate, (low, high) = work.bytes / times.median, work.flops / times.median, spread(times.each)
         cells.append(
             [
                 *[row.case.variant] * variants,
                 *(str(row.case.sizes.get(name, "")) for name in names),
                 f"{times.median * 1e3:.4g}{'' if row.in_device_loop else '*'}",
-                f"{times.low * 1e3:.3g}–{times.high * 1e3:.3g}",
+                f"{low * 1e3:.3g}–{high * 1e3:.3g}",
                 f"{times.once * 1e6:.0f}",
                 f"{bandwidth / 1e9:.3g}",
                 f"{bandwidth / ceilings.bytes_per_s:.0%}",

@@ -51,7 +51,6 @@ class PreparedCase:
     """
 
     run: Callable[[int], None]  # applies the module so many times, and waits
-    unit: int = 1  # applications come in multiples of it
     in_call: int = 1  # applications in one step of the model, by which `Times.once` is told apart
     in_device_loop: bool = True
     few: int = 0
@@ -69,18 +68,17 @@ class PreparedCase:
 
         Where one application takes longer than the budget, it alone is a sample.
         """
-        first = self._slowest(seconds_of(self.run, self.unit))
+        first = self._slowest(seconds_of(self.run, 1))
         if budget is not None and first > budget.seconds:
-            self.few, self.many = 0, self.unit
+            self.few, self.many = 0, 1
             return
-        each = self._slowest(seconds_of(self.run, self.unit)) / self.unit
-        if each * self.unit < LEAST_SAMPLE:
-            count = 4 * self.unit
-            each = self._slowest(seconds_of(self.run, count)) / count
-        units = max(1, math.ceil(LEAST_SAMPLE / max(each * self.unit, 1e-7)))
+        each = self._slowest(seconds_of(self.run, 1))
+        if each < LEAST_SAMPLE:
+            each = self._slowest(seconds_of(self.run, 4)) / 4
+        count = max(1, math.ceil(LEAST_SAMPLE / max(each, 1e-7)))
         # The short call: what one step of the model has, unless that alone takes long.
-        self.few = self.unit * max(1, min(self.in_call // self.unit, units))
-        self.many = self.few + self.unit * units
+        self.few = max(1, min(self.in_call, count))
+        self.many = self.few + count
 
     def sample(self) -> TimedCalls:
         """An empty call, a short one, a long one. Another before them is not timed: what ran before left its own in the caches."""
@@ -117,7 +115,7 @@ class PreparedCase:
 
     def times(self) -> Times:
         """Times of the samples so far."""
-        return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many, self.unit)
+        return Times(tuple(self.samples), self.few if self.in_device_loop else 0, self.many)
 
     def _slowest(self, seconds: float) -> float:
         return max(self.agree("seconds", seconds))
@@ -138,19 +136,12 @@ def pause() -> None:
 
 
 def device_loop(
-    apply: Callable[[Any, jax.Array, Any], Any],
-    inputs: Any,
-    carry: Any,
-    *,
-    depth: int = 1,
-    in_call: int = 1,
-    unit: int = 1,
+    apply: Callable[[Any, jax.Array, Any], Any], inputs: Any, carry: Any, *, depth: int = 1, in_call: int = 1
 ) -> PreparedCase:
     """`carry = apply(inputs, layer, carry)` in a loop of the compiled program, over layers 0 to `depth` − 1 and round again.
 
     Inputs are arguments, so that nothing is folded into the program; the carry is donated and kept from call to call, so that
-    the loop updates it in place, as a step does its cache. Products are as exact as a step's. unit: applications that one
-    `apply` is.
+    the loop updates it in place, as a step does its cache. Products are as exact as a step's.
     """
 
     def program(rounds, first, inputs, carry):
@@ -163,14 +154,13 @@ def device_loop(
     here = all(array.is_fully_addressable for array in jax.tree.leaves(carry))
 
     def run(applications: int) -> None:
-        rounds = applications // unit
-        start = (np.int32(rounds), np.int32(first[0] % depth))
+        start = (np.int32(applications), np.int32(first[0] % depth))
         if here:  # else devices of other processes want them too, and JAX sends them
             start = jax.device_put(start)
-        first[0] += rounds
+        first[0] += applications
         held[0] = jax.block_until_ready(compiled(*start, inputs, held[0]))
 
-    return PreparedCase(run, unit, in_call, state=lambda: held[0])
+    return PreparedCase(run, in_call, state=lambda: held[0])
 
 
 def host_loop(call: Callable[[], Any]) -> PreparedCase:
@@ -207,6 +197,12 @@ def call_in_turn(apply: Callable[[Any, Any], Any], inputs: Sequence[Any], carry:
     return PreparedCase(run, in_device_loop=False, empty=lambda calls: run(calls, nothing), state=lambda: held[0])
 
 
+def spread(ordered: Sequence[float]) -> tuple[float, float]:
+    """The 10th and the 90th percentile of ascending values; of fewer than ten the extremes."""
+    left_out = len(ordered) // 10
+    return ordered[left_out], ordered[-1 - left_out]
+
+
 @dataclass(frozen=True)
 class Times:
     """Samples of one row, and how many applications their calls had (few 0: only long calls were made).
@@ -217,7 +213,6 @@ class Times:
     samples: tuple[TimedCalls, ...]
     few: int
     many: int
-    unit: int = 1
 
     @property
     def stand_out(self) -> bool:
@@ -252,25 +247,16 @@ class Times:
         if not self.few:
             return 0.0
         extra = statistics.median(sample.short - sample.empty for sample in self.samples) - self.few * self.median
-        return max(0.0, extra) / self.unit
-
-    @property
-    def low(self) -> float:
-        """The 10th percentile, or the least of few."""
-        return self.each[len(self.samples) // 10]
-
-    @property
-    def high(self) -> float:
-        """The 90th percentile, or the largest of few."""
-        return self.each[int(0.9 * len(self.samples)) if len(self.samples) >= 10 else -1]
+        return max(0.0, extra)
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields, seconds."""
+        low, high = spread(self.each)
         return {
             "median_s": self.median,
             "min_s": self.each[0],
-            "low_s": self.low,
-            "high_s": self.high,
+            "low_s": low,
+            "high_s": high,
             "once_s": self.once,
             "applications": {"short": self.few, "long": self.many},
             "samples_s": [list(sample) for sample in self.samples],

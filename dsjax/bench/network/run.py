@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dsjax.bench.modules.report import origin
 from dsjax.bench.modules.setting import Device, free_memory
-from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase
+from dsjax.bench.modules.timing import DROWNED, Budget, PreparedCase, spread
 from dsjax.bench.network.options import CollectiveGrid
 from dsjax.bench.network.programs import CollectiveProgram, DeviceGroup
 from dsjax.bench.processes import Agree, Results
@@ -88,8 +88,7 @@ class CollectiveRow:
 
     def to_json(self) -> dict[str, Any]:
         """Stable fields."""
-        ordered, group, expectation = sorted(self.samples), self.case.group, self.expectation
-        left_out = len(ordered) // 10  # of few samples none
+        (low, high), group, expectation = spread(sorted(self.samples)), self.case.group, self.expectation
         return {
             "group": list(group.uses),
             "between_hosts": group.between_hosts,
@@ -99,8 +98,8 @@ class CollectiveRow:
             "operand_bytes": self.operand_bytes,
             "sent_bytes": self.sent_bytes,
             "median_s": self.median,
-            "low_s": ordered[left_out],
-            "high_s": ordered[-1 - left_out],
+            "low_s": low,
+            "high_s": high,
             "samples_s": list(self.samples),
             "bytes_per_s": self.bandwidth,
             "correct": self.correct,

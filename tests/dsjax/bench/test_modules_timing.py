@@ -13,6 +13,7 @@ from dsjax.bench.modules.timing import (
     TimedCalls,
     Times,
     device_loop,
+    spread,
 )
 
 
@@ -21,8 +22,6 @@ def test_the_call_and_what_it_costs_once_are_taken_off_and_noise_makes_no_negati
     times = Times((TimedCalls(2.0, 24.0, 2109.0),) * 3, few=5, many=700)
     assert times.median == pytest.approx(3.0, rel=0.01)  # the 7 are not taken off the long call: 7 / 700 of a percent
     assert times.once == pytest.approx(7.0, rel=0.01)
-    times = Times((TimedCalls(0.0, 4 * 3.0 + 8.0, 4000 * 3.0 + 8.0),), few=4, many=4000, unit=4)
-    assert times.once == pytest.approx(2.0, rel=0.01)
     assert Times((TimedCalls(1.0, 1.5, 101.0),), few=1, many=100).once == 0
     times = Times((TimedCalls(2.0, 0.0, 2.0 - 5e-5),) * 3, few=0, many=100)
     assert times.stand_out
@@ -55,8 +54,11 @@ def test_noise_is_no_figure(monkeypatch, one_by_one):
 
 def test_the_spread_is_the_middle_eighty_percent():
     times = Times(tuple(TimedCalls(0.0, 0.0, float(i)) for i in range(1, 21)), few=0, many=1)
-    assert (times.low, times.high) == (3.0, 19.0)
-    assert times.to_json()["min_s"] == 1.0
+    found = times.to_json()
+    assert (found["min_s"], found["low_s"], found["high_s"]) == (1.0, 3.0, 18.0), (
+        "two of twenty are left out at each end"
+    )
+    assert spread([1.0, 2.0, 3.0]) == (1.0, 3.0)
 
 
 def test_every_application_is_done_with_its_own_layer():
@@ -76,12 +78,12 @@ def test_every_application_is_done_with_its_own_layer():
 
 def test_slow_work_is_one_sample_a_call_and_a_short_call_has_what_a_step_has():
     calls = []
-    prepared = PreparedCase(calls.append, unit=2, in_call=6)
+    prepared = PreparedCase(calls.append, in_call=6)
     prepared.warm_up(Budget(seconds=0.0))
     prepared.take(Budget(seconds=0.0, samples=5))
-    assert (prepared.few, prepared.many) == (0, 2)
+    assert (prepared.few, prepared.many) == (0, 1)
     assert len(prepared.samples) == 3, "the least number of samples, whatever the budget"
-    prepared = PreparedCase(lambda n: None, unit=1, in_call=61)
+    prepared = PreparedCase(lambda n: None, in_call=61)
     prepared.warm_up()
     assert prepared.few == 61
     assert prepared.many > 10 * prepared.few
