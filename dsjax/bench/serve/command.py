@@ -101,7 +101,7 @@ async def _run(
 def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") -> None:
     """The files that were asked for, and the table of a sweep."""
     from dsjax.bench.serve.client import PATHS
-    from dsjax.bench.serve.report import details, draw, sweep_table, write_points_csv, write_requests_csv
+    from dsjax.bench.serve.report import details, draw, sweep_table, write_points_csv
 
     server, workload, report, swept = benchmark.server, benchmark.workload, benchmark.report, benchmark.load.swept
     head = {
@@ -122,8 +122,6 @@ def _write(benchmark: "Benchmark", points: "list[Point]", facts: "ServerFacts") 
         write_json(report.json_file, body, private=report.save_detailed)  # details have the texts of answers
     if report.csv_points and bodies:
         write_points_csv(Path(report.csv_points), bodies)
-    if report.csv_requests:
-        write_requests_csv(Path(report.csv_requests), [one.records for one in points])
     if report.plot and any(one.body["completed"] for one in points):
         draw(Path(report.plot), bodies, f"{facts.model}, {workload.dataset_name}")
     elif report.plot:

@@ -111,7 +111,6 @@ class LoadOptions(Checked):
         "share of a point's requests that must meet every objective of --goodput",
         above=0,
         most=1,
-        alias="--search-share",
     )
     num_warmups: int = option(0, "requests sent before, and not counted", least=0)
 
@@ -168,7 +167,6 @@ class ReportOptions(Checked):
     metric_percentiles: str = option("90,95,99", "percentiles of them")
     json_file: str | None = option(None, "write JSON to this file; - for standard output", flag="--json")
     save_detailed: bool = option(False, "each request's lengths, times and text in the JSON too")
-    csv_requests: str | None = option(None, "write one line a request to this file")
     csv_points: str | None = option(None, "write one line a point to this file")
     plot: str | None = option(None, "draw tokens/s a user against tokens/s a device: .png, .svg or .pdf")
     progress: bool = option(True, "show a progress bar")
@@ -176,7 +174,7 @@ class ReportOptions(Checked):
     def __post_init__(self):
         super().__post_init__()
         _ = self.latencies, self.percentiles, self.objectives  # each raises for what cannot be
-        for name in ("json_file", "csv_requests", "csv_points", "plot"):
+        for name in ("json_file", "csv_points", "plot"):
             check_place(f"--{name.removesuffix('_file').replace('_', '-')}", getattr(self, name))
         if self.plot and not self.plot.endswith((".png", ".svg", ".pdf")):
             raise OptionError(f"--plot is {self.plot!r}, expected a name that ends in .png, .svg or .pdf")

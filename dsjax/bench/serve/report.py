@@ -14,8 +14,8 @@ them; `…_ms` are milliseconds, other times seconds, and what is unknown is Non
 - drafts: `spec_decode_acceptance_rate` (percent), `…_acceptance_length`, `…_num_drafts`, `…_draft_tokens`, `…_accepted_tokens`,
   `…_per_position_acceptance_rates` (0 to 1)
 - latencies: `mean_X_ms`, `median_X_ms`, `std_X_ms`, `pNN_X_ms` of ttft, tpot, itl, e2el
-- with `--save-detailed`, a list each: `input_lens`, `output_lens`, `ttfts`, `itls`, `latencies`, `start_times`, `queue_times` (how long
-  `--max-concurrency` held a request), `generated_texts`, `errors`
+- with `--save-detailed`, a list each: `input_lens`, `cached_lens`, `output_lens`, `ttfts`, `itls`, `latencies`, `start_times`,
+  `queue_times` (how long `--max-concurrency` held a request), `finish_reasons`, `generated_texts`, `errors`
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsjax.bench.serve.records import RequestRecord
+from dsjax.cli.output import writing
 from dsjax.errors import UserError
 from dsjax.progress import counting
 from dsjax.tables import table
@@ -85,22 +86,18 @@ def point_progress(console: Console, shown: bool, title: str, total: int) -> Ite
         yield advance
 
 
-_REQUEST_COLUMNS = (
-    "point", "request", "arrival_s", "start_s", "ttft_ms", "tpot_ms", "e2el_ms", "input_tokens", "cached_tokens", "output_tokens",
-    "chunks", "token_source", "finish_reason", "error",
-)  # fmt: skip
-
-
 def details(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """Fields of a point's JSON with a value for each request."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
+        "cached_lens": [r.cached_tokens for r in records],
         "output_lens": [r.output_tokens if r.succeeded else 0 for r in records],
         "ttfts": [r.ttft if r.succeeded else None for r in records],
         "itls": [r.itls for r in records],
         "latencies": [r.latency if r.succeeded else None for r in records],
         "start_times": [r.start for r in records],
         "queue_times": [r.start - r.arrival for r in records],
+        "finish_reasons": [r.finish_reason for r in records],
         "generated_texts": [r.text for r in records],
         "errors": [r.error or "" for r in records],
     }
@@ -110,32 +107,10 @@ def write_points_csv(path: Path, points: Sequence[dict[str, Any]]) -> None:
     """One line a point: every number of its JSON. What has several values in one point is left out of all."""
     several = {key for point in points for key, value in point.items() if isinstance(value, dict | list)}
     rows = [{key: value for key, value in point.items() if key not in several} for point in points]
-    _write_csv(path, list(rows[0]), rows)
-
-
-def write_requests_csv(path: Path, points: Sequence[Sequence[RequestRecord]]) -> None:
-    """One line a request of each point; times after the point's start."""
-    rows = []
-    for number, records in enumerate(points):
-        for index, r in enumerate(records):
-            row = {"point": number, "request": index, "arrival_s": r.arrival, "start_s": r.start, "error": r.error}
-            row |= {"input_tokens": r.prompt_tokens, "cached_tokens": r.cached_tokens}
-            if r.succeeded:
-                row |= {"ttft_ms": r.ttft * 1e3, "e2el_ms": r.latency * 1e3, "tpot_ms": r.tpot and r.tpot * 1e3}
-                row |= {"output_tokens": r.output_tokens, "chunks": len(r.chunk_times)}
-                row |= {"token_source": r.token_source, "finish_reason": r.finish_reason}
-            rows.append(row)
-    _write_csv(path, list(_REQUEST_COLUMNS), rows)
-
-
-def _write_csv(path: Path, columns: list[str], rows: Sequence[dict[str, Any]]) -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
@@ -167,10 +142,8 @@ def draw(path: Path, points: Sequence[dict[str, Any]], title: str) -> None:
     axes.set_xlim(0, max(users) * 1.2)
     axes.set_ylim(0, max(devices) * 1.1)
     axes.grid(alpha=0.3)
-    try:
+    with writing(path):
         figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _label(point: dict[str, Any]) -> str:

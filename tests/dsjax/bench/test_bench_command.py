@@ -97,6 +97,7 @@ def test_json_on_standard_output_has_vllm_s_names(start_fake):
     assert body["p99.9_e2el_ms"] >= body["median_e2el_ms"]
     assert body["num_devices"] is None
     assert body["output_lens"] == [4] * 8
+    assert (set(body["finish_reasons"]), body["cached_lens"]) == ({"length"}, [None] * 8)
     assert len(body["itls"][0]) == 3
     assert body["token_sources"] == {"usage": 8}
     absent = [value for key, value in body.items() if key.startswith("spec_decode_")]
@@ -118,19 +119,17 @@ def test_the_prefix_cache_is_told_beside_its_bound(start_fake):
 def test_a_sweep_writes_points_and_draws_them(start_fake, tmp_path):
     pytest.importorskip("matplotlib")
     server = start_fake(gap=0.002, info={"num_devices": 2})
-    files = {name: tmp_path / name for name in ("all.json", "requests.csv", "points.csv", "picture.png")}
+    files = {name: tmp_path / name for name in ("all.json", "points.csv", "picture.png")}
     done = bench(
         server.url,
         *("--sweep-concurrency", "1,4", "--json", str(files["all.json"]), "--plot", str(files["picture.png"])),
-        *("--csv-requests", str(files["requests.csv"]), "--csv-points", str(files["points.csv"])),
+        "--csv-points",
+        str(files["points.csv"]),
     )
     assert done.returncode == 0, done.stderr
     body = json.loads(files["all.json"].read_text())
     assert body["swept"] == "max_concurrency"
     assert [point["max_concurrency"] for point in body["points"]] == [1, 4]
-    rows = list(csv.DictReader(files["requests.csv"].open()))
-    assert [row["point"] for row in rows] == ["0"] * 8 + ["1"] * 8
-    assert {row["output_tokens"] for row in rows} == {"4"}
     points = list(csv.DictReader(files["points.csv"].open()))
     assert [float(p["output_throughput"]) for p in points] == [p["output_throughput"] for p in body["points"]]
     assert files["picture.png"].read_bytes().startswith(b"\x89PNG")
@@ -249,7 +248,7 @@ def test_a_share_of_failed_requests_misses_the_objectives_unless_that_much_is_al
     assert re.search(r"e2el ≤ 60000 ms \(% of requests\): +50.00\n", done.stdout)
     assert re.search(r"All of them \(% of requests\): +50.00\n", done.stdout)
     assert re.search(r"Wanted: 0.95 of the requests +missed\n", done.stdout)
-    done = bench(half_fail(), "--max-concurrency", "1", "--search-share", "0.5", "--goodput", "e2el:60000")
+    done = bench(half_fail(), "--max-concurrency", "1", "--goodput-share", "0.5", "--goodput", "e2el:60000")
     assert done.returncode == 0, "the option's other name"
     assert bench(start_fake().url, "--goodput-share", "1.5").stderr.startswith("error: --goodput-share is 1.5")
 
