@@ -10,12 +10,7 @@ of the chosen positions only, and the rest of the model learns the next tokens. 
 continues when the same command is given again.
 """
 
-import argparse
 import dataclasses
-import json
-import os
-import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +28,9 @@ from dsjax.model.parameters import ParameterTable
 from dsjax.model.sparse import index_scores
 from dsjax.model.transformer import Projections, Transformer, XlaProducts
 from tools.demo import optimizer
-from tools.demo.checkpoint import restore, save
-from tools.demo.corpus import describe_differences, read_corpus
-from tools.demo.data import Batches, encode_training_text
 from tools.demo.experts import apply_experts
 from tools.demo.step import cross_entropy, initial_parameters
-from tools.demo.train import FOLDER, MALLOC_SETTINGS, Meter
+from tools.demo.train import FOLDER, command, read_batches, run_steps
 
 SPARSE_FOLDER = FOLDER.parent / "demo-sparse"
 SAVE_EVERY = 10
@@ -189,30 +181,23 @@ def begin(config: ModelConfig, table: ParameterTable, seed: int) -> dict[str, Ar
 
 
 def convert(run: Path, schedule: Schedule, seed: int) -> None:
-    """Train up to ``schedule.steps``, from the last checkpoint in ``run`` where there is one."""
+    """Convert the dense demo."""
     config = load_config(SPARSE_FOLDER)
     table = parameter_table(config, weights="f32")
-    files, heldout = read_corpus()
-    if difference := describe_differences(files, heldout):
-        print(f"note: {difference}", file=sys.stderr)
-    batches = Batches(encode_training_text(files, FOLDER), schedule.batch_tokens, config.bos_token_id)
-    run.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(run / "compiled"))
-    (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
-    params, state, first, used = restore(run) or (None, None, 0, 0.0)
-    if params is None:
+    batches = read_batches(schedule, config.bos_token_id)
+
+    def start() -> tuple[dict[str, Array], optimizer.State]:
         params = begin(config, table, seed)
-        state = zero_moments(params)
-    meter = Meter(run / "log.jsonl", schedule, used)
-    for step in range(first, schedule.steps):
+        return params, zero_moments(params)
+
+    def advance(params: dict[str, Array], state: optimizer.State, step: int):
         sparse = schedule.sparse(step)
         if step == schedule.warmup_steps:
             state = zero_moments(params)  # of the indexers, too: their loss is another one from here on
-        rows = batches(schedule.first_token + step * schedule.batch_tokens, schedule.row_length(step))
-        params, state, measured = convert_step(
+        return convert_step(
             params,
             state,
-            jnp.asarray(rows),
+            jnp.asarray(batches(schedule.first_token + step * schedule.batch_tokens, schedule.row_length(step))),
             jnp.int32(step - schedule.warmup_steps if sparse else step),
             jnp.float32(schedule.rate(step)),
             jnp.float32(schedule.model_rate * schedule.remaining(step)),
@@ -221,25 +206,9 @@ def convert(run: Path, schedule: Schedule, seed: int) -> None:
             sparse=sparse,
             capacity_factor=schedule.capacity_factor,
         )
-        meter.add(step, {name: float(value) for name, value in measured.items()})
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
-            save(run, params, state, step + 1, meter.processor_seconds)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="folder for checkpoints and the log")
-    parser.add_argument("--seed", type=int, default=0)
-    for field in dataclasses.fields(Schedule):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    arguments = vars(parser.parse_args())
-    if MALLOC_SETTINGS.items() - os.environ.items() and platform.system() == "Linux":
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | MALLOC_SETTINGS)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("PJRT_NPROC", "1")
-    run, seed = arguments.pop("run"), arguments.pop("seed")
-    convert(run, Schedule(**arguments), seed)
+    run_steps(run, schedule, seed, start, advance, SAVE_EVERY)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__.splitlines()[0], Schedule, convert)

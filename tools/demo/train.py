@@ -15,13 +15,14 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "configs" / "models" / "demo"
 LOG_EVERY, SAVE_EVERY = 10, 100
 
 # A step's temporaries are gigabytes that glibc would map and unmap each time; page faults then took half of the time.
-# Read when a process starts, hence the restart in `main`.
+# Read when a process starts, hence the restart in `command`.
 MALLOC_SETTINGS = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
@@ -31,44 +32,30 @@ MALLOC_SETTINGS = {
 
 
 def train(run: Path, schedule, seed: int) -> None:
-    """Train up to `schedule.steps`, from the last checkpoint in `run` where there is one."""
-    import jax
+    """Train the dense demo."""
     import jax.numpy as jnp
 
     from dsjax.config import load_config
     from dsjax.model.parameter_table import parameter_table
     from tools.demo import optimizer
-    from tools.demo.checkpoint import restore, save
-    from tools.demo.corpus import describe_differences, read_corpus
-    from tools.demo.data import Batches, encode_training_text
     from tools.demo.step import initial_parameters, train_step
 
     config = load_config(FOLDER)
     table = parameter_table(config, weights="f32")
-    files, heldout = read_corpus()
-    if difference := describe_differences(files, heldout):
-        print(f"note: {difference}", file=sys.stderr)
-    batches = Batches(encode_training_text(files, FOLDER), schedule.batch_tokens, config.bos_token_id, seed)
+    batches = read_batches(schedule, config.bos_token_id, seed)
     print(
         f"{len(batches.stream):,} tokens an epoch; {schedule.steps * schedule.batch_tokens:,} to train on", flush=True
     )
 
-    run.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(run / "compiled"))
-    (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
-    params, state, first, used = restore(run) or (None, None, 0, 0.0)
-    if params is None:
+    def begin():
         params = initial_parameters(table, seed)
-        state = optimizer.init_state(params)
-    else:
-        print(f"continuing after step {first}", flush=True)
-    meter = Meter(run / "log.jsonl", schedule, used)
-    for step in range(first, schedule.steps):
-        rows = batches(step * schedule.batch_tokens, schedule.row_length(step))
-        params, state, measured = train_step(
+        return params, optimizer.init_state(params)
+
+    def advance(params, state, step: int):
+        return train_step(
             params,
             state,
-            jnp.asarray(rows),
+            jnp.asarray(batches(step * schedule.batch_tokens, schedule.row_length(step))),
             jnp.int32(step),
             jnp.float32(schedule.rate(step)),
             jnp.float32(schedule.mtp_weight(step)),
@@ -78,8 +65,41 @@ def train(run: Path, schedule, seed: int) -> None:
             settings=optimizer.Settings(),
             capacity_factor=schedule.capacity_factor,
         )
+
+    run_steps(run, schedule, seed, begin, advance, SAVE_EVERY)
+
+
+def read_batches(schedule, bos_id: int, seed: int = 0):
+    """The training text in batches; notes on standard error where the corpus is another than that of the bundled weights."""
+    from tools.demo.corpus import describe_differences, read_corpus
+    from tools.demo.data import Batches, encode_training_text
+
+    files, heldout = read_corpus()
+    if difference := describe_differences(files, heldout):
+        print(f"note: {difference}", file=sys.stderr)
+    return Batches(encode_training_text(files, FOLDER), schedule.batch_tokens, bos_id, seed)
+
+
+def run_steps(run: Path, schedule, seed: int, begin: Callable, advance: Callable, save_every: int) -> None:
+    """Train up to `schedule.steps`, from the last checkpoint in `run` where there is one.
+
+    begin: gives parameters and the optimizer's state. advance: takes both and the step's number, gives both and the measurements.
+    """
+    import jax
+
+    from tools.demo.checkpoint import restore, save
+
+    run.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(run / "compiled"))
+    (run / "recipe.json").write_text(json.dumps({"seed": seed, **dataclasses.asdict(schedule)}, indent=2) + "\n")
+    params, state, first, used = restore(run) or (*begin(), 0, 0.0)
+    if first:
+        print(f"continuing after step {first}", flush=True)
+    meter = Meter(run / "log.jsonl", schedule, used)
+    for step in range(first, schedule.steps):
+        params, state, measured = advance(params, state, step)
         meter.add(step, {name: float(value) for name, value in measured.items()})
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == schedule.steps:
+        if (step + 1) % save_every == 0 or step + 1 == schedule.steps:
             save(run, params, state, step + 1, meter.processor_seconds)
 
 
@@ -123,13 +143,12 @@ class Meter:
         self._since, self._pending = now, []
 
 
-def main() -> None:
-    from tools.demo.schedule import Schedule
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def command(description: str, schedule: type, train: Callable) -> None:
+    """Read a run's folder, its seed and the fields of `schedule` from the command line, and train."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("run", type=Path, help="folder for checkpoints and the log")
     parser.add_argument("--seed", type=int, default=0)
-    for field in dataclasses.fields(Schedule):
+    for field in dataclasses.fields(schedule):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     arguments = vars(parser.parse_args())
     if MALLOC_SETTINGS.items() - os.environ.items() and platform.system() == "Linux":
@@ -138,8 +157,10 @@ def main() -> None:
     # One thread: two were 1.3 times as fast for 1.6 times the processor time, and far worse beside other work; and sums
     # are then always added in the same order.
     os.environ.setdefault("PJRT_NPROC", "1")
-    train(arguments.pop("run"), seed=arguments.pop("seed"), schedule=Schedule(**arguments))
+    train(arguments.pop("run"), seed=arguments.pop("seed"), schedule=schedule(**arguments))
 
 
 if __name__ == "__main__":
-    main()
+    from tools.demo.schedule import Schedule
+
+    command(__doc__.splitlines()[0], Schedule, train)
