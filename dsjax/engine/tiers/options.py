@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsjax.options import option
+from dsjax.options import Group, advanced, option
 
 if TYPE_CHECKING:
     from dsjax.engine.tiers.event_publisher import KvEventsConfig
@@ -16,26 +16,30 @@ class TierOptions:
     """Options of an engine that keeps pages beside its devices, or publishes where they are."""
 
     host_cache_bytes: int = option(
+        0, "Host memory of all DP ranks for pages evicted from the prefix cache; 0: none.", Group.CACHE, least=0
+    )
+    disk_cache: str | None = advanced(
+        None,
+        "Folder for pages that leave the cache; they survive a restart. Empty, new, or of an earlier run, for one server at a time, and "
+        "writable by nobody else.",
+        Group.CACHE,
+    )
+    disk_cache_bytes: int = advanced(
         0,
-        "host memory of all DP ranks together that evicted pages of the prefix cache go to, and come back from; 0: none",
+        "Most bytes of all pages in --disk-cache, those of earlier runs and other models included.",
+        Group.CACHE,
         least=0,
     )
-    disk_cache: str | None = option(
+    page_source: str | None = advanced(
         None,
-        "folder for pages that leave the cache, which survive a restart: empty, or not there yet, or of an earlier run; nobody else may "
-        "write in it; one server at a time; with --disk-cache-bytes",
+        "Module of a KV connector of yours, such as my_package.kept_pages: a further place that pages come from.",
+        Group.CACHE,
     )
-    disk_cache_bytes: int = option(
-        0, "most bytes of all pages in that folder, those of earlier runs and other models included", least=0
-    )
-    page_source: str | None = option(
+    kv_events_config: str | dict[str, Any] | None = advanced(
         None,
-        "module of a further page source, such as my_package.kept_pages: a place where pages of the cache exist beside the devices",
-    )
-    kv_events_config: str | dict[str, Any] | None = option(
-        None,
-        "publish which pages are stored and removed, as vLLM does: JSON such as "
-        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'',
+        "Publish which pages are stored and removed, as vLLM does: "
+        '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}\'.',
+        Group.CACHE,
         of_host=True,
     )
 
