@@ -21,13 +21,13 @@ class Group(StrEnum):
 
     MODEL = "Model"
     QUANTIZATION = "Quantization"
-    PARALLELISM = "Parallelism"
+    MESH = "Parallelism"
     HOSTS = "Several hosts"
     EXPERTS = "Experts"
     CACHE = "Memory and cache"
     SCHEDULING = "Scheduling"
     SPECULATION = "Speculative decoding"
-    DISAGGREGATION = "Prefill/decode disaggregation and AFD"
+    SIDES = "Prefill/decode disaggregation and AFD"
     KERNELS = "Kernels and numerics"
 
 

@@ -26,14 +26,12 @@ def _of_engines(
         bool,
         typer.Option(
             "--help-all",
-            help="Show all options, with other engines' names for them.",
+            help="Show all options, and other engines' names.",
             callback=_show_all,
             is_eager=True,
         ),
     ] = False,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of options by their names; the command line has priority.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of options; the command line wins.")] = None,
 ) -> None:
     """Options of every command that has the engine's; they do their work before it starts."""
 
@@ -55,10 +53,11 @@ def options_of(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         others = [p.replace(kind=p.KEYWORD_ONLY) for name, p in signature.parameters.items() if name not in kinds]
+        hints = functools.cache(get_type_hints)
         options = [
-            _parameter(field, hint, title(kind))
+            _parameter(field, hints(kind)[field.name], title(kind))
             for kind in kinds.values()
-            for field, hint in zip(dataclasses.fields(kind), _hints(kind), strict=True)
+            for field in dataclasses.fields(kind)
             if (only is None or field.name in only)
             and ("choices" in field.metadata or "classes" not in field.metadata)  # a class alone has no name to type
         ]
@@ -85,12 +84,6 @@ engine_options = options_of(args=EngineArgs)
 """Give a command, which takes an `EngineArgs` as `args`, one option for each of its fields."""
 
 
-def _hints(kind: type) -> list[Any]:
-    """The fields' types, in their order."""
-    hints = get_type_hints(kind)
-    return [hints[field.name] for field in dataclasses.fields(kind)]
-
-
 def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspect.Parameter:
     facts, flag = field.metadata, flag_of(field)
     metavar = facts.get("metavar")
@@ -104,7 +97,7 @@ def _parameter(field: dataclasses.Field, hint: Any, panel: str | None) -> inspec
         envvar=facts.get("envvar"),
         show_envvar=True,
         min=facts.get("min"),
-        show_default=False if field.default is False else facts.get("show_default", True),
+        show_default=facts.get("show_default", "on" if field.default is True else field.default is not False),
         hidden=facts.get("advanced", False),
         metavar=metavar,
         rich_help_panel=facts.get("group") or panel,

@@ -29,29 +29,26 @@ class GroupOptions(Checked):
     """
 
     coordinator_address: str | None = option(
-        None, "HOST:PORT of process 0; default: what Slurm, Open MPI, GKE or LeaderWorkerSet say.", Group.HOSTS
+        None, "HOST:PORT of process 0; default: from Slurm, Open MPI, GKE or LeaderWorkerSet.", Group.HOSTS
     )
     num_processes: int | None = option(None, "Processes that share the mesh's devices.", Group.HOSTS, least=1)
     process_id: int | None = option(
-        None, "This process's number, from 0; process 0 serves HTTP and schedules.", Group.HOSTS, least=0
+        None, "This process, from 0, which serves HTTP and schedules.", Group.HOSTS, least=0
     )
     host_address: str | None = advanced(
-        None, "Address at which others reach this host; default: that of the route to the coordinator.", Group.HOSTS
+        None, "Address at which others reach this host; default: towards the coordinator.", Group.HOSTS
     )
     start_timeout: int = advanced(300, "Seconds to wait for all processes at the start.", Group.HOSTS, least=1)
     heartbeat_timeout: int = advanced(
-        10, "Seconds without a heartbeat after which a process counts as lost; the others go on.", Group.HOSTS, least=1
+        10, "Seconds without a heartbeat after which a process is lost.", Group.HOSTS, least=1
     )
     cluster_key_file: str | None = option(
         None,
-        "File with the secret that all processes share, at least 32 characters; or the variable DSJAX_CLUSTER_KEY. Default: one of this "
-        "user's, for loopback alone.",
+        "File with the secret of all processes, or the variable DSJAX_CLUSTER_KEY; default: one of this user's, for loopback alone.",
         Group.HOSTS,
     )
     encrypt_bulk: bool = advanced(
-        False,
-        "Also encrypt hidden states and expert rows between processes; control messages are always encrypted.",
-        Group.HOSTS,
+        False, "Encrypt hidden states and expert rows too, not control messages alone.", Group.HOSTS
     )
 
     def credentials(self, *hosts: str) -> Credentials:

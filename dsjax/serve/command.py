@@ -54,13 +54,11 @@ ApiKeyFile = Annotated[list[Path] | None, typer.Option(help="File with such keys
 def serve(
     args: EngineArgs,
     http: HttpOptions,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the default is for this machine only.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            help="Port; 0: a free one. Default: 8000, or a free one for followers and expert processes.",
+            help="Port; 0: a free one. Default: 8000, with requests; else a free one.",
             min=0,
             max=65535,
             show_default=False,
@@ -81,11 +79,13 @@ def serve(
     api_key_file: ApiKeyFile = None,
     admin_api_key: Annotated[
         str | None,
-        typer.Option(help="Key for the admin endpoints; without one they are closed.", envvar=ADMIN_KEY_VARIABLE),
+        typer.Option(
+            help="Key for the admin endpoints; without one they are closed.", envvar=ADMIN_KEY_VARIABLE, hidden=True
+        ),
     ] = None,
     allow_unauthenticated: Annotated[
         bool,
-        typer.Option("--allow-unauthenticated", help="Need no key on a --host that other machines reach."),
+        typer.Option("--allow-unauthenticated", help="Need no key where other machines reach --host."),
     ] = False,
     step_timeout: StepTimeout = 300.0,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",

@@ -20,34 +20,27 @@ class HttpOptions(Checked):
     """Options of `dsjax serve` that say what may be asked of it, and how answers are taken apart and made."""
 
     max_queued_requests: int = advanced(
-        65_536, "Most completions that wait for a slot, over all ranks; more get a 429. 0: no limit.", min=0, least=0
+        65_536, "Most waiting completions; more get a 429. 0: no limit.", min=0, least=0
     )
-    max_queued_tokens: int = advanced(
-        1 << 26, "Most tokens of waiting completions; more get a 429. 0: no limit.", min=0, least=0
-    )
+    max_queued_tokens: int = advanced(1 << 26, "Most waiting tokens; more get a 429. 0: no limit.", min=0, least=0)
     max_connections: int = advanced(
-        16_384,
-        "Most open HTTP connections; a further one gets a 429, unless it asks for /health or /ready. 0: no limit.",
-        min=0,
-        least=0,
+        16_384, "Most HTTP connections; others get a 429, but for /health and /ready. 0: no limit.", min=0, least=0
     )
     max_body_bytes: int = advanced(16 * 1024 * 1024, "Largest body of a request.", min=1024)
     request_timeout: float = advanced(60.0, "Seconds in which a request's head, then its body, must arrive.", min=0.1)
     reasoning_parser: str = option(
-        "auto",
-        "How reasoning is marked; auto: as the model's template has it.",
-        choices=("auto", "deepseek_r1", "none"),
+        "auto", "How reasoning is marked; auto: as in the template.", choices=("auto", "deepseek_r1", "none")
     )
     tool_call_parser: str = option(
         "auto",
-        "How tool calls are written; auto: as the model's template or prompt encoder has it.",
+        "How tool calls are written; auto: as in the template or prompt encoder.",
         choices=("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "none"),
     )
     disable_any_whitespace: bool = advanced(
         False, "Structured output has no blanks between JSON's parts, unless a request says otherwise.", switch=True
     )
     profile_dir: str | None = advanced(None, "Where /start_profile writes traces; without it it is closed.")
-    allowed_origins: str | None = option(
+    allowed_origins: str | None = advanced(
         None,
         "Web origins whose pages may read answers (CORS): '[\"https://chat.example\"]', or '[\"*\"]' for all.",
         metavar="JSON",

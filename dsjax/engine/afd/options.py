@@ -21,40 +21,32 @@ Args = TypeVar("Args")
 class ApartOptions:
     """Options of an engine whose routed experts are on devices of their own."""
 
-    attention_mesh: str | None = option(
-        None,
-        "Devices with everything but the routed experts, such as dp=4,tp=2; with --expert-mesh, in place of --mesh.",
-        Group.DISAGGREGATION,
-    )
+    attention_mesh: str | None = option(None, "Devices of all but the routed experts, such as dp=4,tp=2.", Group.SIDES)
     expert_mesh: str | None = option(
-        None, "Further devices, with the routed experts alone, such as ep=24.", Group.DISAGGREGATION
+        None, "Devices of the routed experts, such as ep=24, with --attention-mesh.", Group.SIDES
     )
     afd_role: str = advanced(
         "both",
         "With --expert-mesh. attention: call the experts at --afd-address; expert: have the experts and listen there; both: one process.",
-        Group.DISAGGREGATION,
+        Group.SIDES,
         choices=("both", "attention", "expert"),
         of_host=True,
     )
     afd_address: str | None = advanced(
         None,
         "HOST:PORT of the process with --afd-role expert; several, separated by commas, share the expert devices equally in this order.",
-        Group.DISAGGREGATION,
+        Group.SIDES,
         of_host=True,
     )
     num_afd_stages: int = advanced(
         2,
         "With --enable-dbo and --expert-mesh: micro-batches of a step that take turns on the two sides; three or more where the network "
         "takes longer than a half's attention.",
-        Group.DISAGGREGATION,
+        Group.SIDES,
         least=2,
     )
     afd_server_rank: int | None = advanced(
-        None,
-        "With --afd-role expert and several addresses: which of them is this process's, from 0.",
-        Group.DISAGGREGATION,
-        least=0,
-        of_host=True,
+        None, "With several --afd-address: which is this process's, from 0.", Group.SIDES, least=0, of_host=True
     )
 
 

@@ -78,9 +78,7 @@ class ExpertOptions:
         Group.EXPERTS,
     )
     init_expert_location: str | None = advanced(
-        None,
-        "File of experts' loads or places from /dump_expert_distribution_record, to start balanced.",
-        Group.EXPERTS,
+        None, "Experts' loads or places from /dump_expert_distribution_record.", Group.EXPERTS
     )
 
     @property

@@ -28,9 +28,7 @@ MLA_FORMS = tuple(FORMS)
 class BasicOptions:
     """What is asked of every engine: the model, how it is computed, and how much of it at once."""
 
-    model: str = option(
-        "demo", "Bundled name, Hugging Face repository, or folder with config.json and weights.", Group.MODEL
-    )
+    model: str = option("demo", "Bundled name, Hugging Face repository, or folder with weights.", Group.MODEL)
     revision: str | None = option(None, "Branch, tag or commit to download.", Group.MODEL)
     tokenizer: str | None = advanced(None, "Folder of another tokenizer than the model's.", Group.MODEL, of_host=True)
     tokenizer_mode: str = advanced(
@@ -41,17 +39,10 @@ class BasicOptions:
         choices=TOKENIZER_MODES,
         of_host=True,
     )
-    chat_template: str | None = option(
-        None, "File of a Jinja template to use instead of the model's.", Group.MODEL, of_host=True
-    )
-    max_model_len: int | None = option(
-        None, "Longest prompt + output; default: the model's maximum.", Group.MODEL, least=1
-    )
+    chat_template: str | None = option(None, "Jinja template in place of the model's.", Group.MODEL, of_host=True)
+    max_model_len: int | None = option(None, "Longest prompt + output; default: the model's.", Group.MODEL, least=1)
     dtype: str = option(
-        "auto",
-        "Of computation; auto: the checkpoint's, float32 on CPU.",
-        Group.MODEL,
-        choices=("auto", "float32", "bfloat16"),
+        "auto", "auto: the checkpoint's, float32 on CPU.", Group.MODEL, choices=("auto", "float32", "bfloat16")
     )
     seed: int = advanced(0, "For requests without a seed of their own.", Group.MODEL, least=0, of_host=True)
     weights: str = option(
@@ -71,20 +62,17 @@ class BasicOptions:
     )
     mesh: str = option(
         "dp=1",
-        "Devices by axis, such as dp=4,tp=8. dp: DP ranks (replicas of attention); tp: devices of each; pp: stages of dp × tp devices; ep: "
-        "groups that experts are spread over (default dp × tp ÷ etp); etp: devices of a group, which split each expert (default 1, or tp "
-        "where ep is no multiple of it).",
-        Group.PARALLELISM,
+        "Devices by axis, such as dp=4,tp=8. dp: DP ranks; tp: devices of each; pp: stages of dp × tp devices; ep: groups that experts are "
+        "spread over (default dp × tp ÷ etp); etp: devices that split each expert (default 1, or tp where ep is no multiple of it).",
+        Group.MESH,
     )
     pp_layer_partition: str | None = advanced(
-        None, "Layers of each stage, such as 31,30; default: balanced.", Group.PARALLELISM
+        None, "Layers of each stage, such as 31,30; default: balanced.", Group.MESH
     )
     moe_dense_tp_size: int | None = advanced(
-        None, "1: keep dense MLPs whole on each tp device, split by tokens.", Group.PARALLELISM, least=1
+        None, "1: dense MLPs whole on each tp device, split by tokens.", Group.MESH, least=1
     )
-    enable_dp_lm_head: bool = advanced(
-        False, "Keep the LM head whole on each tp device, split by positions.", Group.PARALLELISM
-    )
+    enable_dp_lm_head: bool = advanced(False, "The LM head whole on each tp device, split by positions.", Group.MESH)
     dispatch: str = option(
         "auto",
         "How tokens reach their experts.",
@@ -92,11 +80,7 @@ class BasicOptions:
         choices=("auto", "gather", "padded", "ragged", "hierarchical"),
         classes=True,
     )
-    router: type | None = option(
-        None,
-        "class of the routers, which inherits dsjax.model.router.ExpertRouter; default: the model's",
-        classes=True,
-    )
+    router: type | None = option(None, "class of the routers, an ExpertRouter; default: the model's", classes=True)
     devices_per_host: int | None = advanced(
         None,
         "Neighbours in the mesh that fast links join, for --dispatch auto and hierarchical and --ep-dispatch-algorithm static; default: a "
@@ -106,14 +90,9 @@ class BasicOptions:
         least=1,
     )
     dispatch_wire: str = advanced(
-        "compute",
-        "Send tokens in --dtype (compute), or in FP8 with a scale per 128 values.",
-        Group.EXPERTS,
-        choices=("compute", "fp8"),
+        "compute", "Send tokens in --dtype (compute) or FP8.", Group.EXPERTS, choices=("compute", "fp8")
     )
-    moe_chunk_tokens: int | None = advanced(
-        None, "Most tokens of a rank dispatched at once; bounds buffers.", Group.EXPERTS, least=1
-    )
+    moe_chunk_tokens: int | None = advanced(None, "Most tokens of a rank dispatched at once.", Group.EXPERTS, least=1)
     ep_dispatch_algorithm: str = advanced(
         "dynamic",
         "Which copy of an expert gets a token. dynamic: all in turn; static: those on its DP rank, else on its host, in turn.",
@@ -121,26 +100,19 @@ class BasicOptions:
         choices=("dynamic", "static"),
     )
     enable_shared_experts_fusion: bool = advanced(
-        False, "Compute the shared expert as one more routed expert, with a copy on each device.", Group.EXPERTS
+        False, "Compute the shared expert as a routed one, with a copy on each device.", Group.EXPERTS
     )
     enable_dbo: bool = option(
-        False,
-        "Split large steps in two micro-batches, so that one is sent while the other is computed (two-batch overlap); for accelerators.",
-        Group.EXPERTS,
+        False, "Two-batch overlap: send one half of a step while the other is computed.", Group.EXPERTS
     )
     dbo_decode_token_threshold: int = advanced(
-        32, "Least tokens of a rank in a decode step, for --enable-dbo.", Group.EXPERTS, least=1
+        32, "Least tokens of a decode step, for --enable-dbo.", Group.EXPERTS, least=1
     )
-    dbo_prefill_token_threshold: int = advanced(512, "The same, in a step with prompts.", Group.EXPERTS, least=1)
-    gpu_memory_utilization: float = option(
-        0.9, "Share of an accelerator's memory to use, above 0 and up to 1.", Group.CACHE
-    )
+    dbo_prefill_token_threshold: int = advanced(512, "Least tokens of a step with prompts.", Group.EXPERTS, least=1)
+    gpu_memory_utilization: float = option(0.9, "Share of an accelerator's memory to use.", Group.CACHE)
     kv_cache_dtype: str = option("auto", "auto: as --dtype; fp8: with scales.", Group.CACHE, choices=KV_CACHE_DTYPES)
     cache_tokens: int | None = option(
-        None,
-        "Tokens that a DP rank's KV cache holds, in whole pages; default: as many as --max-num-seqs can use and memory allows.",
-        Group.CACHE,
-        least=1,
+        None, "Tokens of a DP rank's KV cache; default: by --max-num-seqs and memory.", Group.CACHE, least=1
     )
     page_size: int = option(16, "Tokens of a page (block) of the KV cache.", Group.CACHE, least=1)
     enable_prefix_caching: bool = option(True, "Share pages of equal prefixes.", Group.CACHE, of_host=True)
@@ -151,10 +123,7 @@ class BasicOptions:
         choices=("device", "host"),
     )
     max_num_seqs: int | None = option(
-        None,
-        "Most running requests of a DP rank; default: 256 over all ranks, at least 8 each.",
-        Group.SCHEDULING,
-        least=1,
+        None, "Running requests of a DP rank; default: 256 ÷ ranks, at least 8.", Group.SCHEDULING, least=1
     )
     max_num_batched_tokens: int = option(2048, "Most tokens of a DP rank in one step.", Group.SCHEDULING, least=1)
     prefill_chunk: int = option(256, "Most tokens of one prompt in one step.", Group.SCHEDULING, least=1)
@@ -180,8 +149,7 @@ class BasicOptions:
     )
     batch_invariant: bool = option(
         False,
-        "Give a token the same bits as prompt and as answer, and on GPUs and TPUs in every batch; prompts take longer. The start names "
-        "exceptions.",
+        "Give a token the same bits as prompt and answer and in every batch, at a cost; the start names exceptions.",
         Group.KERNELS,
     )
     mla_prefill: str | None = advanced(
@@ -200,16 +168,11 @@ class BasicOptions:
         choices=INDEX_SCORES,
     )
     kernel_cache: str | None = advanced(
-        None, "Folder from dsjax kernels build; default: built at the first start.", Group.KERNELS
+        None, "From dsjax kernels build; default: built at the first start.", Group.KERNELS
     )
-    kernel_config: str | None = advanced(
-        None, "File of Pallas tile sizes from dsjax tune; default: by formula.", Group.KERNELS
-    )
+    kernel_config: str | None = advanced(None, "Pallas tile sizes from dsjax tune; default: by formula.", Group.KERNELS)
     record_steps: str | None = advanced(
-        None,
-        "New file for every step's command and results, for dsjax replay; it holds token ids.",
-        Group.KERNELS,
-        of_host=True,
+        None, "New file for all steps, for dsjax replay; it holds token ids.", Group.KERNELS, of_host=True
     )
 
 
@@ -220,19 +183,13 @@ class EngineArgs(
     """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
 
     compile_ahead: int = advanced(
-        1,
-        "Compile in the background for the meshes that remain if so many processes are lost; 0: none.",
-        Group.HOSTS,
-        least=0,
+        1, "Compile early for the meshes without up to so many processes; 0: none.", Group.HOSTS, least=0
     )
     wait_for_mesh_seconds: int = advanced(
-        600,
-        "Seconds that an accepted request too long for a reduced mesh waits for a larger one; 0: fail it at once.",
-        Group.HOSTS,
-        least=0,
+        600, "Seconds that a request too long for a reduced mesh waits; 0: fail it at once.", Group.HOSTS, least=0
     )
     link_monitor_interval: int = advanced(
-        10, "Seconds between probes of the links to other processes, for /metrics; 0: none.", Group.HOSTS, least=0
+        10, "Seconds between probes of links, for /metrics; 0: none.", Group.HOSTS, least=0
     )
 
     def __post_init__(self):

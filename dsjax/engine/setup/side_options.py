@@ -56,51 +56,46 @@ class SideOptions:
     """Options of an engine that computes prompts on other devices than tokens, or hands pages to another engine or takes them from it."""
 
     prefill_mesh: str | None = option(
-        None, "Devices for prompts; with --decode-mesh, in place of --mesh.", Group.DISAGGREGATION, of_host=True
+        None, "Devices for prompts; with --decode-mesh, for --mesh.", Group.SIDES, of_host=True
     )
-    decode_mesh: str | None = option(
-        None, "Devices for output tokens; with --prefill-mesh.", Group.DISAGGREGATION, of_host=True
-    )
+    decode_mesh: str | None = option(None, "Devices for output tokens; with --prefill-mesh.", Group.SIDES, of_host=True)
     prefill_config: str | dict[str, Any] | None = advanced(
         None,
         "Sizes of a DP rank of --prefill-mesh, where they differ from the options of their names: "
         '\'{"max_num_seqs": 16, "max_num_batched_tokens": 16384, "prefill_chunk": 16384, "cache_tokens": 65536, "redundant_experts": 0}\'.',
-        Group.DISAGGREGATION,
+        Group.SIDES,
         of_host=True,
     )
     local_prefill_tokens: int = advanced(
         64,
-        "The decode side computes a prompt itself if it lacks fewer tokens of it.",
-        Group.DISAGGREGATION,
+        "Prompts shorter than this, beside cached tokens, are computed by the decode side.",
+        Group.SIDES,
         least=1,
         of_host=True,
     )
     transfer_timeout: int = advanced(
         TRANSFER_SECONDS,
         "Seconds after which the decode side computes pages itself that have not come, and the prefill side drops pages that nobody takes.",
-        Group.DISAGGREGATION,
+        Group.SIDES,
         least=1,
         of_host=True,
     )
     disaggregation_mode: str = option(
         "agg",
-        "prefill, decode: one side of two in processes of their own, behind dsjax dynamo; agg: both here.",
-        Group.DISAGGREGATION,
+        "prefill, decode: one side, behind dsjax dynamo.",
+        Group.SIDES,
         choices=("agg", "prefill", "decode"),
         of_host=True,
     )
     disaggregation_transfer_backend: str = advanced(
         "jax",
         "What moves pages between processes, the same on both sides: JAX's transfer server, or NIXL (pip install 'dsjax[nixl]').",
-        Group.DISAGGREGATION,
+        Group.SIDES,
         choices=tuple(BACKENDS),
         of_host=True,
     )
     transfer_host: str | None = advanced(
-        None,
-        "Address of this host from which the other side pulls pages; default: the group's, or 127.0.0.1.",
-        Group.DISAGGREGATION,
-        of_host=True,
+        None, "Address for the other side; default: the group's, or 127.0.0.1.", Group.SIDES, of_host=True
     )
 
     @property

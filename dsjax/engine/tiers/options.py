@@ -15,21 +15,14 @@ if TYPE_CHECKING:
 class TierOptions:
     """Options of an engine that keeps pages beside its devices, or publishes where they are."""
 
-    host_cache_bytes: int = option(
-        0, "Host memory of all DP ranks for pages evicted from the prefix cache; 0: none.", Group.CACHE, least=0
-    )
+    host_cache_bytes: int = option(0, "Host memory for evicted pages, of all DP ranks; 0: none.", Group.CACHE, least=0)
     disk_cache: str | None = advanced(
         None,
         "Folder for pages that leave the cache; they survive a restart. Empty, new, or of an earlier run, for one server at a time, and "
         "writable by nobody else.",
         Group.CACHE,
     )
-    disk_cache_bytes: int = advanced(
-        0,
-        "Most bytes of all pages in --disk-cache, those of earlier runs and other models included.",
-        Group.CACHE,
-        least=0,
-    )
+    disk_cache_bytes: int = advanced(0, "Most bytes in --disk-cache, other models' included.", Group.CACHE, least=0)
     page_source: str | None = advanced(
         None,
         "Module of a KV connector of yours, such as my_package.kept_pages: a further place that pages come from.",

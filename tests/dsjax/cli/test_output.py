@@ -152,7 +152,12 @@ def test_help_pages_show_every_name_in_full(page, width):
     assert "--help" in text
     if page == "serve":
         assert "--max-num-batched-tokens <int>" in text
-        assert text.index("Options:") < text.index("--port") < text.index("Scheduling:") < text.index("--max-num-seqs")
+        assert (
+            text.index("Options:")
+            < text.index("--port")
+            < text.index("Scheduling:")
+            < text.index("--max-num-seqs <int>")
+        )
 
 
 def test_the_version_is_printed():
