@@ -49,7 +49,7 @@ def _axis(name: str) -> Translation:
     """Set an axis of `--mesh`, and leave the others."""
 
     def value(text: str, given: Mapping[str, str]) -> str:
-        axes = dict(pair.split("=") for pair in given["--mesh"].replace(" ", "").split(","))
+        axes = dict(pair.split("=") for pair in given.get("--mesh", name + "=1").replace(" ", "").split(","))
         return ",".join(f"{axis}={size}" for axis, size in (axes | {name: str(int(text))}).items())
 
     return value

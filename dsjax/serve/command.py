@@ -58,7 +58,7 @@ def serve(
     port: Annotated[
         int | None,
         typer.Option(
-            help="Port; 0: a free one. Default: 8000, with requests; else a free one.",
+            help="Port; 0: a free one. Default: 8000; without requests of clients a free one.",
             min=0,
             max=65535,
             show_default=False,

@@ -106,9 +106,9 @@ class BasicOptions:
         False, "Two-batch overlap: send one half of a step while the other is computed.", Group.EXPERTS
     )
     dbo_decode_token_threshold: int = advanced(
-        32, "Least tokens of a decode step, for --enable-dbo.", Group.EXPERTS, least=1
+        32, "Least tokens of a rank's decode step, for --enable-dbo.", Group.EXPERTS, least=1
     )
-    dbo_prefill_token_threshold: int = advanced(512, "Least tokens of a step with prompts.", Group.EXPERTS, least=1)
+    dbo_prefill_token_threshold: int = advanced(512, "The same, of a step with prompts.", Group.EXPERTS, least=1)
     gpu_memory_utilization: float = option(0.9, "Share of an accelerator's memory to use.", Group.CACHE)
     kv_cache_dtype: str = option("auto", "auto: as --dtype; fp8: with scales.", Group.CACHE, choices=KV_CACHE_DTYPES)
     cache_tokens: int | None = option(
@@ -172,7 +172,7 @@ class BasicOptions:
     )
     kernel_config: str | None = advanced(None, "Pallas tile sizes from dsjax tune; default: by formula.", Group.KERNELS)
     record_steps: str | None = advanced(
-        None, "New file for all steps, for dsjax replay; it holds token ids.", Group.KERNELS, of_host=True
+        None, "New file for every step, for dsjax replay; it holds token ids.", Group.KERNELS, of_host=True
     )
 
 
