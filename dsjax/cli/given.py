@@ -1,5 +1,6 @@
 """What a command is given: by our options, by other engines' names for them, and by a file of options (`--config`)."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,13 +29,13 @@ def our_words(words: Sequence[str], options: Mapping[str, Any], context: Any) ->
         row = accepted(name, options)
         option = options.get(row.ours if row else name)
         takes_value = option is not None and option.param_type_name == "option" and not option.is_flag
-        behind = [next(rest, "")] if takes_value and not sign else []
+        behind = list(itertools.islice(rest, 1)) if takes_value and not sign else []
         text = behind[0] if behind else text
-        if row is not None:
+        if row is not None and (takes_value or not sign):
             theirs.append((row, text))
             continue
         own += [word, *behind]
-        if takes_value:
+        if takes_value and text:
             typed[name] = text
     given = {name: str(one.default) for name, one in options.items() if one.default is not None}
     if "--config" in typed:

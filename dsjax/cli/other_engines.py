@@ -88,7 +88,9 @@ def translate(row: Row, text: str, given: dict[str, str]) -> str:
             given[row.ours] = TRANSLATIONS[row.value](text, given) if row.value else text
     except (KeyError, ValueError):
         note = f": {row.note}" if row.note else ""
-        raise UserError(f"{row.option} {text} has no counterpart here; give {row.here}{note}") from None
+        raise UserError(
+            f"{row.option} {text or 'without a value'} has no counterpart here; give {row.here}{note}"
+        ) from None
     return given[row.ours]
 
 

@@ -35,6 +35,8 @@ def given(monkeypatch, tmp_path):
         got = {}
         monkeypatch.setattr("dsjax.llm.LLM", lambda **options: got.update(options) or 1 / 0)
         result = CliRunner().invoke(app, ["generate", *shlex.split(words.replace("FILE", str(tmp_path / "c.yaml")))])
+        if isinstance(result.exception, SystemExit):
+            raise UserError(result.output)
         if not isinstance(result.exception, ZeroDivisionError):
             raise result.exception
         usual = vars(EngineArgs())
@@ -81,8 +83,10 @@ def test_an_option_of_another_engine_is_taken_for_ours(given, words, options):
         ("--quantization awq", "--quantization awq has no counterpart here; give --weights: fp8, nvfp4"),
         ("--moe-a2a-backend pplx", "give --dispatch: gather, padded, ragged or hierarchical; auto chooses"),
         ("-ep --seed 3", "-ep --seed has no counterpart here; give --mesh ep=N: "),
-        ("-tp", "-tp  has no counterpart here; give --mesh tp=N"),
+        ("-tp", "-tp without a value has no counterpart here; give --mesh tp=N"),
         ("--block-size 0", "--page-size is 0, expected an integer of at least 1"),
+        ("--config", "Option '--config' requires an argument"),
+        ("--disable-radix-cache=1", "--disable-radix-cache is --no-enable-prefix-caching"),
     ],
 )
 def test_a_value_without_counterpart_gets_one_message_with_what_to_use(given, words, message):
