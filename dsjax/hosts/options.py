@@ -32,9 +32,7 @@ class GroupOptions(Checked):
         None, "HOST:PORT of process 0; default: from Slurm, Open MPI, GKE or LeaderWorkerSet.", Group.HOSTS
     )
     num_processes: int | None = option(None, "Processes that share the mesh's devices.", Group.HOSTS, least=1)
-    process_id: int | None = option(
-        None, "This process, from 0, which serves HTTP and schedules.", Group.HOSTS, least=0
-    )
+    process_id: int | None = option(None, "Number of this process; 0 serves HTTP and schedules.", Group.HOSTS, least=0)
     host_address: str | None = advanced(
         None, "Address at which others reach this host; default: towards the coordinator.", Group.HOSTS
     )

@@ -22,7 +22,7 @@ class HttpOptions(Checked):
     max_queued_requests: int = advanced(
         65_536, "Most waiting completions; more get a 429. 0: no limit.", min=0, least=0
     )
-    max_queued_tokens: int = advanced(1 << 26, "Most waiting tokens; more get a 429. 0: no limit.", min=0, least=0)
+    max_queued_tokens: int = advanced(1 << 26, "Most tokens that wait; more get a 429. 0: no limit.", min=0, least=0)
     max_connections: int = advanced(
         16_384, "Most HTTP connections; others get a 429, but for /health and /ready. 0: no limit.", min=0, least=0
     )

@@ -183,7 +183,7 @@ class EngineArgs(
     """The options of an engine, named as vLLM names them where it has them. Checked when made; sizes are per DP rank."""
 
     compile_ahead: int = advanced(
-        1, "Compile early for the meshes without up to so many processes; 0: none.", Group.HOSTS, least=0
+        1, "Lost processes whose smaller meshes are compiled beforehand; 0: none.", Group.HOSTS, least=0
     )
     wait_for_mesh_seconds: int = advanced(
         600, "Seconds that a request too long for a reduced mesh waits; 0: fail it at once.", Group.HOSTS, least=0

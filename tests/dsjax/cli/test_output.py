@@ -149,6 +149,7 @@ def test_help_pages_show_every_name_in_full(page, width):
     assert "…" not in text.replace("500MB, …", "").replace("tpu-v5e, …", "").replace("znver4, …", "")
     assert "..." not in text.replace("]...", "")
     assert "<bool>" not in text
+    assert "[default: (" not in text
     assert "--help" in text
     if page == "serve":
         assert "--max-num-batched-tokens <int>" in text
