@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from dsjax.bench.modules.attention import attention_cases
-from dsjax.bench.modules.dense import embedding_cases, head_cases, layer_cases
+from dsjax.bench.modules.dense import embedding_cases, head_cases, layer_cases, product_cases, quantisation_cases
 from dsjax.bench.modules.launch import input_cases, launch_cases
 from dsjax.bench.modules.options import MODULES, ModuleGrid
 from dsjax.bench.modules.routed import default_experts, exchange_cases, expert_cases
@@ -31,6 +31,8 @@ def cases(setting: Setting, grid: ModuleGrid) -> Iterator[ModuleCase]:
         "attention": lambda: _attention(setting, grid, rows, tokens),
         "experts": lambda: expert_cases(setting, rank_experts(setting, grid.experts), tokens),
         "head": lambda: head_cases(setting, rows),
+        "fp8": lambda: quantisation_cases(setting, tokens),
+        "product": lambda: product_cases(setting, tokens),
         "dispatch": lambda: exchange_cases(setting, MeshSpec.parse(grid.mesh), tokens),
     }
     for name in MODULES:

@@ -16,6 +16,8 @@ MODULES = (
     "experts",
     "shared expert",
     "head",
+    "fp8",
+    "product",
     "dispatch",
 )
 """The names of the modules, in the order of the tables."""
