@@ -14,6 +14,9 @@ from pathlib import Path
 import aiohttp
 from processes import Processes
 
+from dsjax.bench.serve.client import Client, open_session
+from dsjax.bench.serve.options import ServerOptions
+from dsjax.bench.serve.records import BenchRequest, RequestRecord
 from dsjax.top.reading import Exposition
 from tools.labs.servers import MODEL
 
@@ -29,22 +32,14 @@ def add_crowd_options(parser: argparse.ArgumentParser, *, tokens: int, patience:
     parser.add_argument("--tokens", type=int, default=tokens, help="of an answer, at most")
     parser.add_argument("--losses", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=1, help="processes that are taken at the same moment")
-    parser.add_argument("--patience", type=float, default=patience, help="seconds to wait for a change, or for a token")
+    parser.add_argument(
+        "--patience", type=float, default=patience, help="seconds to wait for a change, or for an answer"
+    )
     parser.add_argument("--progress", type=float, default=15, help="seconds between two lines of progress")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="a folder for the output of each process since its last start")
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="more options of dsjax serve")
-
-
-@dataclass
-class Seen:
-    """What has arrived of an answer: HTTP status, events with text, time of the last, usage where it was asked for."""
-
-    status: int | None = None
-    events: int = 0
-    last: float | None = None
-    usage: dict | None = None
 
 
 @dataclass
@@ -54,9 +49,9 @@ class Crowd(ABC):
     Process 0 has the HTTP server and is never taken. Lost and wrong answers are printed at once, with the reason.
 
     Attributes:
-        url: of the server. requests: bodies for `/v1/completions`, one of each session.
+        url: of the server. requests: fields of `/v1/completions`, one request of each session.
         http: set before any request is sent.
-        arrivals: times of tokens, on any stream. doing: what is done to the server now, for messages.
+        records: of all requests that were sent; those under way grow. doing: what is done to the server now, for messages.
         losses: what came of each loss.
     """
 
@@ -65,7 +60,7 @@ class Crowd(ABC):
     url: str
     http: aiohttp.ClientSession | None = None
     requests: list[dict] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     doing: str = "answering undisturbed"
     answers: int = 0
@@ -88,9 +83,9 @@ class Crowd(ABC):
 
     async def answer_undisturbed(self) -> Sequence[str]:
         """Answer each request before anything is taken away. Later answers are compared with these texts."""
-        return await asyncio.gather(*map(self.ask, self.requests))
+        return [record.text for record in await self.answer_all()]
 
-    def answered(self, index: int, seen: Seen) -> None:
+    def answered(self, index: int, record: RequestRecord) -> None:
         """Count an answer of a session."""
         self.answers += 1
 
@@ -106,10 +101,8 @@ class Crowd(ABC):
 
     async def run(self) -> dict[str, object]:
         """Run the sessions and disturb them; give what was found."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.args.patience)
-        connector = aiohttp.TCPConnector(limit=0)
         self.say(f"the server is {self.url}")
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self.http:
+        async with open_session(None) as self.http:
             progress = asyncio.create_task(self.say_progress())
             expected = await self.answer_undisturbed()
             sessions = [asyncio.create_task(self.session(*pair)) for pair in enumerate(expected)]
@@ -145,16 +138,16 @@ class Crowd(ABC):
     async def say_progress(self) -> None:
         """Print progress, again and again."""
         while True:
-            before = len(self.arrivals)
+            began = time.monotonic()
             await asyncio.sleep(self.args.progress)
-            rate = (len(self.arrivals) - before) / self.args.progress
+            rate = len(self.arrivals(began)) / self.args.progress
             self.say(f"{self.standing}; {rate:.1f} events a second; {self.doing}")
 
     def request(self, index: int, words: tuple[int, int], kinds: Sequence[dict], beginning: str = "") -> dict:
         """Draw a request. words: fewest and most of its own prompt. kinds: ways to sample, one for each session in turn."""
         prompt = " ".join([*beginning.split(), *self.rng.choices(WORDS, k=self.rng.randint(*words))])
         tokens = self.rng.randint(max(1, self.args.tokens // 2), self.args.tokens)
-        common = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        common = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         kind = kinds[index % len(kinds)]
         return common | kind | ({"seed": index} if kind["temperature"] else {})
 
@@ -164,60 +157,53 @@ class Crowd(ABC):
         for number in itertools.count(1):
             if not self.going:
                 return
-            began, seen = time.monotonic(), Seen()
-            try:
-                text = await self.ask(request, seen)
-            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
-                now = time.monotonic()
-                last = "none" if seen.last is None else f"the last {now - seen.last:.1f} s ago"
+            began, record = time.monotonic(), await self.send(request)
+            if record.error is not None:
+                now, came = time.monotonic(), record.chunk_times
+                last = f"the last {now - came[-1]:.1f} s ago" if came else "none"
                 self.lost.append(
-                    f"session {index}, its request {number}: {type(error).__name__}: {error}; status {seen.status}, sent "
-                    f"{now - began:.1f} s ago, {seen.events} events, {last}; while {self.doing}; {request}"
+                    f"session {index}, its request {number}: {record.error}; sent {now - began:.1f} s ago, "
+                    f"{len(came)} events, {last}; while {self.doing}; {request}"
                 )
                 self.say(f"LOST: {self.lost[-1]}")
                 await asyncio.sleep(1)
                 continue
-            self.answered(index, seen)
-            if text != expected:
+            self.answered(index, record)
+            if record.text != expected:
                 self.wrong.append(index)
                 self.say(
                     f"WRONG: session {index}, its request {number}, after {time.monotonic() - began:.1f} s, while {self.doing}: "
-                    f"{text!r} instead of {expected!r}; {request}"
+                    f"{record.text!r} instead of {expected!r}; {request}"
                 )
 
-    async def ask(self, request: dict, seen: Seen | None = None) -> str:
-        """The text of a stream. seen: records what arrives.
+    async def send(self, request: dict) -> RequestRecord:
+        """What came of a request; its error is in the record."""
+        more = {name: value for name, value in request.items() if name not in ("prompt", "max_tokens")}
+        options = ServerOptions(temperature=None, extra_body=json.dumps(more), request_timeout=self.args.patience)
+        client = Client(self.http, self.url, MODEL, options, clock=time.monotonic)
+        asked = BenchRequest(request["prompt"], 0, request["max_tokens"])
+        return await client.send(asked, on_start=self.records.append)
+
+    async def answer_all(self) -> list[RequestRecord]:
+        """An answer to each request.
 
         Raises:
-            RuntimeError: an error from the server, or a stream without its end.
+            RuntimeError: one is not answered.
         """
-        text, done, seen = "", False, seen or Seen()
-        async with self.http.post(f"{self.url}/v1/completions", json=request) as answer:
-            seen.status = answer.status
-            if answer.status != 200:
-                raise RuntimeError(await answer.text())
-            async for line in answer.content:
-                data = line.decode().removeprefix("data: ").strip()
-                done = done or data == "[DONE]"
-                if done or not data:
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise RuntimeError(data)
-                seen.usage = event.get("usage", seen.usage)
-                if event["choices"]:
-                    seen.events, seen.last = seen.events + 1, time.monotonic()
-                    self.arrivals.append(seen.last)
-                    text += event["choices"][0]["text"]
-        if not done:
-            raise RuntimeError("the stream has no end")
-        return text
+        records = await asyncio.gather(*map(self.send, self.requests))
+        if errors := [record.error for record in records if record.error is not None]:
+            raise RuntimeError(f"{len(errors)} requests are not answered: {errors[0]}")
+        return records
+
+    def arrivals(self, since: float) -> list[float]:
+        """Times after a moment at which tokens came, on any stream, in order."""
+        return sorted(at for record in self.records for at in record.chunk_times if at > since)
 
     async def silence(self, since: float) -> tuple[float, float]:
         """When the longest time without a token since then began, on any stream, and its seconds. Waits for a token first."""
-        count = len(self.arrivals)
-        await self.until(lambda: len(self.arrivals) > count)
-        times = [since, *(at for at in self.arrivals if at > since)]
+        now = time.monotonic()
+        await self.until(lambda: bool(self.arrivals(now)))
+        times = [since, *self.arrivals(since)]
         began, ended = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])
         return began, round(ended - began, 2)
 

@@ -36,7 +36,8 @@ from pathlib import Path
 from processes import Processes, free_port
 from worded_checkpoint import write_worded_checkpoint
 
-from tools.labs.crowd import WORDS, Crowd, Seen, add_crowd_options
+from dsjax.bench.serve.records import RequestRecord
+from tools.labs.crowd import WORDS, Crowd, add_crowd_options
 from tools.labs.servers import MODEL, flags_of, serving
 
 EXPERTS = 32
@@ -118,18 +119,17 @@ class Experts(Crowd):
         for index in range(self.args.sessions):
             request = self.request(index, (3, 6), kinds, beginning if index % 2 else "")
             # One DP rank has a session's pages.
-            request |= {"stream_options": {"include_usage": True}, "prompt_cache_key": f"session-{index}"}
-            requests.append(request)
+            requests.append(request | {"prompt_cache_key": f"session-{index}"})
         return requests
 
     async def answer_undisturbed(self) -> Sequence[str]:
         """Answer each request twice, to know how much of its prompt is cached the second time."""
         expected = await super().answer_undisturbed()
-        seen = [Seen() for _ in expected]
-        again = await asyncio.gather(*map(self.ask, self.requests, seen))
-        self.once = [one.usage["prompt_tokens_details"]["cached_tokens"] for one in seen]
+        again = await self.answer_all()
+        self.once = [record.cached_tokens for record in again]
         self.say(f"{len(expected)} undisturbed answers, twice; {sum(self.once)} tokens of prompts were cached")
-        self.wrong += [index for index, pair in enumerate(zip(expected, again, strict=True)) if len(set(pair)) > 1]
+        pairs = zip(expected, again, strict=True)
+        self.wrong += [index for index, (text, record) in enumerate(pairs) if record.text != text]
         return expected
 
     async def disturb(self) -> None:
@@ -198,10 +198,10 @@ class Experts(Crowd):
             return False
         return await self.metric("dsjax_expert_process_losses_total") >= count
 
-    def answered(self, index: int, seen: Seen) -> None:
+    def answered(self, index: int, record: RequestRecord) -> None:
         """Count an answer, and what of its prompt was cached."""
-        super().answered(index, seen)
-        cached = seen.usage["prompt_tokens_details"]["cached_tokens"]
+        super().answered(index, record)
+        cached = record.cached_tokens
         self.found_tokens += cached
         self.known_tokens += self.once[index]
         if cached < self.once[index]:
