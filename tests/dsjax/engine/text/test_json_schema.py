@@ -22,6 +22,19 @@ def test_a_format_that_is_not_enforced_is_an_annotation(name, where):
     assert accepts(StructuredOutputs(json={**where, "format": name}), '"any text"')
 
 
+@pytest.mark.parametrize("name", ["my schema", "#user", "https://example.com/user#/$defs/name", "", "user"])
+def test_a_schema_s_id_is_a_name_that_references_within_it_do_not_need(name):
+    schema = StructuredOutputs(json={"$id": name, "$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}})
+    assert accepts(schema, "1.5")
+    assert not accepts(schema, '"a"')
+
+
+def test_a_reference_to_a_schema_s_id_is_followed():
+    schema = {"$id": "https://a.b/c", "$defs": {"n": {"type": "number"}}, "items": {"$ref": "https://a.b/c#/$defs/n"}}
+    assert accepts(StructuredOutputs(json={"type": "array", **schema}), "[1.5]")
+    assert not accepts(StructuredOutputs(json={"type": "array", **schema}), '["a"]')
+
+
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_an_enforced_format_is_one(name):
     assert not accepts(StructuredOutputs(json={"type": "string", "format": name}), '" ?"')
