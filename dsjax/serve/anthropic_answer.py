@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dsjax.engine.text.outputs import RequestOutput
 from dsjax.serve.anthropic_request import MessagesRequest
 from dsjax.serve.chat import RetoldAnswer
 from dsjax.serve.errors import ApiError, anthropic_body
+from dsjax.serve.schemas import ChatChoice
 from dsjax.serve.serving import Serving
 
 Event = dict[str, Any]
@@ -85,18 +85,12 @@ class MessagesAnswer(RetoldAnswer):
         self._chat.first_chunks()
         return [{"type": "message_start", "message": self._built()}]
 
-    def chunks_of(self, prompt_index: int, output: RequestOutput) -> list[Event]:
-        """Give the events of one output.
-
-        Raises:
-            ApiError: the completion failed.
-        """
-        events: list[Event] = []
-        for chunk in self._chat.chunks_of(prompt_index, output, as_events=False):
-            (choice,) = chunk["choices"]
-            events += self._content.push(choice["delta"])
-            self._note_end(choice)
-        return events
+    def _retold(self, choice: ChatChoice) -> list[Event]:
+        if choice["finish_reason"] is not None:
+            self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
+            if isinstance(choice.get("stop_reason"), str):
+                self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+        return self._content.push(choice["delta"])
 
     def last_chunks(self) -> list[Event]:
         """Close the content, and say how the message ended."""
@@ -106,12 +100,6 @@ class MessagesAnswer(RetoldAnswer):
     def failure(self, error: ApiError) -> Event:
         """Make an event for an error after the stream has begun."""
         return anthropic_body(error)
-
-    def _note_end(self, choice: Mapping[str, Any]) -> None:
-        if choice["finish_reason"] is not None:
-            self._end["stop_reason"] = _STOP_REASONS[choice["finish_reason"]]
-            if isinstance(choice.get("stop_reason"), str):
-                self._end |= {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
 
     def _built(self) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "container": None}

@@ -14,7 +14,6 @@ V4's block is named ``tool_calls``. A parameter with ``string="true"`` is text a
 
 import json
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,10 +152,8 @@ class DsmlParser(CallParser):
         if at < 0:
             return False
         tag = self._take(at + 1)
-        self.num_calls += 1
         self._num_parameters = 0
-        function = {"name": tag.partition('"')[0].strip(), "arguments": ""}
-        self._emit(piece, {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        self._begin_call(piece, tag.partition('"')[0].strip())
         self._step = self._body
         if tag.endswith("/>"):
             self._finish_call(piece)

@@ -16,7 +16,7 @@ from dsjax.engine.schedule.rank import RankLoad
 from dsjax.engine.stats import DraftCounts
 from dsjax.engine.tiers.disk_tier import DiskCounts
 from dsjax.engine.transfer.remote_prefill import TransferCounts
-from dsjax.serve.metrics_families import Labels, Reading, Registry
+from dsjax.serve.metrics_families import Labels, Reading, Registry, fields_of
 from sharding.balancing import balancedness_of_ranks
 
 if TYPE_CHECKING:  # they bring JAX in
@@ -58,13 +58,9 @@ class LatestState:
         return self.parts.get("disk")
 
 
-def _field_of(record: Callable[[], Any]) -> Callable[[str], Callable[[], float | None]]:
-    """Make a function from a field's name to one that reads it of the record that there is at the scrape; None where there is none."""
-
-    def field(name: str) -> Callable[[], float | None]:
-        return lambda: None if (there := record()) is None else getattr(there, name)
-
-    return field
+def _only(record: Any | None) -> list[tuple[Labels, Any]]:
+    """The record of a family that has no labels; none where there is none."""
+    return [] if record is None else [((), record)]
 
 
 def add_background_metrics(registry: Registry) -> None:
@@ -166,12 +162,8 @@ def add_tier_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def _add_host_metrics(registry: Registry, state: LatestState) -> None:
-    def count(field: str) -> Callable[[], _Samples]:
-        return lambda: [
-            ((str(load.rank),), getattr(load.tiers["host"], field)) for load in state.loads if "host" in load.tiers
-        ]
-
     name = "dsjax_rank_host_pages"
+    count = fields_of(lambda: [((str(load.rank),), load.tiers["host"]) for load in state.loads if "host" in load.tiers])
     registry.gauge(name, "Pages that host memory has room for.", count("usable_pages"), "engine")
     registry.gauge(f"{name}_used", "Pages in host memory.", count("used_pages"), "engine")
     for what, documentation in (
@@ -183,7 +175,7 @@ def _add_host_metrics(registry: Registry, state: LatestState) -> None:
 
 
 def _add_disk_metrics(registry: Registry, state: LatestState) -> None:
-    name, count = "dsjax_disk_pages", _field_of(lambda: state.disk)
+    name, count = "dsjax_disk_pages", fields_of(lambda: _only(state.disk))
     registry.gauge(name, "Pages that the disk has room for.", count("usable_pages"))
     registry.gauge(f"{name}_used", "Pages on the disk.", count("used_pages"))
     registry.gauge(f"{name}_writing", "Pages on their way to the disk.", count("writing"))
@@ -212,7 +204,7 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     """Add what prefill engines were asked for, and what came of it."""
 
     counts: Callable[[], TransferCounts | None] = lambda: state.parts.get("transfers")  # noqa: E731
-    count = _field_of(counts)
+    count = fields_of(lambda: _only(counts()))
 
     def landed_bytes() -> float | None:
         return None if (transfers := counts()) is None else transfers.landed * state.page_bytes
@@ -308,7 +300,7 @@ def add_expert_metrics(registry: Registry, state: LatestState) -> None:
         recorded(lambda counts: _numbered(counts.rows_sent.tolist())),
         "device",
     )
-    count = _field_of(lambda: state.experts)
+    count = fields_of(lambda: _only(state.experts))
     registry.total("dsjax_dispatch_rounds", "Rounds of dispatch, of the layer with most.", count("rounds"))
     registry.total("dsjax_dispatch_bytes", "Bytes that all devices sent to dispatch.", count("dispatch_bytes"))
     registry.gauge(
@@ -334,7 +326,7 @@ def add_balance_metrics(registry: Registry, state: LatestState) -> None:
         ratios = [(("sums",), stats.balancedness), (("layers",), stats.layer_balancedness)]
         return ratios if stats.windows else None
 
-    count = _field_of(lambda: state.parts.get("balance"))
+    count = fields_of(lambda: _only(state.parts.get("balance")))
     for name, documentation, counted in (
         ("windows", "Windows of experts' loads that were read.", "windows"),
         ("rebalances", "Rebalances that were carried out to their end.", "rebalances"),

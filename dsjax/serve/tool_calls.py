@@ -67,9 +67,9 @@ class ToolFormat:
         return self.calls_begin + self.between_calls.join(texts) + self.calls_end
 
     def identified(self, written: str) -> tuple[str, str]:
-        """Return the id and the name of a call that is headed so."""
+        """Return the name of a call that is headed so, and its id, empty where the model writes none."""
         match = re.fullmatch(r"(?:functions\.)?(.+):\d+", written) if self.numbers_calls else None
-        return (written, match[1]) if match else (f"call_{uuid.uuid4().hex[:24]}", written)
+        return (match[1], written) if match else (written, "")
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what the system message says of the functions, for templates that do not say it themselves."""
@@ -263,6 +263,12 @@ class CallParser(ABC):
     def _num_undecided(self, markers: Sequence[str], finished: bool) -> int:
         return 0 if finished else num_undecided(self._held, markers)
 
+    def _begin_call(self, piece: MessagePiece, name: str, call_id: str = "") -> None:
+        """Give the head of the next call. call_id: that of the model's own, if it writes one."""
+        self.num_calls += 1
+        head = {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        self._emit(piece, {**head, "function": {"name": name, "arguments": ""}})
+
     def _emit(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
         index = self.num_calls - 1
         if piece.tool_calls and piece.tool_calls[-1]["index"] == index:
@@ -326,11 +332,9 @@ class ToolCallParser(CallParser):
         if head.end() == len(text) and not (end or finished):
             return False
         self._take(head.end())
-        self.num_calls += 1
         self._has_arguments = False
         self._step = self._arguments
-        call_id, name = self._form.identified(head[1].strip())
-        self._emit(piece, {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+        self._begin_call(piece, *self._form.identified(head[1].strip()))
         return True
 
     def _arguments(self, piece: MessagePiece, finished: bool) -> bool:
