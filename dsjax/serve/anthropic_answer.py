@@ -1,9 +1,9 @@
 """Anthropic's `/v1/messages`: a chat answer as a message of content blocks, or as the events that build it."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from dsjax.engine.text.prompt_encoder import arguments_object
 from dsjax.serve.anthropic_request import MessagesRequest
 from dsjax.serve.chat import RetoldAnswer
 from dsjax.serve.errors import ApiError, anthropic_body
@@ -54,7 +54,7 @@ class ContentBlocks:
             return []
         self._is_open = False
         if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = _object(self._arguments)
+            self.blocks[-1]["input"] = arguments_object(self._arguments)  # what was cut off is no JSON object
             self._arguments = ""
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
@@ -120,12 +120,3 @@ class MessagesAnswer(RetoldAnswer):
             "server_tool_use": None,
             "service_tier": "standard",
         }
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Read a call's arguments; what is no JSON object, because it was cut off, stands under `arguments`."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -36,8 +36,7 @@ ShutdownTimeout = Annotated[
     float, typer.Option(help="Seconds that running requests get to finish after SIGINT or SIGTERM.", min=0)
 ]
 StepTimeout = Annotated[
-    float,
-    typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0),
+    float, typer.Option(help="Seconds after which a step is taken for a hang, which ends the process; 0: never.", min=0)
 ]
 
 
@@ -220,8 +219,8 @@ def serve_model(
 def metrics_of(model: "LLM", name: str) -> "Metrics":
     """Make the metrics of a loaded model's work. name: as clients know it."""
     from dsjax.engine.afd.messages import ExpertLinks
+    from dsjax.engine.device.process import device_memory
     from dsjax.serve.metrics import Metrics
-    from dsjax.serve.metrics_parts import device_memory
 
     facts, group = model.facts, getattr(model, "group", None)
     links = lambda: model.parts.core.executor.extension(ExpertLinks)  # noqa: E731

@@ -57,7 +57,7 @@ class DsmlFormat:
         compact: bool = False,
         instead: StructuredOutputs | None = None,
     ) -> str:
-        """Write the grammar of calls, as `tool_grammar` does.
+        """Write the grammar of calls, as `ToolFormat.grammar` does.
 
         Each property of a function's schema is a parameter, in the schema's order. A string whose schema says more than its type is written
         as JSON, so that the schema binds. A schema that is more than a list of properties takes all arguments as one JSON object.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import uvicorn
@@ -25,7 +25,7 @@ from dsjax.serve.connections import JsonResponse, affordable_connections, bounde
 from dsjax.serve.guards import OPEN_PATHS, Keys
 from dsjax.serve.metrics_families import Registry, exposition
 from dsjax.serve.metrics_links import add_expert_link_metrics, add_link_metrics
-from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics, device_memory
+from dsjax.serve.metrics_parts import add_background_metrics, add_memory_metrics
 from dsjax.serve.options import ServeOptions
 
 
@@ -47,8 +47,14 @@ class Probes:
     def __init__(self, http: ServeOptions, registry: Registry):
         self._http, self.registry = http, registry
         add_background_metrics(registry)
-        # To ask for devices before they are arranged would start JAX without them.
-        add_memory_metrics(registry, lambda: device_memory() if self.phase in ("warming up", "ready") else ())
+        add_memory_metrics(registry, self._device_memory)
+
+    def _device_memory(self) -> Iterable[tuple[str, int, int]]:
+        if self.phase not in ("warming up", "ready"):
+            return ()  # to ask for devices before they are arranged would start JAX without them
+        from dsjax.engine.device.process import device_memory
+
+        return device_memory()
 
     def of_work(self, name: str) -> Callable[[], float]:
         """Make a function that reads a number of `work`, 0 before it is there."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsjax.background import failure_counts
@@ -231,30 +229,8 @@ def add_transfer_metrics(registry: Registry, state: LatestState) -> None:
     )
 
 
-def device_memory() -> Iterator[tuple[str, int, int]]:
-    """(device, bytes in use, bytes that it has for this process) of each device of this process.
-
-    Emulated devices share the host's memory: they are one device, `host`, whose bytes in use are the process's resident ones.
-    """
-    import jax
-
-    from dsjax.engine.device.process import available_bytes
-
-    devices = jax.local_devices()
-    if devices[0].platform == "cpu":
-        available = available_bytes()
-        if available is not None:
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            yield "host", resident, resident + available
-        return
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            yield str(device.id), stats["bytes_in_use"], stats["bytes_limit"]
-
-
 def add_memory_metrics(registry: Registry, read: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
-    """Add what devices' memory holds and could hold. read: as `device_memory`."""
+    """Add what devices' memory holds and could hold. read: as `dsjax.engine.device.process.device_memory`."""
     for name, documentation, place in (
         ("used", "Bytes of a device's memory in use.", 1),
         ("limit", "Bytes that a device has.", 2),
@@ -408,11 +384,7 @@ def add_generation_metrics(registry: Registry, generations: Generations, parked:
             "Of those, how many it is to have.",
             lambda: 0 if ahead is None else ahead.total,
         ),
-        (
-            "dsjax_generation_changing",
-            "1 while no step computes, as the mesh is changed.",
-            lambda: generations.busy,
-        ),
+        ("dsjax_generation_changing", "1 while no step computes, as the mesh is changed.", lambda: generations.busy),
     ):
         registry.gauge(name, documentation, lambda value=value: float(value()))
     registry.total(

@@ -53,10 +53,7 @@ class QueueGate:
 
     @contextmanager
     def through(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        completions: int,
-        reject: Callable[[str, ApiError], ApiError],
+        self, prompts: Sequence[str | Sequence[int]], completions: int, reject: Callable[[str, ApiError], ApiError]
     ) -> Iterator[None]:
         """Let a request in, or raise. Inside the block it is tokenised and submitted; from then on the engine counts it.
 

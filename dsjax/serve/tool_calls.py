@@ -1,7 +1,6 @@
 """DeepSeek's tool calls: how they are written, the grammar of an answer that must be some, and their parser.
 
-`ToolFormat` writes calls and tells a prompt of the tools; `tool_grammar` is in the Lark dialect of llguidance;
-`ToolCallParser` takes calls out of text that comes in pieces.
+`ToolFormat` writes calls, tells a prompt of the tools, and has the grammar; `ToolCallParser` takes calls out of text that comes in pieces.
 """
 
 import json
@@ -82,9 +81,43 @@ class ToolFormat:
         lines += [f"To call tools, write exactly this, with JSON arguments as above: {example}"]
         return "\n".join(lines)
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any) -> str:
-        """Write the grammar of calls: see `tool_grammar`, which has the options."""
-        return tool_grammar(self, tools, tokenizer, **options)
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        *,
+        several: bool,
+        compact: bool = False,
+        instead: StructuredOutputs | None = None,
+    ) -> str:
+        """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
+
+        It is in the Lark dialect of llguidance. Markers are written as token numbers where the model has them as tokens, so that the model
+        cannot spell them in letters.
+
+        Args:
+            compact: arguments have no blanks between JSON's parts.
+            instead: the form of an answer without calls, which may come instead.
+        """
+        options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
+        between = f"{json.dumps(self.between_calls)} " if self.between_calls else ""
+        calls = f"call ({between}call)*" if several else "call"
+        begin, end = _marker(self.calls_begin, tokenizer), _marker(self.calls_end, tokenizer)
+        rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
+        before, name_end, after = (
+            _texts(text, self, tokenizer) for text in (self.before_name, self.after_name, self.after_arguments)
+        )
+        name_end = ['":" /[0-9]+/', *name_end] if self.numbers_calls else name_end
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            parts = [_marker(self.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
+            parts += [f"arguments_{index}", *after, _marker(self.call_end, tokenizer)]
+            schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
+            rules += [
+                f"call_{index}: {' '.join(parts)}",
+                f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
+            ]
+        return "\n".join(rules) + "\n"
 
     def parser(self, most: int) -> "ToolCallParser":
         """Return a parser of one answer, which gives so many calls at most."""
@@ -120,44 +153,6 @@ FORMATS = {
 def tool_outputs(contents: Sequence[str]) -> str:
     """Write answers of tools as text, for templates that have no place for them."""
     return _OUTPUTS_BEGIN + "".join(f"{_OUTPUT_BEGIN}{each}{OUTPUT_END}" for each in contents) + OUTPUTS_END
-
-
-def tool_grammar(
-    form: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    several: bool,
-    compact: bool = False,
-    instead: StructuredOutputs | None = None,
-) -> str:
-    """Write the grammar of one call, or with `several` of one or more, to any of the tools, with arguments that fit its schema.
-
-    Markers are written as token numbers where the model has them as tokens, so that the model cannot spell them in letters.
-
-    Args:
-        compact: arguments have no blanks between JSON's parts.
-        instead: the form of an answer without calls, which may come instead.
-    """
-    options = COMPACT_JSON_OPTIONS if compact else JSON_OPTIONS
-    between = f"{json.dumps(form.between_calls)} " if form.between_calls else ""
-    calls = f"call ({between}call)*" if several else "call"
-    begin, end = _marker(form.calls_begin, tokenizer), _marker(form.calls_end, tokenizer)
-    rules = head_rules(f"{begin} {calls} {end}", len(tools), instead)
-    before, name_end, after = (
-        _texts(text, form, tokenizer) for text in (form.before_name, form.after_name, form.after_arguments)
-    )
-    name_end = ['":" /[0-9]+/', *name_end] if form.numbers_calls else name_end
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        parts = [_marker(form.call_begin, tokenizer), *before, json.dumps(function["name"]), *name_end]
-        parts += [f"arguments_{index}", *after, _marker(form.call_end, tokenizer)]
-        schema = closed_schema({"type": "object", "properties": {}} | (function.get("parameters") or {}))
-        rules += [
-            f"call_{index}: {' '.join(parts)}",
-            f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': options})}",
-        ]
-    return "\n".join(rules) + "\n"
 
 
 def head_rules(start: str, count: int, instead: StructuredOutputs | None) -> list[str]:

@@ -347,14 +347,19 @@ def _called(call: Message) -> tuple[str, Any]:
     return call["function"]["name"], call["function"].get("arguments")
 
 
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Read a call's arguments. JSON that is no object, and what is no JSON, stands under `arguments`, as V4's own encoder has it."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
+
+
 def _parameters(arguments: Any) -> str:
-    """Write a call's arguments as DSML parameters. JSON that is no object becomes one parameter, `arguments`, as V4's own encoder does."""
+    """Write a call's arguments, a mapping or its JSON, as DSML parameters."""
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except ValueError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else {"arguments": arguments}
+        arguments = arguments_object(arguments)
     lines = []
     for name, value in (arguments or {}).items():
         is_text = isinstance(value, str)
