@@ -113,7 +113,11 @@ class Headless(Probes):
         super().__init__(http, registry)
         for name, documentation, count in (
             ("dsjax_follower_commands", "Commands of process 0 that this process has carried out.", "commands"),
-            ("dsjax_follower_steps", "Of those, steps and the like whose results have been read.", "steps"),
+            (
+                "dsjax_follower_steps",
+                "Commands of process 0 whose results, such as those of steps, have been read.",
+                "steps",
+            ),
         ):
             registry.total(name, documentation, self.of_work(count))
         registry.gauge("dsjax_follower_ready", "1 while this process follows.", lambda: float(self.phase == "ready"))

@@ -1,7 +1,12 @@
-"""Whoever types an option of vLLM's or SGLang's is told what it is called here."""
+"""Whoever types an option of vLLM's or SGLang's is told what it is called here. docs/other-engines.csv has all of them:
 
+python tests/dsjax/cli/test_other_engines.py > docs/other-engines.csv
+"""
+
+import csv
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +72,7 @@ def test_an_option_is_answered_with_what_does_its_work_here(words: str, answer: 
     assert re.search(answer, line)
 
 
-def test_their_variables_are_named_where_they_are_set_and_their_option_is_not_given() -> None:
+def test_their_variables_are_named_where_set_without_their_option_and_a_command_warns_before_it_runs(monkeypatch):
     known, on = _options("serve"), {"VLLM_BATCH_INVARIANT": "1"}
     (line,) = unread_variables(["--model", "demo"], known, on)
     assert line == "VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant, or unset it"
@@ -75,22 +80,36 @@ def test_their_variables_are_named_where_they_are_set_and_their_option_is_not_gi
         assert unread_variables(words, known, on) == []
     assert unread_variables([], known, {"VLLM_BATCH_INVARIANT": "0"}) == []
     assert unread_variables([], {"--model"}, on) == []
-
-
-def test_a_command_warns_of_a_variable_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     found = RUNNER.invoke(app, ["serve", "--disaggregation-mode", "prefill"])  # refused before anything is loaded
     assert found.stderr.startswith("warning: VLLM_BATCH_INVARIANT is set, and not read here: give --batch-invariant")
 
 
+def answers() -> list[dict[str, str]]:
+    """The rows of docs/other-engines.csv: each option of another engine, what it is here, and why."""
+    tables = ((HERE, ""), (NEEDLESS, "not needed"), (ABSENT, "no counterpart"))
+    rows = [
+        (name, verdict, text) for table, verdict in tables for names, text in table.items() for name in names.split()
+    ]
+    made = [
+        {
+            "option": name,
+            "here": verdict or text.partition(": ")[0],
+            "note": text if verdict else text.partition(": ")[2],
+        }
+        for name, verdict, text in rows
+    ]
+    return made + [
+        {"option": name, "here": option, "note": "not read: give the option"} for name, option in VARIABLES.items()
+    ]
+
+
 def test_the_table_in_the_docs_has_every_option() -> None:
-    page = (DOCS / "serving.md").read_text(encoding="utf-8")
-    for name in (name for names in (*HERE, *NEEDLESS, *ABSENT) for name in names.split()):
-        assert f"`{name}`" in page, name
-    assert all(f"`{name}`" in page for name in VARIABLES)
+    with (DOCS / "other-engines.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == answers(), __doc__
 
 
-def test_all_of_them_on_a_command_line_are_explained_at_once() -> None:
+def test_all_of_them_on_a_command_line_are_explained_at_once_and_a_model_without_its_option_too():
     found = RUNNER.invoke(
         app, ["serve", "--model-path", "x", "-tp", "8", "--context-length=4096", "--trust-remote-code"]
     )
@@ -98,6 +117,9 @@ def test_all_of_them_on_a_command_line_are_explained_at_once() -> None:
     answers = ("--model-path is --model", "-tp is --mesh tp=N", "--context-length is --max-model-len")
     for line in (*answers, "--trust-remote-code is not needed"):
         assert line in found.output
+    found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
+    assert found.exit_code == 2
+    assert "a model is given as --model MODEL" in found.output
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
@@ -109,15 +131,15 @@ def test_an_option_for_tls_is_answered_with_the_cluster_key_and_the_encryption_o
     assert _options(command) >= {"--cluster-key-file", "--encrypt-bulk"}
 
 
-def test_a_model_without_its_option_is_explained() -> None:
-    found = RUNNER.invoke(app, ["serve", "deepseek-ai/DeepSeek-R1"])
-    assert found.exit_code == 2
-    assert "a model is given as --model MODEL" in found.output
-
-
 def test_a_command_says_nothing_of_what_it_has_no_counterpart_for() -> None:
     assert advice(["--tp", "8"], known={"--model"}) == []
     assert advice(["--model", "demo", "--mesh", "tp=8"], known={"--model", "--mesh"}) == []
     found = RUNNER.invoke(app, ["serve", "--mehs", "dp=2"])
     assert found.exit_code == 2
     assert "--mesh" in found.output  # the nearest of ours
+
+
+if __name__ == "__main__":
+    writer = csv.DictWriter(sys.stdout, ["option", "here", "note"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(answers())

@@ -228,6 +228,10 @@ RANGES = [[1, 8, 2], [9, 64, 1], [65, 4096, 0]]
             {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": RANGES}},
             "a row: 2 with 1 to 8, 1 with 9 to 64, 0 with 65 or more running on a rank",
         ),
+        (
+            {"speculation": DRAFTS | {"num_speculative_tokens_per_batch_size": "auto"}},
+            "drafts up to 2 tokens a row, by step times",
+        ),
         ({"activation_scheme": "dynamic"}, "activations are quantised"),
         (
             {"prefill_meshes": ["dp=2"], "prefill_sizes": PrefillSizes(2, 4, 16_384, 8_192, 64_000, 1_000)},
@@ -278,19 +282,6 @@ def test_the_warm_up_bar_counts():
         parts.warm_up(progress)
     assert parts.core.executor.warm
     assert "3/3" in console.file.getvalue()
-
-
-def test_without_a_terminal_a_line_is_written_at_each_tenth():
-    console = Console(file=io.StringIO(), width=120)
-    with warm_up_bar(console) as progress:
-        progress(0, 31, "decode 8 rows")
-        for done in range(32):
-            progress(done, 31, f"shape {done}")
-    lines = console.file.getvalue().splitlines()
-    assert len(lines) == 11
-    assert lines[0] == "compiling shapes: 0 of 31 (0%), 0 s"
-    assert lines[1].startswith("compiling shapes: 4 of 31 (13%)")
-    assert lines[-1].startswith("compiling shapes: 31 of 31 (100%)")
 
 
 def test_without_a_terminal_the_decode_and_the_prefill_engine_say_how_far_they_are():
