@@ -109,7 +109,7 @@ class PromptEncoder(ABC):
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Write what a system message says of the functions."""
-        return self._tools.replace("SCHEMAS", "\n".join(_json(tool["function"]) for tool in tools))
+        return self._tools.replace("SCHEMAS", "\n".join(json_text(tool["function"]) for tool in tools))
 
     def _described(self, message: Message) -> list[str]:
         """What a system or developer message says of its tools and of the form of the answer."""
@@ -118,7 +118,7 @@ class PromptEncoder(ABC):
             parts.append(self.describe(message["tools"]))
         if form := message.get("response_format"):
             head = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
-            parts.append(head + _json(form))
+            parts.append(head + json_text(form))
         return parts
 
     def _system(self, message: Message) -> str:
@@ -363,12 +363,13 @@ def _parameters(arguments: Any) -> str:
     lines = []
     for name, value in (arguments or {}).items():
         is_text = isinstance(value, str)
-        text = value if is_text else _json(value)
+        text = value if is_text else json_text(value)
         lines.append(
             f'<{DSML}parameter name="{name}" string="{"true" if is_text else "false"}">{text}</{DSML}parameter>'
         )
     return "\n".join(lines)
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """Write JSON as DeepSeek's prompts have it: with blanks, and characters as they are."""
     return json.dumps(value, ensure_ascii=False)
