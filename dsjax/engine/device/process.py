@@ -203,9 +203,9 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def device_memory() -> Iterator[tuple[str, int, int]]:
-    """(device, bytes in use, bytes that it has for this process) of each device of this process.
+    """Yield (device, bytes in use, bytes available to this process) for each device of this process.
 
-    Emulated devices share the host's memory: they are one device, `host`, whose bytes in use are the process's resident ones.
+    Emulated devices are one device, `host`, whose bytes in use are the process's resident bytes.
     """
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
