@@ -30,7 +30,7 @@ TEMPLATE = (
     "{# messages have a place for tool_calls #}<｜Assistant｜>{{ '<think>' if thinking | default(true) else '</think>' }}"
 )
 THOUGHT = "Let me see.\n</think>"
-MAX_DEPTH, FAR_INSIDE = 40, 4
+MAX_DEPTH, FAR_INSIDE = 40, 8
 """Depths of a schema: where nothing more is made, and where nothing optional is."""
 _SHORTEST = ['"', "}", "]", ",", ":", "1", "t"]
 """Texts of tokens, those first that soon end a JSON value."""
