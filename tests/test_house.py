@@ -192,7 +192,12 @@ The lists may only shrink. Whoever has to know how weights are kept asks ``dsjax
 """
 
 
-V4 = ("dsjax/model/compressed/", "dsjax/config/deepseek_v4.py", "dsjax/checkpoint/v4_tensors.py")
+V4 = (
+    "dsjax/model/compressed/",
+    "dsjax/config/deepseek_v4.py",
+    "dsjax/checkpoint/v4_tensors.py",
+    "dsjax/plan/compressed.py",
+)
 """What DeepSeek-V4 has to itself: compressed entries have an indexer, too, and a cache in FP8 keeps index keys in FP4."""
 OWN_FOLDER = ("dsjax/fp4/", "dsjax/model/sparse/", *V4)
 PROMPTS = (

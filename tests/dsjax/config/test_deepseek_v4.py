@@ -89,7 +89,7 @@ def test_a_field_that_cannot_be_is_named(changes, named):
     assert named in str(error.value)
 
 
-def test_what_would_price_it_says_what_is_missing():
-    with pytest.raises(UserError, match="cannot be dry-run, planned or timed"):
+def test_what_would_time_its_modules_says_what_is_missing():
+    with pytest.raises(UserError, match="bench modules and tune"):
         FLASH.check_priced()
     load_config("deepseek-v3").check_priced()

@@ -88,7 +88,7 @@ def step(tiny):
     spec, config = MeshSpec.parse("dp=8,tp=4,ep=16"), load_config(tiny)
     engine = EngineArgs(model=tiny, mesh=str(spec), dispatch="padded", page_size=4)
     compiled = compile_step(DryRunArgs(engine=engine, batch=8, context=64), config, spec.build())
-    trips = trip_counts(64, 16, 4, {"A_CC_ME": 128}, even_experts(compiled.step, 8))
+    trips = trip_counts({"attend_A_CC_ME": 1}, even_experts(compiled.step, 8))
     text = compiled.main.compiled.as_text()
     return of(text, mesh=dict(compiled.step.mesh.shape), trips=trips)
 
