@@ -7,6 +7,13 @@
 A round is a set of predictions that were committed before any of its measurements was read. Each round is scored with intervals that only
 rounds before it make, as a user's next deployment is. The interval score of one prediction is the width of its interval in logarithms and
 20 times the distance by which the measurement lies outside (Gneiting and Raftery, 2007): the lower, the better.
+
+To add a round:
+
+1. Write the settings of runs whose results nobody has read into NEW.csv, with the columns of configs/blind_predictions.csv, a row for each
+   kind of figure, and `predicted`, `low`, `high`, `measured` empty. tools/plan_data/inferencex.py says how an engine was started on a day.
+2. `python -m tools.plan_data.replay NEW-PREDICTED.csv --rows NEW.csv --played`, and commit the result.
+3. Enter `measured`, append the rows to configs/blind_predictions.csv, run `python tools/plan_score.py --page`, and commit.
 """
 
 from __future__ import annotations
