@@ -24,7 +24,7 @@ from dsjax.engine.contract.commands import Score, Step, int32s
 from dsjax.engine.contract.executor import ErrorKind, ExecutorCounts, ExpertCounts, RankResults, RowResult
 from dsjax.engine.pipeline import process_links
 from dsjax.engine.pipeline.process_links import HIDDEN, RESULTS
-from dsjax.engine.pipeline.stage_executor import Made
+from dsjax.engine.pipeline.stage_executor import LastStageOutput
 from dsjax.engine.pipeline.stages_of_process import StagesOfProcess
 from dsjax.hosts.group import GroupError
 from dsjax.messaging import Link, NotAMemberError
@@ -63,16 +63,16 @@ def test_what_the_last_stage_makes_comes_to_all_others_as_it_was(links):
     row = RowResult([7, 8], scores=[(7, -0.125, 0, [(7, -0.125), (3, -2.5)])], num_drafts=2, drafts=[1])
     failed = RowResult((), finite=False, error="no", kind=ErrorKind.NO_ROOM)
     results = [RankResults([row], []), RankResults([], [failed, RowResult()])]
-    made = [Made(np.arange(6).reshape(2, 3), None), Made(np.arange(4), np.full((2, 1), 9))]
+    outputs = [LastStageOutput(np.arange(6).reshape(2, 3), None), LastStageOutput(np.arange(4), np.full((2, 1), 9))]
     logits = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-    last.publish(lambda: (results, made))
+    last.publish(lambda: (results, outputs))
     last.publish(lambda: logits)
     for other in (first, middle):
         found, of_launches = other.hear(0)
         assert [rank.decodes for rank in found] == [[row], []]
         assert found[1].prefills == [failed._replace(token_ids=[], drafts=[]), RowResult([], drafts=[])]
         assert found[1].prefills[0].kind is ErrorKind.NO_ROOM
-        for one, expected in zip(of_launches, made, strict=True):
+        for one, expected in zip(of_launches, outputs, strict=True):
             np.testing.assert_array_equal(one.outcome, expected.outcome)
             assert (one.drafts is None) == (expected.drafts is None)
         np.testing.assert_array_equal(other.hear(1), logits)
@@ -131,10 +131,10 @@ class Stage:
     def read(self, part):
         return [RankResults([RowResult([part.value])], [])]
 
-    def made(self, part):
-        return [Made(np.full(2, part.value), None)]
+    def outputs(self, part):
+        return [LastStageOutput(np.full(2, part.value), None)]
 
-    def enter(self, part, results, made):
+    def enter(self, part, results, outputs):
         self.entered += results[0].decodes[0].token_ids
 
     def wait(self, part):
@@ -194,7 +194,12 @@ def test_the_record_of_loads_has_the_layers_and_devices_of_all_processes_until_i
 def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypatch):
     first, _, last = links
     for number in range(3):
-        last.publish(lambda number=number: ([RankResults([RowResult([number])], [])], [Made(np.full(2, number), None)]))
+        last.publish(
+            lambda number=number: (
+                [RankResults([RowResult([number])], [])],
+                [LastStageOutput(np.full(2, number), None)],
+            )
+        )
 
     def interrupt(*values):
         raise KeyboardInterrupt
@@ -204,7 +209,7 @@ def test_after_an_interrupt_the_same_results_are_heard_once_more(links, monkeypa
 
     assert tokens(0) == [0]
     with monkeypatch.context() as patch:
-        patch.setattr(process_links, "Made", interrupt)
+        patch.setattr(process_links, "LastStageOutput", interrupt)
         with pytest.raises(KeyboardInterrupt):
             first.hear(1)
     assert tokens(1) == [1]
