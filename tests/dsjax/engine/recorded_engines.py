@@ -46,14 +46,12 @@ def make_executor(run: "Run", name: str, **options) -> ScriptedExecutor:
     return made
 
 
-def make_config(executor: ScriptedExecutor, *, drafts=None, budget=16, **options) -> SchedulerConfig:
+def make_config(executor: ScriptedExecutor, *, drafts=None, **options) -> SchedulerConfig:
     """A scheduler's sizes. drafts: the table of drafts by running requests."""
     speculation = None if drafts is None else SpeculativeConfig(
         method="mtp", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=drafts
     )  # fmt: skip
-    return SchedulerConfig.from_limits(
-        executor.limits, max_num_batched_tokens=budget, speculation=speculation, **options
-    )
+    return SchedulerConfig.from_limits(executor.limits, max_num_batched_tokens=16, speculation=speculation, **options)
 
 
 def make_balancer(run: "Run", **options) -> ExpertBalancer:
@@ -99,7 +97,6 @@ def make_prefill(
     *,
     balancer: ExpertBalancer | None = None,
     events: bool = False,
-    timeout: float = 1.0,
 ) -> "Prefill":
 
     def keepers(executor):
@@ -110,7 +107,7 @@ def make_prefill(
     if balancer is not None:
         parts.append(balancer)
     options = {"keepers": keepers, "generations": Successors()}
-    engine = PrefillEngine(executor, config, timeout=timeout, attachments=parts, **options)
+    engine = PrefillEngine(executor, config, timeout=1.0, attachments=parts, **options)
     engine.buffers._numbers = itertools.count(1)
     return Prefill(run, engine)
 
@@ -256,9 +253,6 @@ class Engine:
 
     def flush(self) -> None:
         self._core.flush_prefix_cache()
-
-    def rebalance(self) -> None:
-        self._core.part(ExpertBalancer).rebalance_now()
 
     def change(self, executor: ScriptedExecutor, config: SchedulerConfig) -> None:
         self._core.change(lambda: Generation(executor, config))

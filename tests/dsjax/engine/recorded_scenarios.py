@@ -116,14 +116,11 @@ def sessions(engine: Engine, crowd: Crowd, turns: range) -> Actions:
     return {turn: [lambda turn=turn: say(turn)] for turn in turns}
 
 
-def plain(
-    run: Run, *, ranks: int = 3, pages: int = 15, asynchronous: bool = True, policy: str = "priority", **config
-) -> None:
+def plain(run: Run, *, ranks: int = 3, asynchronous: bool = True, policy: str = "priority") -> None:
     """Requests of all kinds on few pages."""
-    executor = make_executor(run, "engine", num_ranks=ranks, pages_per_rank=pages + 18)
-    engine = make_core(
-        run, executor, make_config(executor, policy=policy, **config), events=True, async_scheduling=asynchronous
-    )
+    executor = make_executor(run, "engine", num_ranks=ranks, pages_per_rank=33)
+    config = make_config(executor, policy=policy)
+    engine = make_core(run, executor, config, events=True, async_scheduling=asynchronous)
     crowd = Crowd(1, first_rank=2 * (policy == "fcfs"))
     run.play(together(
         crowd.arrivals(engine, 24 * ranks, every=1 / ranks, longest_output=40),
@@ -141,32 +138,14 @@ def plain_synchronous(run: Run) -> None:
     plain(run, ranks=2, asynchronous=False, policy="fcfs")
 
 
-def plain_uncached(run: Run) -> None:
-    """One rank without a prefix cache."""
-    plain(run, ranks=1, prefix_caching=False)
-
-
-def host_tier(run: Run) -> None:
-    """Pages that go to host memory and come back."""
-    executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=25, host_pages_per_rank=16)
-    engine = make_core(run, executor, make_config(executor), events=True)
-    crowd = Crowd(2, beginnings=5)
-    run.play(together(
-        crowd.arrivals(engine, 60, every=1.5),
-        sessions(engine, crowd, range(7, 80, 9)),
-        {50: [engine.flush]},
-    ))  # fmt: skip
-    run.play(crowd.arrivals(engine, 12, every=3, kinds=("greedy", "sampled"), first=1))
-
-
-def disk_tier(run: Run, *, host_pages: int = 12) -> None:
+def disk_tier(run: Run) -> None:
     """Pages that go to host memory and the disk, which is slow, fails, and works again; then what only the devices have goes there."""
     executor = make_executor(
         run,
         "engine",
         num_ranks=2,
         pages_per_rank=25,
-        host_pages_per_rank=host_pages,
+        host_pages_per_rank=12,
         disk_pages=60,
         disk_page_bytes=4096,
     )
@@ -196,11 +175,6 @@ def disk_tier(run: Run, *, host_pages: int = 12) -> None:
     again = make_executor(run, "restarted", num_ranks=2, pages_per_rank=33, disk_pages=40, disk=dict(kept))
     engine = make_core(run, again, make_config(again), events=True)
     run.play(crowd.arrivals(engine, 24, every=2, kinds=("greedy", "sampled")))
-
-
-def disk_alone(run: Run) -> None:
-    """The same without host memory."""
-    disk_tier(run, host_pages=0)
 
 
 def separated(run: Run, *, lost: bool = True) -> None:
@@ -257,55 +231,6 @@ def separated(run: Run, *, lost: bool = True) -> None:
             256: [put(first_executor, non_finite={})],
         },
     ))  # fmt: skip
-
-
-def two_prefills(run: Run) -> None:
-    """A crowd for which two prefill engines compute for long, by priority. Each is left alone for a while, twice."""
-    prefills = []
-    for number in range(2):
-        executor = make_executor(run, f"prefill-{number}", transfers=True, max_rows_prefill=1, max_chunk=4)
-        prefills.append(make_prefill(run, executor, make_config(executor, policy="priority", budget=8), timeout=3.0))
-    executor = make_executor(run, "decode", num_ranks=2, transfers=True, pages_per_rank=29)
-    links = [ScriptedLink(prefill) for prefill in prefills]
-    engine = make_core(
-        run, executor, make_config(executor, policy="priority"), links=links, local_tokens=9, timeout=1.5
-    )
-    crowd = Crowd(10, longest=80, beginnings=6)
-    run.play(together(
-        crowd.arrivals(engine, 80, every=3, kinds=("greedy", "sampled", "penalised"), longest_output=12),
-        {turn: [links[turn // 20 % 2].fail] for turn in (40, 60, 120, 140)},
-        {turn: [lambda: run.clock.advance(1.1)] for turn in (64, 144, 146)},
-        {180: [put(executor, chunk_seconds=0.2)]},
-    ))  # fmt: skip
-
-
-def drafts(run: Run, *, asynchronous: bool = True) -> None:
-    """Drafts by the number of running requests."""
-    executor = make_executor(run, "engine", num_ranks=2, pages_per_rank=33)
-    config = make_config(executor, drafts=((1, 1, 4), (2, 3, 0), (4, 5, 3), (6, 9, 1)), policy="priority")
-    engine = make_core(run, executor, config, async_scheduling=asynchronous)
-    crowd = Crowd(5)
-    run.play(together(
-        crowd.arrivals(engine, 60, every=1.4, longest_output=40),
-        {turn: [lambda turn=turn: engine.add(f"alone-{turn}", crowd.prompt(), "structured", 20, turn)] for turn in (150, 190)},
-    ))  # fmt: skip
-
-
-def drafts_synchronous(run: Run) -> None:
-    """The same with one step at a time."""
-    drafts(run, asynchronous=False)
-
-
-def balancing(run: Run) -> None:
-    """Experts that move between steps, at times in vain, and once because somebody asked."""
-    executor = make_executor(run, "engine", num_ranks=2, moves_experts=True)
-    executor.failing_exchanges = {9, 31}
-    engine = make_core(run, executor, make_config(executor), balancer=make_balancer(run))
-    crowd = Crowd(6)
-    run.play(crowd.arrivals(engine, 50, every=2, longest_output=16))
-    engine.rebalance()
-    run.play({})
-    run.play(crowd.arrivals(engine, 6, first=1))
 
 
 def everything(run: Run) -> None:
@@ -400,19 +325,5 @@ def changed_mesh(run: Run) -> None:
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     scenario.__name__: scenario
-    for scenario in (
-        plain,
-        plain_synchronous,
-        plain_uncached,
-        host_tier,
-        disk_tier,
-        disk_alone,
-        separated,
-        two_prefills,
-        drafts,
-        drafts_synchronous,
-        balancing,
-        everything,
-        changed_mesh,
-    )
+    for scenario in (plain, plain_synchronous, disk_tier, separated, everything, changed_mesh)
 }
